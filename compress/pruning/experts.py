@@ -28,10 +28,10 @@ from compress.pruning.units import top_indices
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.experts import MixtureOfExperts, expert_neurons, route, run_expert
+from sportsllm.models.experts import MixtureOfExperts, named_expert, route
 from sportsllm.models.kinds import NORMS
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.layers import GatedMLP, PlainMLP
+from sportsllm.models.layers import FeedForward
 from sportsllm.models.parts import ROUTER, SHARED, expert_names, routed_names, unused_line
 
 _PASSES = 2  # over all experts, each fitted to what the others leave
@@ -116,7 +116,7 @@ def expert_energy(mixture: MixtureOfExperts, x_XD: Tensor) -> Tensor:
     found = []
     for number, name in enumerate(routed_names(mixture.config.chosen_experts)):
         rows, place = (chosen_XK == number).nonzero(as_tuple=True)
-        output_XD = run_expert(mixture, name, x_XD[rows]) * weights_XK[rows, place][:, None]
+        output_XD = named_expert(mixture, name)(x_XD[rows]) * weights_XK[rows, place][:, None]
         found.append(output_XD.double().square().sum())
     return torch.stack(found)
 
@@ -141,7 +141,7 @@ def fit_experts(mixture: MixtureOfExperts, inputs_XD: Tensor, target_XD: Tensor)
     def chunks(name: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Rows, weights and the neurons' weighted values of some of an expert's tokens at a time."""
         for rows, weight in zip(*(torch.split(each, _AT_ONCE) for each in weights[name]), strict=True):
-            yield rows, weight, weight * expert_neurons(mixture, name, inputs_XD[rows])
+            yield rows, weight, weight * named_expert(mixture, name).neurons(inputs_XD[rows])
 
     def add(name: str, sign: int) -> None:
         """Add an expert's part to what is left, or take it out."""
@@ -234,5 +234,5 @@ def joined_neurons(
 
 
 def _neurons(expert: nn.Module, x_XD: Tensor) -> Tensor:
-    assert isinstance(expert, GatedMLP | PlainMLP), "an expert is a feed-forward"
+    assert isinstance(expert, FeedForward), "an expert is a feed-forward"
     return expert.neurons(x_XD)

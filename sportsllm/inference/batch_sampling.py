@@ -24,9 +24,9 @@ from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.sampling import Sampling, draw
-from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.layers import KVCache
 from sportsllm.models.memory import kv_cache_bytes_per_token, state_bytes
 from sportsllm.processors import batch_threads, training_device
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer

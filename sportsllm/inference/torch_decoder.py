@@ -11,8 +11,8 @@ import torch
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import Logits
-from sportsllm.models.attention import KVCache
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.layers import KVCache
 
 _SCORE_TOKENS = 8_192  # tokens in one scoring batch, padding included
 _SCORE_CHUNK = 1_024  # tokens whose logits exist at once

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.layers import GatedMLP, PlainMLP
+from sportsllm.models.layers import FeedForward
 
 BIAS_STEP = 1e-3
 """Of the rule by which a router's bias moves (https://arxiv.org/abs/2408.15664)."""
@@ -33,10 +33,8 @@ class MixtureOfExperts(nn.Module):
         self.config, experts = config, config.chosen_experts
         hidden, inner = config.hidden_size, config.intermediate_size
 
-        def expert(width: int) -> nn.Module:
-            if experts.gated:
-                return GatedMLP(hidden, width, F.silu)
-            return PlainMLP(hidden, width, F.silu, bias=True)
+        def expert(width: int) -> FeedForward:
+            return FeedForward(hidden, width, F.silu, bias=not experts.gated, gated=experts.gated)
 
         self.gate = nn.Linear(hidden, experts.count, bias=experts.choice_bias)
         self.experts = nn.ModuleList(expert(inner) for _ in range(experts.count))
@@ -56,11 +54,8 @@ class MixtureOfExperts(nn.Module):
         order = torch.argsort(chosen_XK.flatten(), stable=True)
         tokens_per_expert = torch.bincount(chosen_XK.flatten(), minlength=experts.count)
         if self.training:
-            self.step_tokens_per_expert = (
-                tokens_per_expert
-                if self.step_tokens_per_expert is None
-                else tokens_per_expert + self.step_tokens_per_expert
-            )
+            before = self.step_tokens_per_expert
+            self.step_tokens_per_expert = tokens_per_expert if before is None else tokens_per_expert + before
         rows = order // experts.active
         pieces = torch.split(x_XD[rows], tokens_per_expert.tolist())
         made = [expert(piece) for expert, piece in zip(self.experts, pieces, strict=True)]
@@ -71,17 +66,11 @@ class MixtureOfExperts(nn.Module):
         return y_XD.view(x_BTD.shape).to(x_BTD.dtype)
 
 
-def run_expert(mixture: MixtureOfExperts, name: str, x_XD: Tensor) -> Tensor:
-    """The output of the expert of a name for some tokens, perhaps none."""
-    y_XD: Tensor = mixture.get_submodule(name)(x_XD)
-    return y_XD
-
-
-def expert_neurons(mixture: MixtureOfExperts, name: str, x_XD: Tensor) -> Tensor:
-    """The input of an expert's down_proj."""
+def named_expert(mixture: nn.Module, name: str) -> FeedForward:
+    """The expert of a name, see `sportsllm.models.parts.expert_names`."""
     expert = mixture.get_submodule(name)
-    assert isinstance(expert, GatedMLP | PlainMLP), "an expert is a feed-forward"
-    return expert.neurons(x_XD)
+    assert isinstance(expert, FeedForward), "an expert is a feed-forward"
+    return expert
 
 
 def route(mixture: MixtureOfExperts, x_XD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,18 +107,13 @@ def balance_biases(model: nn.Module) -> None:
     The step's counts are added to those that `pop_expert_load` reads.
     """
     for mixture in mixtures(model):
-        if (step_tokens_per_expert := mixture.step_tokens_per_expert) is None:
+        if (step_N := mixture.step_tokens_per_expert) is None:
             continue
         if mixture.gate.bias is not None:
             with torch.no_grad():
-                mixture.gate.bias.add_(
-                    BIAS_STEP * torch.sign(step_tokens_per_expert.float().mean() - step_tokens_per_expert)
-                )
-        mixture.tokens_per_expert = (
-            step_tokens_per_expert
-            if mixture.tokens_per_expert is None
-            else step_tokens_per_expert + mixture.tokens_per_expert
-        )
+                mixture.gate.bias.add_(BIAS_STEP * torch.sign(step_N.float().mean() - step_N))
+        before_N = mixture.tokens_per_expert
+        mixture.tokens_per_expert = step_N if before_N is None else step_N + before_N
         mixture.step_tokens_per_expert = None
 
 

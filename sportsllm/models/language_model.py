@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import MixtureOfExperts
 from sportsllm.models.kinds import block_matrices, check_parameters, parameters
 from sportsllm.models.latent import LatentAttention
-from sportsllm.models.layers import GatedMLP, GroupedQueryAttention, PlainMLP, Rope, gelu_tanh, residual_norm
+from sportsllm.models.layers import FeedForward, GroupedQueryAttention, KVCache, Rope, gelu_tanh, residual_norm
 from sportsllm.models.lstm import LSTMLayer
 from sportsllm.models.rope import rope_tables
 from sportsllm.models.selection import SelectedAttention
@@ -29,9 +28,9 @@ ATTENTION_MODULES: dict[str, Callable[[ModelConfig, int], nn.Module]] = {
 }
 """The module of each kind in `kinds.ATTENTION`, made from the config and the layer's number."""
 FEED_FORWARD_MODULES: dict[str, Callable[[ModelConfig], nn.Module]] = {
-    "swiglu": lambda c: GatedMLP(c.hidden_size, c.intermediate_size, F.silu, c.mlp_bias),
-    "geglu": lambda c: GatedMLP(c.hidden_size, c.intermediate_size, gelu_tanh, c.mlp_bias),
-    "gelu": lambda c: PlainMLP(c.hidden_size, c.intermediate_size, gelu_tanh, c.mlp_bias),
+    "swiglu": lambda c: FeedForward(c.hidden_size, c.intermediate_size, F.silu, c.mlp_bias),
+    "geglu": lambda c: FeedForward(c.hidden_size, c.intermediate_size, gelu_tanh, c.mlp_bias),
+    "gelu": lambda c: FeedForward(c.hidden_size, c.intermediate_size, gelu_tanh, c.mlp_bias, gated=False),
     "experts": MixtureOfExperts,
 }
 """The module of each kind in `kinds.FEED_FORWARD`."""
@@ -194,7 +193,7 @@ class SportsLLM(nn.Module):
 
         Args:
             tokens_BT: token ids.
-            documents: ends of packed documents, see `attend_documents`; positions start again in each.
+            documents: ends of packed documents, see `in_documents`; positions start again in each.
             cache: read before and extended by these tokens; not together with `documents`.
             states: where given, gets the residual stream (B, T, D) after the embedding and after each layer.
         """

@@ -15,13 +15,13 @@ rotated part), N qk_nope_head_dim, V v_head_dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from sportsllm.models.attention import KVCache, Scores, attend, attend_documents
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.layers import RMSNorm, Rope, rotate
+from sportsllm.models.layers import KVCache, RMSNorm, Rope, attend, in_documents, rotate
 from sportsllm.models.parts import LATENT_EPS
 
 
@@ -49,7 +49,7 @@ class LatentAttention(nn.Module):
         self, x_BTD: Tensor, rope: Rope, documents: Sequence[int] | None = None, cache: KVCache | None = None
     ) -> Tensor:
         """(B, T, D) to (B, T, D); arguments as in `GroupedQueryAttention.forward`."""
-        config, past, scores = self.config, 0, Scores(self.config.score_scale)
+        config, past = self.config, 0
         plain_BTHN, turned_BTHE = self._queries(x_BTD, rope)
         state_BLS = self._state(x_BTD, rope)
         if cache is not None:
@@ -62,11 +62,11 @@ class LatentAttention(nn.Module):
             k_BLHE, v_BLHV = self._keys_values(state_BLS)
             spare = max(q_BTHE.shape[-1] - config.value_dim, 0)  # heads of two widths take 1.6 times as long on a CPU
             v_BLHV = nn.functional.pad(v_BLHV, (0, spare))
+            attended = partial(attend, past=past, scale=config.score_scale)
             if documents is not None:
-                y_BTHV = attend_documents(q_BTHE, k_BLHE, v_BLHV, documents, scores)
+                y_BTHV = in_documents(documents, attended, q_BTHE, k_BLHE, v_BLHV)
             else:
-                q_BHTE, k_BHLE, v_BHLV = (t.transpose(1, 2) for t in (q_BTHE, k_BLHE, v_BLHV))
-                y_BTHV = attend(q_BHTE, k_BHLE, v_BHLV, past, scores).transpose(1, 2)
+                y_BTHV = attended(q_BTHE, k_BLHE, v_BLHV)
             y_BTHV = y_BTHV[..., : config.value_dim]
         y_BTD: Tensor = self.o_proj(y_BTHV.flatten(2))
         return y_BTD

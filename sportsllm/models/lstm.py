@@ -15,15 +15,14 @@ Shape suffixes: B sequences, T tokens, D hidden_size, H cells, G = 4 H, N docume
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.layers import Rope
+from sportsllm.models.layers import KVCache, Rope
 
 
 class LSTMLayer(nn.Module):
@@ -79,10 +78,8 @@ class LSTMLayer(nn.Module):
     def _weights(self) -> list[Tensor]:
         """As torch.nn.LSTM has them, float32: W (G, D), U (G, H), the bias (G,) and the zeros of a second one."""
         bias_G = torch.cat([module.bias for module in self.input_matrices]).float()
-        stacked = [
-            torch.cat([multiplied_by(module) for module in modules]).float()
-            for modules in (self.input_matrices, self.state_matrices)
-        ]
+        read = (self.input_matrices, self.config.hidden_size), (self.state_matrices, self.config.cells)
+        stacked = [torch.cat([multiplied_by(module, size) for module in modules]).float() for modules, size in read]
         return [*stacked, bias_G, torch.zeros_like(bias_G)]
 
     def _show_inputs(self, x_BTD: Tensor, h_BTH: Tensor) -> None:
@@ -152,8 +149,8 @@ def _trains() -> bool:
     return torch.is_grad_enabled()
 
 
-def multiplied_by(module: nn.Module) -> Tensor:
-    """The matrix (N, K) that a linear module multiplies by, without its bias.
+def multiplied_by(module: nn.Module, size: int) -> Tensor:
+    """The matrix (N, K = `size`) that a linear module multiplies by, without its bias.
 
     A plain or packed module holds it. A module with an adapter, or that rounds in training, is asked for its product
     with the unit matrix.
@@ -161,7 +158,6 @@ def multiplied_by(module: nn.Module) -> Tensor:
     if type(module) is nn.Linear or "weight" in dict(module.named_buffers(recurse=False)):
         weight_NK: Tensor = getattr(module, "weight")  # noqa: B009
         return weight_NK
-    base: Any = getattr(module, "base", module)
-    unit_KK = torch.eye(base.in_features, device=next(module.parameters()).device)
-    product_KN: Tensor = module(unit_KK) if base.bias is None else module(unit_KK) - base.bias
+    inputs = torch.eye(size, device=next(module.parameters()).device)
+    product_KN: Tensor = module(inputs) - module(inputs[:1] * 0.0)
     return product_KN.T

@@ -1,18 +1,16 @@
-"""Grouped-query attention to a few chosen blocks of tokens; an indexer of low rank chooses them, as DeepSeek-V3.2's
-lightning indexer does (https://arxiv.org/abs/2512.02556), by blocks and by shares of attention.
+"""Experimental: grouped-query attention to a few chosen blocks of tokens; an indexer of low rank chooses them, as
+DeepSeek-V3.2's lightning indexer does (https://arxiv.org/abs/2512.02556), by blocks and by shares of attention.
 
     share_j(t, s) = softmax over s up to t of q_tj . k_s * scale               J index heads, one key k_s a token
     share(t, b)   = mean over j of the sum over s in block b of share_j(t, s)
     chosen        = the first block, the newest ones and the others of the largest shares, `blocks` in all
     y             = grouped-query attention to the tokens of the chosen blocks up to t
 
-The index key has some parts, each with the slowest of a head's rotary pairs, or all.
-
-Blocks lie side by side from token 0 on. A query that sees no more than `tokens` tokens attends to all of them. Beside
-keys and values the index key is cached. The choice passes no gradient: the indexer learns from attention itself, see
-`index_loss`.
-Shape suffixes: B sequences, T new tokens, D hidden_size, H query heads, K key/value heads, E head_dim, J index heads,
-I their size, P rotary pairs (E / 2).
+The index key has some parts, each with the slowest of a head's rotary pairs, or all. Blocks lie side by side from token
+0 on. A query that sees no more than `tokens` tokens attends to all of them. Beside keys and values the index key is
+cached. The choice passes no gradient: the indexer learns from attention itself, see `index_loss`.
+Shape suffixes: B sequences, T new tokens, R of them, L tokens with the cached ones, D hidden_size, H query heads,
+K key/value heads, E head_dim, J index heads, I their size, N blocks, C chosen blocks, S their tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sportsllm.models.attention import KVCache, Scores, attend, attend_last, in_documents
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.layers import GroupedQueryAttention, Rope, rotate
+from sportsllm.models.layers import GroupedQueryAttention, KVCache, Rope, attend, attend_last, in_documents, rotate
 from sportsllm.models.parts import index_pairs, index_size
 
 _ROWS = 256  # queries whose index scores exist at once
@@ -55,68 +52,56 @@ class Document(NamedTuple):
         """Of some new tokens, (R,)."""
         return torch.arange(self.length - self.past, device=self.q_BTHE.device)[rows] + self.past
 
+    def shares(self, rows: slice | Tensor, index: bool) -> Tensor:
+        """Shares of the attention of some new tokens that fall on each block, mean over heads, (B, R, N) float32.
 
-def index_shares(document: Document, rows: slice | Tensor) -> Tensor:
-    """share(t, b) of some new tokens, (B, R, N) float32."""
-    with torch.autocast(document.q_BTHE.device.type, enabled=False):
-        q_BJRI = document.index_q_BTJI[:, rows].float().transpose(1, 2) * document.config.score_scale
-        scores_BJRL = q_BJRI @ document.index_k_BLI.float().transpose(1, 2).unsqueeze(1)
-        return _shares_by_block(document, scores_BJRL, rows)
+        By the indexer: share(t, b), or by full attention. The last block may be a part of one.
+        """
+        block, size = self.config.chosen_selection.block, self.config.head_dim
+        with torch.autocast(self.q_BTHE.device.type, enabled=False):
+            q_BTHE = self.index_q_BTJI if index else self.q_BTHE
+            q_BHRE = q_BTHE[:, rows].float().transpose(1, 2) * self.config.score_scale
+            if index:
+                scores_BHRL = q_BHRE @ self.index_k_BLI.float().transpose(1, 2).unsqueeze(1)
+            else:  # Y: a group's heads, R queries each
+                q_BKYE = q_BHRE.reshape(len(q_BHRE), self.config.num_key_value_heads, -1, size)
+                scores_BKYL = q_BKYE @ self.k_BLKE.float().permute(0, 2, 3, 1)
+                scores_BHRL = scores_BKYL.view(*q_BHRE.shape[:3], self.length)
+            later_RL = torch.arange(self.length, device=q_BTHE.device) > self.places(rows)[:, None]
+            shares_BRL = scores_BHRL.masked_fill(later_RL, -math.inf).softmax(dim=-1).mean(dim=1)
+        padded = nn.functional.pad(shares_BRL, (0, -self.length % block))
+        return padded.view(*padded.shape[:-1], -1, block).sum(dim=-1)
 
-
-def _shares_by_block(document: Document, scores_BXRL: Tensor, rows: slice | Tensor) -> Tensor:
-    """Shares of attention that fall on each block, mean over heads, (B, R, N); the last block may be a part of one."""
-    later_RL = torch.arange(document.length, device=scores_BXRL.device) > document.places(rows)[:, None]
-    shares_BRL = scores_BXRL.masked_fill(later_RL, -math.inf).softmax(dim=-1).mean(dim=1)
-    block = document.config.chosen_selection.block
-    padded = torch.nn.functional.pad(shares_BRL, (0, -document.length % block))
-    return padded.view(*padded.shape[:-1], -1, block).sum(dim=-1)
-
-
-def choose_blocks(document: Document, rows: slice | Tensor) -> Tensor:
-    """Numbers of the chosen blocks of some queries, (B, R, blocks); there are more blocks than that.
-
-    Where a query sees fewer, later ones are among them.
-    """
-    selection = document.config.chosen_selection
-    shares_BRN = index_shares(document, rows)
-    blocks_N = torch.arange(shares_BRN.shape[-1], device=shares_BRN.device)
-    own_R1 = (document.places(rows) // selection.block)[:, None]
-    kept_RN = (blocks_N == 0) | (blocks_N > own_R1 - selection.newest)
-    ranked_BRN = shares_BRN.masked_fill(kept_RN, math.inf).masked_fill(blocks_N > own_R1, -math.inf)
-    return ranked_BRN.topk(selection.blocks, dim=-1).indices
+    def chosen_blocks(self, rows: slice | Tensor) -> Tensor:
+        """Numbers of the chosen blocks of some queries, (B, R, C); later ones fill up where a query sees fewer."""
+        selection, shares_BRN = self.config.chosen_selection, self.shares(rows, index=True)
+        blocks_N = torch.arange(shares_BRN.shape[-1], device=shares_BRN.device)
+        own_R1 = (self.places(rows) // selection.block)[:, None]
+        kept_RN = (blocks_N == 0) | (blocks_N > own_R1 - selection.newest)
+        ranked_BRN = shares_BRN.masked_fill(kept_RN, math.inf).masked_fill(blocks_N > own_R1, -math.inf)
+        return ranked_BRN.topk(selection.blocks, dim=-1).indices
 
 
 def attend_selected(document: Document) -> Tensor:
     """Causal attention to the chosen tokens, (B, T, H, E); to all where there are no more than are chosen."""
-    config, selection = document.config, document.config.chosen_selection
-    scores = Scores(config.attention_scale)
-    q, k, v = (t.transpose(1, 2) for t in (document.q_BTHE, document.k_BLKE, document.v_BLKE))
-    if document.length <= selection.tokens:
-        if document.past and q.shape[2] == 1:
-            return attend_last(q, k, v, scores).transpose(1, 2)
-        return attend(q, k, v, document.past, scores).transpose(1, 2)
-    if document.past and q.shape[2] == 1:
-        places_BS = chosen_tokens(document)
-        k, v = (_gathered(t, places_BS) for t in (k, v))
-        return attend_last(q, k, v, scores).transpose(1, 2)
-    return attend(q, k, v, document.past, scores, seen_tokens(document)).transpose(1, 2)
+    config, q, k, v, *_, past = document
+    alone, long = bool(past) and q.shape[1] == 1, document.length > config.chosen_selection.tokens
+    if not alone:
+        return attend(q, k, v, past, config.attention_scale, seen_B1TL=seen_tokens(document) if long else None)
+    if long:
+        places_BS = chosen_tokens(document)[..., None, None]
+        k, v = (t.gather(1, places_BS.expand(-1, -1, *t.shape[2:])) for t in (k, v))
+    return attend_last(q, k, v, config.attention_scale)
 
 
 @torch.no_grad()
 def chosen_tokens(document: Document) -> Tensor:
     """Places of the tokens that the newest token attends to, rising, (B, S); the last of them is its own."""
     selection = document.config.chosen_selection
-    blocks_BC = choose_blocks(document, slice(-1, None))[:, 0].sort(dim=-1).values
+    blocks_BC = document.chosen_blocks(slice(-1, None))[:, 0].sort(dim=-1).values
     inside = torch.arange(selection.block, device=blocks_BC.device)
     places_BS = (blocks_BC[..., None] * selection.block + inside).flatten(1)
     return places_BS[:, : selection.tokens - (-document.length % selection.block)]
-
-
-def _gathered(x_BKLE: Tensor, places_BS: Tensor) -> Tensor:
-    """(B, K, S, E)."""
-    index = places_BS[:, None, :, None].expand(-1, x_BKLE.shape[1], -1, x_BKLE.shape[3])
-    return x_BKLE.gather(2, index)
 
 
 @torch.no_grad()
@@ -125,7 +110,7 @@ def seen_tokens(document: Document) -> Tensor:
     block, length, new = document.config.chosen_selection.block, document.length, document.q_BTHE.shape[1]
     parts = []
     for start in range(0, new, _ROWS):
-        chosen = choose_blocks(document, slice(start, start + _ROWS))
+        chosen = document.chosen_blocks(slice(start, start + _ROWS))
         open_BTN = torch.zeros((*chosen.shape[:2], -(-length // block)), dtype=torch.bool, device=chosen.device)
         parts.append(open_BTN.scatter(2, chosen, True).repeat_interleave(block, dim=2)[..., :length])
     causal_TL = torch.ones(new, length, dtype=torch.bool, device=parts[0].device).tril(document.past)
@@ -152,24 +137,13 @@ def index_loss(document: Document) -> Tensor:
     rows_R = torch.linspace(first, document.length - 1, min(count, LOSS_ROWS), device=device).round().long()
     blocks_N = torch.arange(-(-document.length // selection.block), device=device)
     free_RN = (blocks_N > 0) & (blocks_N <= (rows_R // selection.block)[:, None] - selection.newest)
-    scores_BRN = index_shares(document, rows_R).clamp(min=_LEAST_SHARE).log().masked_fill(~free_RN, -math.inf)
+    scores_BRN = document.shares(rows_R, index=True).clamp(min=_LEAST_SHARE).log().masked_fill(~free_RN, -math.inf)
     predicted_BRN = scores_BRN.log_softmax(dim=-1).masked_fill(~free_RN, 0.0)
-    share_BRN = attention_shares(document, rows_R) * free_RN
+    with torch.no_grad():
+        share_BRN = document.shares(rows_R, index=False) * free_RN
     kept_BR1 = share_BRN.sum(dim=-1, keepdim=True)
     wanted_BRN = torch.where(share_BRN > 0, (share_BRN / kept_BR1).log(), 0.0)
     return (share_BRN * (wanted_BRN - predicted_BRN)).sum() * (count / len(rows_R))
-
-
-@torch.no_grad()
-def attention_shares(document: Document, rows_R: Tensor) -> Tensor:
-    """The share of full attention, mean over heads, of some queries that falls on each block, (B, R, N) float32."""
-    heads, size = document.config.num_key_value_heads, document.config.head_dim
-    with torch.autocast(document.q_BTHE.device.type, enabled=False):
-        q_BHRE = document.q_BTHE[:, rows_R].float().transpose(1, 2) * document.config.score_scale
-        q_BKYE = q_BHRE.reshape(len(q_BHRE), heads, -1, size)  # Y: a group's heads, R queries each
-        k_BKEL = document.k_BLKE.float().permute(0, 2, 3, 1)
-        scores_BHRL = (q_BKYE @ k_BKEL).view(*q_BHRE.shape[:3], document.length)
-        return _shares_by_block(document, scores_BHRL, rows_R)
 
 
 class SelectedAttention(GroupedQueryAttention):
@@ -185,25 +159,22 @@ class SelectedAttention(GroupedQueryAttention):
         self, x_BTD: Tensor, rope: Rope, documents: Sequence[int] | None = None, cache: KVCache | None = None
     ) -> Tensor:
         """As `GroupedQueryAttention.forward`. In training it leaves the indexer's loss in `auxiliary_loss`."""
-        config, (batch, new, _) = self.config, x_BTD.shape
-        q_BTHE, k_BTKE, v_BTKE, index_q_BTJI, index_k_BTI = parts = self.parts(x_BTD, rope)
-        losses: list[Tensor] = []
+        (batch, new, _), losses = x_BTD.shape, list[Tensor]()
+        parts = self.parts(x_BTD, rope)
 
-        def attend_one(*parts: Tensor) -> Tensor:
-            """(n, ...) parts of one document; (n, H, E)."""
-            q, k, v, index_q, index_k = (part[None] for part in parts)
-            document = Document(config, q, k, v, index_q, index_k)
+        def attend_one(q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor) -> Tensor:
+            document = Document(self.config, q, k, v, index_q, index_k)
             if self.training and document.index_q_BTJI.requires_grad:
                 losses.append(index_loss(document))
-            return attend_selected(document)[0]
+            return attend_selected(document)
 
         if cache is not None:
-            past = cache.length
-            k, v, index_k = cache.append(self.layer, k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2), index_k_BTI)
-            document = Document(config, q_BTHE, k.transpose(1, 2), v.transpose(1, 2), index_q_BTJI, index_k, past)
+            past, (q, k, v, index_q, index_k) = cache.length, parts
+            k, v, index_k = cache.append(self.layer, k.transpose(1, 2), v.transpose(1, 2), index_k)
+            document = Document(self.config, q, k.transpose(1, 2), v.transpose(1, 2), index_q, index_k, past)
             y_BTHE = attend_selected(document)
         elif documents is None and not self.training:
-            y_BTHE = attend_selected(Document(config, *parts))
+            y_BTHE = attend_one(*parts)
         else:
             y_BTHE = in_documents(documents or range(new, batch * new + 1, new), attend_one, *parts)
         if losses:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 
 from sportsllm.models.language_model import FEED_FORWARD_MODULES
-from sportsllm.models.layers import PlainMLP
+from sportsllm.models.layers import FeedForward
 from sportsllm.models.parts import FEED_FORWARD, Sublayer, plain
 
 if TYPE_CHECKING:
@@ -30,7 +30,9 @@ def erf_gelu(config: ModelConfig) -> Sublayer:
 def registered() -> Iterator[str]:
     """The kind's name, known to the registries inside the `with` alone."""
     FEED_FORWARD[NAME] = erf_gelu
-    FEED_FORWARD_MODULES[NAME] = lambda config: PlainMLP(config.hidden_size, config.intermediate_size, F.gelu, True)
+    FEED_FORWARD_MODULES[NAME] = lambda config: FeedForward(
+        config.hidden_size, config.intermediate_size, F.gelu, True, gated=False
+    )
     try:
         yield NAME
     finally:

@@ -28,7 +28,7 @@ from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.config_records import Selection
 from sportsllm.models.language_model import SportsLLM, first_positions
 from sportsllm.models.parts import INDEX
-from sportsllm.models.selection import Document, attention_shares, choose_blocks, selected_attention
+from sportsllm.models.selection import Document, selected_attention
 from sportsllm.training.calibration_text import CalibrationText
 from tests.support import families
 from tests.support.models import tiny_model
@@ -134,10 +134,10 @@ def attention_kept(student: SportsLLM, model: SportsLLM, tokens: Tensor) -> Tens
         rope = first_positions(model.rope, states)
         document = Document(student.config, *ours.parts(block.input_layernorm(states), rope))
         chosen, rows = student.config.chosen_selection, torch.arange(100, 128)
-        share_BRN = attention_shares(document, rows)
+        share_BRN = document.shares(rows, index=False)
         own_R1, blocks_N = (rows // chosen.block)[:, None], torch.arange(share_BRN.shape[-1])
         newest = (blocks_N == 0) | ((blocks_N <= own_R1) & (blocks_N > own_R1 - chosen.blocks + 1))
-        kept = share_BRN.gather(2, choose_blocks(document, rows)).sum(-1), (share_BRN * newest).sum(-1)
+        kept = share_BRN.gather(2, document.chosen_blocks(rows)).sum(-1), (share_BRN * newest).sum(-1)
         found.append(torch.stack([each.mean() for each in kept]))
         states = block(states, rope)
     return torch.stack(found).mean(dim=0)

@@ -14,7 +14,7 @@ from export.cache_scales import RoundedCache
 from export.parity.comparison import EXACT_INT8_CACHE
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.session import open_session
-from sportsllm.models.attention import KVCache
+from sportsllm.models.layers import KVCache
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.export_models import Exports, int8_samples
 

@@ -13,7 +13,6 @@ from torch import nn
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, load_config, to_hf
-from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.config_records import Experts
 from sportsllm.models.kinds import (
@@ -26,6 +25,7 @@ from sportsllm.models.kinds import (
     parameters,
 )
 from sportsllm.models.language_model import SportsLLM, block_weights
+from sportsllm.models.layers import KVCache
 from sportsllm.models.memory import layer_activation_bytes, tensor_shapes
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import language_model_loss, train_model

@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.models.attention import KVCache
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.layers import KVCache
 from sportsllm.text.packing import Batch
 from sportsllm.training.loop import language_model_loss
 from tests.support.models import tiny_config, tiny_model

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, to_hf
-from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.layers import KVCache
 from sportsllm.models.lstm import multiplied_by, side_by_side
 from sportsllm.models.memory import kv_cache_bytes_per_token, state_bytes, tensor_shapes
 from sportsllm.models.parts import GATES
@@ -131,7 +131,7 @@ def test_adapters_change_the_recurrent_product() -> None:
     adapted = model.model.layers[0].self_attn.hi_proj
     assert isinstance(adapted, LoRALinear)
     nn.init.normal_(adapted.lora_b)
-    before = multiplied_by(adapted)
+    before = multiplied_by(adapted, adapted.base.in_features)
     logits = model(torch.arange(10)[None])
     assert torch.autograd.grad(logits.sum(), adapted.lora_b)[0].any()
     assert torch.allclose(before, adapted.merged().weight, atol=1e-5)  # unit vectors instead of a sum: float32

@@ -14,10 +14,10 @@ import torch
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import config_from_hf, to_hf
 from sportsllm.models import selection
-from sportsllm.models.attention import KVCache
 from sportsllm.models.config_records import Selection
 from sportsllm.models.kinds import mixing_macs
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.layers import KVCache
 from sportsllm.models.memory import kv_cache_bytes_per_token
 from sportsllm.models.parts import INDEX
 from tests.support.models import tiny_config, tiny_model
