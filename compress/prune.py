@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,7 @@ from compress.pruning.shapes import Shape, Target, fewer_experts
 from sportsllm import options
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.json_files import JsonObject
 from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, LORA, PRUNING, STEPS, TRAINING, parse_settings, pick
 
@@ -30,69 +31,54 @@ if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
     from sportsllm.models.language_model import SportsLLM
 
-_SHAPE, _RECOVERY, _CALIBRATION = "Shape", "Recovery", "Calibration"
+_shape = partial(typer.Option, rich_help_panel="Shape")
+_recovery = partial(typer.Option, rich_help_panel="Recovery")
 Params = Annotated[float | None, typer.Option(help="Fraction of the non-embedding parameters to keep.")]
 SizeMB = Annotated[float | None, typer.Option("--size-mb", help="Size of the float32 weights to reach, in MB (10^6).")]
 Recover = Annotated[
     int | None,
     typer.Option(parser=options.count, metavar="N", help="Tokens to distil from the unpruned model after the cut."),
 ]
-Hidden = Annotated[int | None, typer.Option(min=1, help="Hidden channels to keep.", rich_help_panel=_SHAPE)]
-Intermediate = Annotated[
-    int | None, typer.Option(min=1, help="FFN neurons of each layer to keep.", rich_help_panel=_SHAPE)
-]
-Heads = Annotated[int | None, typer.Option(min=1, help="Query heads of each layer to keep.", rich_help_panel=_SHAPE)]
-KVHeads = Annotated[
-    int | None, typer.Option(min=1, help="Key/value heads; merged if --heads stays.", rich_help_panel=_SHAPE)
-]
-HeadDim = Annotated[
-    int | None, typer.Option(min=2, help="Channels of each head to keep, an even number.", rich_help_panel=_SHAPE)
-]
-Layers = Annotated[
-    int | None, typer.Option(min=1, help="Layers to keep; one contiguous run is dropped.", rich_help_panel=_SHAPE)
-]
-ExpertCount = Annotated[
-    int | None,
-    typer.Option("--experts", min=1, help="Experts of each layer to keep, the strongest.", rich_help_panel=_SHAPE),
-]
-ActiveExperts = Annotated[
-    int | None, typer.Option(min=1, help="Experts that a token is sent to.", rich_help_panel=_SHAPE)
-]
+Hidden = Annotated[int | None, _shape(min=1, help="Hidden channels to keep.")]
+Intermediate = Annotated[int | None, _shape(min=1, help="FFN neurons of each layer to keep.")]
+Heads = Annotated[int | None, _shape(min=1, help="Query heads of each layer to keep.")]
+KVHeads = Annotated[int | None, _shape(min=1, help="Key/value heads; merged if --heads stays.")]
+HeadDim = Annotated[int | None, _shape(min=2, help="Channels of each head to keep, an even number.")]
+Layers = Annotated[int | None, _shape(min=1, help="Layers to keep; one contiguous run is dropped.")]
+ExpertCount = Annotated[int | None, _shape("--experts", min=1, help="Experts of each layer to keep, the strongest.")]
+ActiveExperts = Annotated[int | None, _shape(min=1, help="Experts that a token is sent to.")]
 VocabSize = Annotated[
     int | None,
-    typer.Option(
+    _shape(
         min=1,
         help="Tokens to keep in model and tokenizer: those that save the calibration text most tokens. Cut alone.",
-        rich_help_panel=_SHAPE,
     ),
 ]
 Importance = Annotated[
     str,
     typer.Option(
         help="Score of a unit: output, or the baselines activation (Minitron's) and magnitude.",
-        rich_help_panel=_CALIBRATION,
+        rich_help_panel="Calibration",
     ),
 ]
 Search = Annotated[
     int | None,
-    typer.Option(
+    _recovery(
         min=0,
         help="With --params or --size-mb: tokens to recover each finalist on. 0 cuts all widths alike instead.",
         show_default="5% of --recover",
-        rich_help_panel=_RECOVERY,
     ),
 ]
 TeacherOption = Annotated[
     Path | None,
-    typer.Option(help="Teacher of --recover.", show_default="the checkpoint itself", rich_help_panel=_RECOVERY),
+    _recovery(help="Teacher of --recover.", show_default="the checkpoint itself"),
     options.BY_NAME,
 ]
 Signals = Annotated[
     Path | None,
-    typer.Option(
+    _recovery(
         help="Directory of the teacher's cached predictions; made if missing.",
         show_default="the teacher runs in every step",
-        rich_help_panel=_RECOVERY,
     ),
 ]
 _CUT = "cut.json"  # in an unfinished directory: what a resumed run need not find again
@@ -121,7 +107,7 @@ class PruneResult(TrainingResult):
     calibration_tokens: int | None = None
     kept_layers: list[int] = field(default_factory=list)
     layers_tried: list[dict[str, float]] = field(default_factory=list)
-    search: list[dict[str, Any]] = field(default_factory=list)
+    search: list[JsonObject] = field(default_factory=list)
     bits_per_byte_before_recovery: float | None = None
     vocab_size: int | None = None
     vocab_size_before: int | None = None
@@ -163,10 +149,11 @@ def prune(
     given = parse_settings(settings, PRUNING, STEPS, TRAINING, DISTILLATION, LORA)
     sizes = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads}
     sizes |= {"layers": layers, "head_dim": head_dim}
-    min_count, kinds = given.pop("min_count", None), (experts, experts_per_token)
     target = Target(params, size_mb, sizes, search, given.get("finalists", 3))
-    _check_request(checkpoint, target if vocab_size is None and min_count is None else None, kinds)
-    _check_text(calibration, corpus, valid)
+    _check_request(checkpoint, None if vocab_size is not None else target, experts, experts_per_token)
+    for path in [*(calibration or ()), *(corpus or ()), *(valid or ())]:
+        if not path.exists():
+            raise ArtifactError(f"{path}: not found; give existing files or folders of text")
     from compress.distillation.starts import teacher_corpus
     from compress.pruning.cut import PruneConfig
     from compress.pruning.job import Calibration, PruneJob
@@ -174,26 +161,27 @@ def prune(
     from sportsllm.processors import set_threads
 
     set_threads(threads)
-    taught = {"corpus": corpus, "teacher": teacher, "signals": signals, "lora_rank": lora_rank}
     if recover is None:
+        taught = {"corpus": corpus, "teacher": teacher, "signals": signals, "lora_rank": lora_rank}
         names = [f"--{name.replace('_', '-')}" for name, value in taught.items() if value is not None]
         names += [f"--set {name}" for name in given if name not in PRUNING]
         if names:
             raise UsageError(f"options of --recover: {', '.join(names)}; add --recover TOKENS or leave them out")
     instead = "--calibration" if recover is None else "--corpus"  # --corpus is one of --recover's options
     text = tuple(calibration or corpus or teacher_corpus(checkpoint, "corpus", instead))
-    if vocab_size is not None or min_count is not None:
-        others = {**sizes, "params": params, "size_mb": size_mb, "recover": recover, "search": search}
-        others |= {"experts": experts, "experts_per_token": experts_per_token, **given}
-        return _prune_vocabulary(checkpoint, out, vocab_size, min_count, text, valid or [], others)
+    if vocab_size is not None:
+        others = (*sizes.values(), params, size_mb, recover, search, experts, experts_per_token, *given.values())
+        return _prune_vocabulary(
+            checkpoint, out, vocab_size, text, valid or [], alone=all(value is None for value in others)
+        )
     recovery = None
     if recover is not None:
-        recovery = _recovery(checkpoint, recover, teacher, corpus, valid, signals, lora_rank, given, seed)
+        recovery = _plan_recovery(checkpoint, recover, teacher, corpus, valid, signals, lora_rank, given, seed)
     elif valid is not None:
         raise UsageError("--valid scores a recovery or a smaller vocabulary: add --recover or --vocab-size, or omit it")
     config = PruneConfig(importance, given.get("refit", True), given.get("samples"))
     scores = Path(given["scores"]) if "scores" in given else None
-    job = PruneJob(checkpoint, text, config, scores, recovery, *kinds)
+    job = PruneJob(checkpoint, text, config, scores, recovery, experts, experts_per_token)
     work = Calibration(job)
     shape, found = choose_shape(work, target, out, partial(_recovered, work))
     result = prune_checkpoint(job, shape, out, work, resume=resume, search=found)
@@ -201,20 +189,14 @@ def prune(
     return result
 
 
-def _check_request(checkpoint: Path, target: Target | None, kinds: tuple[int | None, int | None]) -> None:
+def _check_request(checkpoint: Path, target: Target | None, experts: int | None, per_token: int | None) -> None:
     """Refuse an impossible request before torch is loaded; `target` is None for a vocabulary."""
-    config, (experts, experts_per_token) = load_config(checkpoint), kinds
-    if experts is not None or experts_per_token is not None:
-        config = fewer_experts(config, experts, experts_per_token)
+    config, fewer = load_config(checkpoint), experts is not None or per_token is not None
+    if fewer:
+        config = fewer_experts(config, experts, per_token)
     if target is not None:
-        shape, _ = target.shape(config, whole=any(kind is not None for kind in kinds))
+        shape, _ = target.shape(config, whole=fewer)
         shape.applied_to(config)
-
-
-def _check_text(*files: Sequence[Path] | None) -> None:
-    for path in (path for paths in files for path in paths or ()):
-        if not path.exists():
-            raise ArtifactError(f"{path}: not found; give existing files or folders of text")
 
 
 def _recovered(work: Calibration, recovery: StudentTraining, shape: Shape, out: Path) -> float:
@@ -248,7 +230,6 @@ def prune_checkpoint(
     work = work or Calibration(job)
     full, config, recovery = load_config(job.checkpoint), job.model_config(), job.recovery
     smaller = shape.applied_to(config)
-    _note_loaders(smaller)
     resume = resume and (partial_directory(out) / STATE_DIRECTORY).exists()
     signals = None
     if recovery is not None:
@@ -257,10 +238,10 @@ def prune_checkpoint(
         signals = recovery.prepare(smaller)
     stage = job.stage(shape)
 
-    def make(directory: Path) -> dict[str, Any]:
+    def make(directory: Path) -> JsonObject:
         started = time.perf_counter()
         network, cut = _cut(job, work, shape, directory, resume)
-        training: dict[str, Any] = {}
+        training: JsonObject = {}
         if recovery is not None:
             mapped = recovery
             if recovery.teacher == job.checkpoint:  # another one has layers of its own
@@ -269,7 +250,7 @@ def prune_checkpoint(
         (directory / _CUT).unlink()
         seconds = time.perf_counter() - started
         save_checkpoint(directory, network, job.checkpoint)
-        _note_layout(job.checkpoint, directory)
+        _note_loaders(job.checkpoint, directory, smaller)
         return {
             "parameters": smaller.parameters,
             "share_of_block_parameters": smaller.block_parameters / full.block_parameters,
@@ -285,9 +266,7 @@ def prune_checkpoint(
     return PruneResult.of(run_stage(out, stage, make, resume))
 
 
-def _cut(
-    job: PruneJob, work: Calibration, shape: Shape, directory: Path, resume: bool
-) -> tuple[SportsLLM, dict[str, Any]]:
+def _cut(job: PruneJob, work: Calibration, shape: Shape, directory: Path, resume: bool) -> tuple[SportsLLM, JsonObject]:
     """The smaller model before its recovery, and what is known of the cut for the results.
 
     Importance scores are written beside it. A resumed run gets a model whose weights the saved state will replace.
@@ -317,7 +296,7 @@ def _cut(
     return pruned.model, cut
 
 
-def _recovery(
+def _plan_recovery(
     checkpoint: Path,
     tokens: int,
     teacher: Path | None,
@@ -325,7 +304,7 @@ def _recovery(
     valid: Sequence[Path] | None,
     signals: Path | None,
     lora_rank: int | None,
-    given: Mapping[str, Any],
+    given: JsonObject,
     seed: int,
 ) -> StudentTraining:
     """The training after the cut; text that is not given is the teacher's own."""
@@ -352,24 +331,18 @@ def _recovery(
 
 
 def _prune_vocabulary(
-    checkpoint: Path,
-    out: Path,
-    size: int | None,
-    min_count: int | None,
-    calibration: Sequence[Path],
-    valid: Sequence[Path],
-    others: Mapping[str, object],
+    checkpoint: Path, out: Path, size: int, calibration: Sequence[Path], valid: Sequence[Path], alone: bool
 ) -> PruneResult:
     """Cut the vocabulary, and nothing else."""
     from compress.pruning.vocabulary import prune_vocabulary
     from sportsllm.console import output
 
-    if any(value is not None for value in others.values()):
+    if not alone:
         raise UsageError(
             "the vocabulary is cut alone, since the result no longer shares its teacher's tokens: cut it first "
             "(prune --vocab-size), fine-tune the result (train CHECKPOINT), then prune that"
         )
-    result = PruneResult.of(prune_vocabulary(checkpoint, out, size, min_count, calibration, valid))
+    result = PruneResult.of(prune_vocabulary(checkpoint, out, size, calibration, valid))
     output().print(
         f"{out}: {result.vocab_size:,} of {result.vocab_size_before:,} tokens, {result.parameters:,} parameters; "
         f"{result.tokens_per_byte_before:.4f} -> {result.tokens_per_byte_after:.4f} tokens per byte"
@@ -379,20 +352,14 @@ def _prune_vocabulary(
     return result
 
 
-def _note_loaders(config: ModelConfig) -> None:
-    """Say which loaders a shape is closed to."""
-    from sportsllm.console import log
-
-    if config.hidden_size != config.query_size and config.attention_kind == "grouped_query":
-        log(f"note: hidden size {config.hidden_size} is not heads x head_dim {config.query_size}; optimum needs that")
-
-
-def _note_layout(checkpoint: Path, directory: Path) -> None:
-    """Say if the family of the checkpoint cannot hold the pruned model."""
+def _note_loaders(checkpoint: Path, directory: Path, config: ModelConfig) -> None:
+    """Say which programs do not open the pruned model."""
     from sportsllm.console import log
     from sportsllm.formats.huggingface import OWN_MODEL_TYPE
     from sportsllm.formats.json_files import read_json
 
+    if config.hidden_size != config.query_size and config.attention_kind == "grouped_query":
+        log(f"note: hidden size {config.hidden_size} is not heads x head_dim {config.query_size}; optimum needs that")
     before, after = (read_json(path / "config.json").get("model_type") for path in (checkpoint, directory))
     if after == OWN_MODEL_TYPE != before:
         log(

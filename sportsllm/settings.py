@@ -102,7 +102,6 @@ PRUNING: Group = {
     "samples": Setting(int, "Calibration samples", "up to 256, fewer for a model over 20M parameters", 1),
     "scores": Setting(str, "importance.safetensors of an earlier run, or its directory", "measured"),
     "finalists": Setting(int, "Shapes that --search recovers", "3", 1),
-    "min_count": Setting(int, "Instead of --vocab-size: keep tokens that save the text as many tokens", "none", 1),
 }
 SIGNALS: Group = {
     "signals": Setting(str, "Directory of the teacher's cached predictions; made if missing", "the teacher runs"),

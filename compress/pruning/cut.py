@@ -1,24 +1,31 @@
-"""The whole cut of a model in memory: `prune` cuts to a shape, `distill` cuts a student's config out of its teacher."""
+"""The whole cut of a model in memory: `prune` cuts to a shape, `distill` cuts a student's config out of its teacher.
+
+Shape suffixes: B samples, T tokens of one, D hidden_size, K channels that stay.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from compress.layerwise import LayerPair, LayerStates, ResidualPair, blocks_of, fit_block, run_layer
+from compress.least_squares import RIDGE, LeastSquares
 from compress.pruning.experts import dense_config, dense_model
 from compress.pruning.heads import heads_change, reduce_heads
 from compress.pruning.hidden import rotate
-from compress.pruning.refit import refit_layers
 from compress.pruning.scores import IMPORTANCES, Scores, measure_scores
 from compress.pruning.shapes import Shape
-from compress.pruning.units import LayerRun, choose_units, kept_layers, slice_model
+from compress.pruning.units import KeptUnits, LayerRun, choose_units, kept_layers, slice_model
+from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import DIMENSIONS, ModelConfig
+from sportsllm.models.kinds import adds_to_residual, block_matrices
 from sportsllm.models.language_model import SportsLLM
 
 SAMPLE_LENGTH = 512
@@ -125,3 +132,54 @@ def check_cut(full: ModelConfig, smaller: ModelConfig) -> None:
         if theirs > ours:
             raise UsageError(f"{name} is {theirs}, more than the full model's {ours}; a cut makes nothing larger")
     Shape.of(smaller).applied_to(full)
+
+
+@torch.no_grad()
+def refit_layers(
+    pruned: SportsLLM,
+    model: SportsLLM,
+    kept: KeptUnits,
+    samples: Sequence[Tensor],
+    reduced: SportsLLM | None = None,
+    into: Tensor | None = None,
+    ridge: float = RIDGE,
+) -> None:
+    """Fit the matrices of `pruned`, which has the units `kept`, to the full model in place, without gradients.
+
+    Each matrix is fitted by least squares to what the full model computes (`compress.layerwise.fit_block`): those that
+    write to the residual stream to the full model's stream at the next kept layer, the others to the rows that stay. So
+    each layer makes up for the layers before it, and the layer before a dropped one for that one. The structured form
+    of optimal brain compression's update (https://arxiv.org/abs/2208.11580). Embedding, norms and biases stay.
+
+    Args:
+        pruned, model, kept: the cut model, the full one and what stays.
+        samples: calibration token ids, (B, T) each, several times more than the widest input.
+        reduced: `model` with other heads, if they were changed before; `kept` counts its units.
+        into: (D, K) map of the full model's residual stream to the cut one's, if they differ.
+        ridge: the pull towards the pruned weights, as a share of the inputs' mean square.
+    """
+
+    def solve(_name: str, linear: nn.Linear, sums: LeastSquares) -> None:
+        linear.weight.data = sums.solve(linear.weight, ridge)
+
+    rope, cut_rope = model.rope, pruned.rope
+    blocks, cut_blocks, wanted_blocks = map(blocks_of, (model, pruned, reduced or model))
+    full_BTD = [model.embedded(tokens) for tokens in samples]
+    cut_BTD = [pruned.embedded(tokens) for tokens in samples]
+    for block in blocks[: kept.layers[0]]:
+        full_BTD = run_layer(block, full_BTD, rope)
+    with progress_bar("refit", len(kept.layers)) as bar:
+        for new, (layer, after) in enumerate(pairwise([*kept.layers, len(blocks)])):
+            between_BTD, target_BTD = LayerStates.of(blocks[layer], full_BTD, rope)
+            for block in blocks[layer + 1 : after]:
+                target_BTD = run_layer(block, target_BTD, rope)
+            own = kept.full.of_layer(layer)
+            wanted = {
+                matrix.name: wanted_blocks[layer].get_parameter(f"{matrix.name}.weight")[kept.of_matrix(matrix, new)[0]]
+                for matrix in block_matrices(own)
+                if not adds_to_residual(own, matrix)
+            }
+            pair = LayerPair(cut_blocks[new], blocks[layer], own, rope, wanted, into, cut_rope)
+            cut_BTD = fit_block(pair, ResidualPair(full_BTD, cut_BTD, target_BTD), between_BTD, solve)
+            full_BTD = target_BTD
+            bar.advance()

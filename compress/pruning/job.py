@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.formats.artifact import Stage
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.json_files import JsonObject
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
@@ -78,7 +79,7 @@ class PruneJob:
         seed = None if self.recovery is None else self.recovery.config.seed
         return Stage("prune", self.settings(shape), [self.checkpoint, *self.calibration, *scores, *recovery], seed)
 
-    def settings(self, shape: Shape) -> dict[str, Any]:
+    def settings(self, shape: Shape) -> JsonObject:
         """For the manifest, under the names of the options."""
         # A later recovery of a checkpoint that is not recovered finds its text here.
         inherited = {"recover": None} | {key: manifest_setting(self.checkpoint, key) for key in ("corpus", "valid")}

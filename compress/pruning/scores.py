@@ -2,7 +2,7 @@
 
     output      (default) Greedy selection: each step picks the unit that most reduces the error of the layer's output.
                 Scores of single units keep twins. Here a unit counts by what the matrix W that reads it makes of it,
-                and only as far as the picked units cannot replace it after the refit (`compress.pruning.refit`). With
+                and only as far as the picked units cannot replace it after the refit (`compress.pruning.cut`). With
                 the picked columns S refitted, the least error of all tokens' outputs is
 
                     min_B sum |W a - B a_S|^2 = tr W (G - G_:S G_SS^-1 G_S:) W^T        G = sum a a^T
@@ -22,7 +22,6 @@ head_dim of a head), C inputs picked together, L layers.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,6 @@ from torch import Tensor, nn
 
 from compress.layerwise import Statistic, blocks_of, input_moment, run_layer, summed
 from compress.pruning.hidden import Directions, directions_from, watched_norms
-from compress.pruning.shapes import dimension_of
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import save_tensors
@@ -243,7 +241,9 @@ def save_scores(directory: Path, scores: Scores, config: ModelConfig) -> None:
     """Write scores beside a checkpoint, so that other shapes can be cut without measuring again."""
     tensors = {"layer_distance": scores.layer_distance}
     tensors |= {f"directions.{name}": tensor for name, tensor in scores.directions._asdict().items()}
-    tensors |= {key: scores.units[name][layer] for (name, layer), key in _keys(config).items()}
+    tensors |= {
+        f"{name}.{layer}": scores.units[name][layer] for layer, own in enumerate(layer_units(config)) for name in own
+    }
     save_tensors(directory / SCORES_FILE, {name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
@@ -254,31 +254,21 @@ def load_scores(path: Path, config: ModelConfig) -> Scores:
         ArtifactError: missing, damaged, or scores of a model of another shape.
     """
     file = path / SCORES_FILE if path.is_dir() else path
-    layers, units, keys = config.num_hidden_layers, layer_units(config), _keys(config)
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    counts = {
+        (name, layer): unit.count for layer, own in enumerate(layer_units(config)) for name, (unit, _) in own.items()
+    }
+    wanted: dict[str, tuple[int, ...]] = {"layer_distance": (layers + 1, layers + 1), "directions.scale": (hidden,)}
+    wanted |= {"directions.basis": (hidden, hidden), "directions.squares": (len(NORMS) * layers + 1, hidden)}
+    wanted |= {f"{name}.{layer}": (count,) for (name, layer), count in counts.items()}
     try:
         tensors = load_file(str(file))
-        hidden = config.hidden_size
-        wanted: dict[str, tuple[int, ...]] = {"layer_distance": (layers + 1, layers + 1)}
-        sizes = {"scale": (hidden,), "basis": (hidden, hidden), "squares": (len(NORMS) * layers + 1, hidden)}
-        wanted |= {f"directions.{name}": sizes[name] for name in Directions._fields}
-        wanted |= {key: (units[layer][name][0].count,) for (name, layer), key in keys.items()}
         found = {name: tuple(tensors[name].shape) for name in wanted}
     except (SafetensorError, OSError, KeyError) as error:
         message = f"{file}: holds no importance scores ({error}); make them with prune --calibration"
         raise ArtifactError(message) from None
     if found != wanted:
         raise ArtifactError(f"{file}: scores of a model of another shape; make them from this one with --calibration")
-    per_unit = by_unit({place: tensors[key] for place, key in keys.items()}, layers)
+    per_unit = by_unit({(name, layer): tensors[f"{name}.{layer}"] for name, layer in counts}, layers)
     directions = Directions(*(tensors[f"directions.{name}"] for name in Directions._fields))
     return Scores(directions, per_unit, tensors["layer_distance"])
-
-
-def _keys(config: ModelConfig) -> dict[tuple[str, int], str]:
-    """By a unit's name and layer its tensor's name in the file: that of the dimension which it alone makes up."""
-    keys = {}
-    for layer, units in enumerate(layer_units(config)):
-        alike = Counter(dimension_of(unit) for unit, _ in units.values())
-        for name, (unit, _) in units.items():
-            dimension = dimension_of(unit)
-            keys[name, layer] = f"{dimension if dimension and alike[dimension] == 1 else name}.{layer}"
-    return keys

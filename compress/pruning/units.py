@@ -5,6 +5,7 @@ Shape suffixes: T tokens, U units.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,23 +17,13 @@ from compress.pruning.scores import Scores
 from compress.pruning.shapes import unit_span
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import (
-    EMBEDDING,
-    HEAD,
-    LAST_NORM,
-    NORMS,
-    OUTPUT_NORMS,
-    POSITIONS,
-    block_matrices,
-    block_units,
-    sublayers,
-)
+from sportsllm.models.kinds import EMBEDDING, HEAD, block_matrices, block_units
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.parts import HIDDEN, Matrix
 from sportsllm.training.loss import cross_entropy
 
 _RUNS_TRIED, _RUN_SAMPLES = 3, 64  # all runs read the same text, so little of it tells them apart
-_NORM_PARTS = ("weight", "bias")
+_LAYER = re.compile(r"^(model\.layers\.)(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -161,49 +152,23 @@ def top_indices(scores: Tensor, count: int) -> Tensor:
 def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
     """A new model of the kept units of a float32 model; keeping everything changes nothing.
 
-    Of the residual stream the first channels stay; `compress.pruning.hidden` makes them the ones that hold most.
-
-    Raises:
-        UsageError: a tensor that no kind describes.
+    Matrices of blocks lose the rows and columns of units that go. Of every other tensor the first entries stay:
+    `compress.pruning.hidden` makes the first channels of the residual stream the ones that hold most.
     """
-    rules = _rules(kept)
-    layers = set(range(model.config.num_hidden_layers))
-    dropped = tuple(f"model.layers.{layer}." for layer in layers.difference(kept.layers))
-    result: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if name.startswith(dropped):
-            continue
-        if name not in rules:
-            raise UsageError(f"{name}: pruning has no rule for this tensor")
-        new_name, rows, columns = rules[name]
-        part = tensor if rows is None else tensor[rows]
-        result[new_name] = (part if columns is None else part[:, columns]).clone().contiguous()
-    if model.config.tie_word_embeddings and not kept.config.tie_word_embeddings:
-        result[f"{HEAD}.weight"] = result[f"{EMBEDDING}.weight"].clone()
-    pruned = SportsLLM(kept.config)
-    pruned.load_state_dict(result)
-    return pruned.eval()
-
-
-def _rules(kept: KeptUnits) -> dict[str, tuple[str, Tensor | None, Tensor | None]]:
-    """For each tensor that stays its new name, and its rows and columns that stay; None means all."""
-    hidden = torch.arange(kept.config.hidden_size)
-    rules: dict[str, tuple[str, Tensor | None, Tensor | None]] = {
-        f"{module}.weight": (f"{module}.weight", None, hidden) for module in (EMBEDDING, HEAD)
-    }
-    context = torch.arange(kept.config.positions)
-    rules[f"{POSITIONS}.weight"] = f"{POSITIONS}.weight", context, hidden
-    rules |= {f"{LAST_NORM}.{part}": (f"{LAST_NORM}.{part}", hidden, None) for part in _NORM_PARTS}
+    full, pruned = model.state_dict(), SportsLLM(kept.config)
+    chosen: dict[str, tuple[Tensor, ...]] = {}
     for new, old in enumerate(kept.layers):
-        inside: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-        own = kept.full.of_layer(old)
-        for sublayer, kind in sublayers(own).items():
-            norms = (NORMS[sublayer], OUTPUT_NORMS[sublayer])
-            inside |= {f"{norm}.{part}": (hidden, None) for norm in norms for part in _NORM_PARTS}
-            inside |= {f"{sublayer}.{vector.name}.weight": (None, None) for vector in kind.vectors}
-        for matrix in block_matrices(own):
+        for matrix in block_matrices(kept.full.of_layer(old)):
             rows, columns = kept.of_matrix(matrix, new)
-            inside |= {f"{matrix.name}.weight": (rows, columns), f"{matrix.name}.bias": (rows, None)}
-        for name, sides in inside.items():
-            rules[f"model.layers.{old}.{name}"] = f"model.layers.{new}.{name}", *sides
-    return rules
+            name = f"model.layers.{new}.{matrix.name}"
+            chosen |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+    state: dict[str, Tensor] = {}
+    for name, ours in pruned.state_dict().items():
+        old_name = _LAYER.sub(lambda found: f"{found[1]}{kept.layers[int(found[2])]}.", name)
+        source = full[f"{EMBEDDING}.weight" if name == f"{HEAD}.weight" and name not in full else old_name]
+        if name in chosen:
+            for dimension, indices in enumerate(chosen[name]):
+                source = source.index_select(dimension, indices)
+        state[name] = source[tuple(map(slice, ours.shape))]
+    pruned.load_state_dict(state)
+    return pruned.eval()

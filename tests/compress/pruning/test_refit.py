@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from compress.least_squares import RIDGE
+from compress.pruning.cut import refit_layers
 from compress.pruning.hidden import rotate
-from compress.pruning.refit import refit_layers
 from compress.pruning.scores import measure_scores
 from compress.pruning.shapes import Shape
 from compress.pruning.units import KeptUnits, choose_units, loss_per_token, slice_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.pruning.refit import refit_layers
+from compress.pruning.cut import refit_layers
 from compress.pruning.scores import _explained, load_scores, measure_scores, pick_order, save_scores
 from compress.pruning.shapes import Shape
 from compress.pruning.units import choose_units, slice_model
