@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 LEAST_DOCUMENTS = 16
 """Fewer give no interval: resampling a handful of documents says little about others."""
 RESAMPLES = 4_000
 CONFIDENCE_PERCENT = 95
+_MOST_DRAWN = 1_000_000  # documents at a time, to bound the memory
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ def quality_loss(own: Sequence[float], teacher: Sequence[float], seed: int = 0) 
     percent = 100 * (ours.sum() / theirs.sum() - 1)
     if len(own) < LEAST_DOCUMENTS:
         return QualityLoss(float(percent), len(own), None)
-    rng, ratios = np.random.default_rng(seed), np.empty(RESAMPLES)
-    for place in range(RESAMPLES):
-        chosen = rng.integers(0, len(own), len(own))
-        ratios[place] = ours[chosen].sum() / theirs[chosen].sum()
+    rng, size, ratios = np.random.default_rng(seed), len(own), list[NDArray[np.float64]]()
+    for start in range(0, RESAMPLES, block := max(1, _MOST_DRAWN // size)):
+        chosen = rng.integers(0, size, (min(block, RESAMPLES - start), size))
+        ratios.append(ours[chosen].sum(axis=1) / theirs[chosen].sum(axis=1))
     tail = (100 - CONFIDENCE_PERCENT) / 2
-    low, high = 100 * (np.percentile(ratios, [tail, 100 - tail]) - 1)
+    low, high = 100 * (np.percentile(np.concatenate(ratios), [tail, 100 - tail]) - 1)
     return QualityLoss(float(percent), len(own), (float(low), float(high)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sportsllm import options
-from sportsllm.errors import UsageError
+from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
+from sportsllm.files import atomic_write_text, require_directory
 from sportsllm.results import Result
 
 if TYPE_CHECKING:
-    from benchmarks.reporting.inputs import StageSummary
+    from benchmarks.reporting.inputs import Sample, StageSummary
 
 _SUFFIXES = {"html": (".html", ".htm"), "md": (".md", ".markdown"), "csv": (".csv",)}
 
@@ -79,10 +81,8 @@ def report(
     """
     from benchmarks.reporting.inputs import collect
     from benchmarks.reporting.page import csv_text, html_page, markdown
-    from benchmarks.reporting.samples import before_and_after
     from benchmarks.reporting.stages import savings_line, stage_table
     from sportsllm.console import output
-    from sportsllm.files import atomic_write_text
 
     files = output_files(out, format)
     inputs = collect(directories)
@@ -133,6 +133,52 @@ def output_files(out: Path, formats: str | None = None) -> dict[str, Path]:
         raise UsageError(f"--format {formats!r}: unknown format {unknown or '(none)'}; choose from {known}")
     stem = out.with_suffix("") if own else out
     return {name: out if name == own else stem.with_name(stem.name + _SUFFIXES[name][0]) for name in names}
+
+
+def before_and_after(
+    stages: Sequence[StageSummary], prompts: Sequence[str], threads: int | None = None, new_tokens: int = 60
+) -> tuple[list[Sample], list[str]]:
+    """Greedy continuations of `prompts` by the first and by the last stage that can be opened.
+
+    Returns:
+        Each prompt's texts, one if only one stage opens, and a line for every stage that could not be opened.
+
+    Raises:
+        UsageError: a prompt is not valid UTF-8, or fills a model's context.
+        ArtifactError: no stage can be opened.
+    """
+    from benchmarks.reporting.inputs import Sample
+    from sportsllm.console import log
+    from sportsllm.model import LoadedModel, load
+
+    if any("\udc80" <= letter <= "\udcff" for prompt in prompts for letter in prompt):
+        raise UsageError("--sample is not valid UTF-8")
+    skipped = list[str]()
+
+    def first_of(candidates: Iterable[StageSummary]) -> tuple[StageSummary, LoadedModel] | None:
+        for stage in candidates:
+            try:
+                require_directory(Path(stage.directory), "a model")  # `load` would look for a name in the hub
+                return stage, load(stage.directory, threads=threads)
+            except (SportsLLMError, ModuleNotFoundError) as error:
+                skipped.append(f"No sample from {stage.name}: {error}")
+        return None
+
+    first = first_of(stages)
+    if first is None:
+        reasons = "; ".join(skipped) or "none was given"
+        raise ArtifactError(f"--sample: no stage can be opened to write text with: {reasons}")
+    last = first_of(reversed(stages[list(stages).index(first[0]) + 1 :]))
+    if last is None:
+        skipped.append(f"There is no text to compare with: {first[0].name} alone could be opened.")
+    for reason in skipped:
+        log(reason)
+    opened = [("Before", *first)] + ([] if last is None else [("After", *last)])
+    samples = []
+    for prompt, (word, stage, model) in itertools.product(prompts, opened):
+        text = "".join(model.generate(prompt, max_new_tokens=new_tokens, temperature=0))
+        samples.append(Sample(f"{word}: {stage.name}", text, prompt))
+    return samples, skipped
 
 
 def _write_cards(stages: Sequence[StageSummary], given: Sequence[Path]) -> list[Path]:

@@ -17,6 +17,8 @@ from sportsllm.formats.json_files import read_json_lines
 from sportsllm.formats.manifest import Manifest, ancestors, directory_bytes, manifest_of
 from sportsllm.models.config import ModelConfig
 
+Record = dict[str, Any]
+"""A line of metrics.jsonl: "step", "tokens", and some of "loss", "lr", "valid_bits_per_byte", "expert_shares"."""
 Scored = tuple[str, ...]
 """Who scored a quality, `bench`, `training` or `fit`, and on which text, by digest if known."""
 
@@ -29,7 +31,7 @@ class StageSummary:
         name: of its directory.
         command: that made it; `checkpoint` for a model that was not made here.
         tokens, flops: of its training, with the teacher's forward passes; None if it was not trained.
-        metrics: the records of metrics.jsonl ({"step", "tokens", "loss", "lr", "valid_bits_per_byte", ...}).
+        metrics: of its training.
         bench: what `bench` measured of it.
     """
 
@@ -41,7 +43,7 @@ class StageSummary:
     bits_per_byte: float | None = None
     tokens: int | None = None
     flops: float | None = None
-    metrics: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[Record] = field(default_factory=list)
     manifest: Manifest = field(default_factory=Manifest)
     bench: Bench | None = None
 
@@ -197,6 +199,6 @@ def _training_flops(manifest: Manifest, config: ModelConfig) -> float | None:
     return work * (manifest.figure("tokens") or 0)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Record]:
     """The records of a metrics.jsonl; none where there is no such file."""
     return [record for _, record in read_json_lines(path)] if path.exists() else []

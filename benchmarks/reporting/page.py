@@ -14,9 +14,8 @@ from benchmarks.reporting.charts import Chart, render_page
 from benchmarks.reporting.fits import fit_tables
 from benchmarks.reporting.inputs import Inputs, StageSummary
 from benchmarks.reporting.measured import Bench
+from benchmarks.reporting.plots import trade_off_charts, training_charts
 from benchmarks.reporting.stages import change_table, stage_table
-from benchmarks.reporting.trade_off import trade_off_charts
-from benchmarks.reporting.training import training_charts
 
 _COMMAND = "sportsllm-compress"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.labels import MISSING, Table, bits, count, number, with_unit
 from benchmarks.reporting.inputs import Inputs, Scored, StageSummary, lineage
-from benchmarks.reporting.trade_off import commonest
+from benchmarks.reporting.plots import commonest
 
 _HEADERS = (
     *("#", "stage", "command", "parameters", "tokens", "FLOPs", "size", "bits/byte"),

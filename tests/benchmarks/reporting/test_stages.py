@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.report import before_and_after
 from benchmarks.reporting.charts import Chart
 from benchmarks.reporting.fits import fit_tables
 from benchmarks.reporting.inputs import Inputs, StageSummary, collect, lineage, summarize
 from benchmarks.reporting.measured import as_bench
 from benchmarks.reporting.page import sections
-from benchmarks.reporting.samples import before_and_after
+from benchmarks.reporting.plots import commonest, pareto_front, trade_off_charts, trade_off_points, training_charts
 from benchmarks.reporting.stages import change_table, savings_line, stage_table
-from benchmarks.reporting.trade_off import commonest, pareto_front, trade_off_charts, trade_off_points
-from benchmarks.reporting.training import training_charts
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import Stage, output_directory
 from sportsllm.formats.huggingface import load_config

@@ -1,15 +1,15 @@
-"""Quality against size and against time per token, with the budget's box and the points nothing else beats."""
+"""The report's charts: quality against size and time per token in the budget's box, and the curves of trainings."""
 
 from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.labels import bits
-from benchmarks.reporting.charts import Chart, Plot, chart, line, log_axis, marks
-from benchmarks.reporting.inputs import Inputs, Scored
+from benchmarks.labels import bits, is_number
+from benchmarks.reporting.charts import Chart, Plot, chart, color, line, log_axis, marks
+from benchmarks.reporting.inputs import Inputs, Record, Scored, StageSummary
 
 _AXES = {"file_mb": ("Quality and size", "MB"), "tpot_p50_ms": ("Quality and speed", "ms per token")}
 _STATES = {True: ("inside", "theme:good"), False: ("outside", "theme:bad"), None: ("not all known", "theme:quiet")}
@@ -21,6 +21,7 @@ _MEANINGS = {
     "predicted": "hollow squares: candidates of fit at a predicted place along x",
 }
 _OUTLIER = 1.25  # a model this much worse than the best is left to the caption, so that the others stay apart
+_MOST_POINTS = 400  # of a curve
 
 
 @dataclass(frozen=True)
@@ -189,3 +190,58 @@ def _caption(points: Sequence[Point], above: Sequence[Point], axis: str, box: Bo
         lowest = min(above, key=lambda point: point.bits_per_byte)
         which = f"{', '.join(point.label for point in above[:9])}{', ...' if len(above) > 9 else ''}"
         yield f"Above the plot: {which}, at {bits(lowest.bits_per_byte)} or more."
+
+
+def training_charts(stages: Sequence[StageSummary]) -> list[Chart]:
+    """A chart for each figure that a stage has logged twice or more, with a line for each stage."""
+    plans = {
+        "loss": (
+            "Training loss",
+            "nats per token",
+            "Mean loss of the logged steps. Losses on text and against a teacher cannot be compared.",
+            lambda record: record.get("loss"),
+        ),
+        "valid-bits-per-byte": (
+            "Held-out quality while training",
+            "bits per byte",
+            "Bits per byte of held-out text; lower is better.",
+            lambda record: record.get("valid_bits_per_byte"),
+        ),
+        "busiest-expert": (
+            "Load of the busiest expert",
+            "multiples of an even load",
+            "The expert that most tokens of its layer were sent to, in the layer where that is most; 1 is even.",
+            _busiest,
+        ),
+    }
+    charts = []
+    for identifier, (title, unit, caption, value) in plans.items():
+        data, drawn = [], set[str]()
+        for index, stage in enumerate(stages):
+            points = _curve(stage.metrics, value)
+            if len(points) < 2 or stage.directory in drawn:  # a directory measured twice was trained once
+                continue
+            drawn.add(stage.directory)
+            xs, ys = zip(*points, strict=True)
+            look = {"mode": "lines+markers" if len(points) < 30 else "lines", "marker": {"size": 5}}
+            data.append(line(xs, ys, stage.name, color(index), hovertemplate="%{x:,} tokens: %{y:.4f}") | look)
+        if data:
+            axes = {"title": "tokens"}, {"title": unit}
+            charts.append(chart(identifier, title, caption, data, *axes, showlegend=True))
+    return charts
+
+
+def _curve(records: Sequence[Record], value: Callable[[Record], object]) -> list[tuple[float, float]]:
+    """(tokens, value) of the records that have it: at most about `_MOST_POINTS`, the last one among them."""
+    pairs = [(record.get("tokens"), value(record)) for record in records]
+    points = [(tokens, each) for tokens, each in pairs if is_number(tokens) and is_number(each)]
+    step = max(1, -(-len(points) // _MOST_POINTS))
+    return points[:-1:step] + points[-1:]
+
+
+def _busiest(record: Record) -> float | None:
+    """The largest share of a layer's tokens times the number of its experts; None if that was not logged."""
+    layers = record.get("expert_shares")
+    if not isinstance(layers, list) or not all(isinstance(x, list) and x and all(map(is_number, x)) for x in layers):
+        return None
+    return max((len(layer) * max(layer) for layer in layers), default=None)
