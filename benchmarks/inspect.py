@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,7 +66,6 @@ def inspect(
     if text is not None and text.encode("utf-8", "replace").decode() != text:
         raise UsageError("--text is not valid UTF-8")
     config, directory = read_model(model)
-    described = describe_model(config)
     found: dict[str, Any] = {}
     charts: list[Chart] = []
     if text is not None or experts:
@@ -85,27 +83,23 @@ def inspect(
             charts.append(on_text.expert_chart(found["experts"]))
     if out is not None:
         name = model if directory is None else directory.resolve().name
-        atomic_write_text(out, _page(name, draw_model(described, name), charts, found))
-    blocks = [{"layers": block.layers, "parameters": block.parameters} for block in described.blocks]
-    result = InspectResult(model=model, parameters=described.parameters, blocks=blocks, out=out, **found)
+        atomic_write_text(out, _page(name, draw_model(config, name), charts))
+    blocks = [{"layers": each.layers, "parameters": each.parameters} for each in describe_model(config).blocks]
+    result = InspectResult(model=model, parameters=config.parameters, blocks=blocks, out=out, **found)
     _print(result)
     return result
 
 
-def _page(title: str, drawing: str, charts: list[Chart], found: Mapping[str, Any]) -> str:
+def _page(title: str, drawing: str, charts: list[Chart]) -> str:
     """A page of the drawing, and of the charts if there are some; a device has no library for templates."""
     if not charts:
         head = f'<meta charset="utf-8"><title>{html.escape(title)}</title>'
         return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{drawing}</body></html>\n'
     from markupsafe import Markup
 
-    from benchmarks.inspection.on_text import attention_table
     from benchmarks.reporting.charts import render_page
 
-    attention = found.get("attention")
-    heads = attention and attention_table(attention)
-    shown = {"attention": attention, "heads": heads, "experts": found.get("experts"), "drawing": Markup(drawing)}
-    return render_page("inspect.html", charts, title=title, shown=charts, **shown)
+    return render_page("inspect.html", charts, title=title, shown=charts, drawing=Markup(drawing))
 
 
 def _print(result: InspectResult) -> None:
@@ -113,22 +107,18 @@ def _print(result: InspectResult) -> None:
     from sportsllm.console import output
     from sportsllm.models.parts import unused_line
 
-    tables, lines = [], list[str]()
+    lines = [f"{result.model}: {result.parameters:,} parameters"]
     for block in result.blocks:
-        layers = block["layers"]
-        which = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers from {layers[0]}"
+        first, *others = block["layers"]
+        which = f"{1 + len(others)} layers from {first}" if others else f"layer {first}"
         lines.append(f"{which}: {block['parameters']:,} parameters each")
-    lines.append(f"{result.model}: {result.parameters:,} parameters")
     if result.attention is not None:
-        tables.append(attention_table(result.attention))
+        attention_table(result.attention).print(output())
         if without := result.attention["layers_without_attention"]:
             lines.append(f"layers without attention over all tokens: {', '.join(map(str, without))}")
     if result.experts is not None:
-        tables.append(expert_table(result.experts))
+        expert_table(result.experts).print(output())
         unused = unused_line({layer["layer"]: layer["never_used"] for layer in result.experts["layers"]})
         lines += [unused] if unused else []
-    lines += [f"{result.out}: drawn"] if result.out else []
-    for one in tables:
-        one.print(output())
-    for line in lines:
+    for line in [*lines, f"{result.out}: drawn"] if result.out else lines:
         output().print(line, markup=False)

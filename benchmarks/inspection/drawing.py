@@ -20,20 +20,13 @@ from sportsllm.models.parts import Sublayer as Described
 
 _EXPERT = re.compile(r"\.\d+\.")
 _ROLES = {"activation": "activation", "cache": "cache", "state": "cache", "scores": "scores"}
-_LEGEND = {
-    "matrix": "matrix, outputs \u00d7 inputs",
-    "table": "embedding, head",
-    "norm": "norm",
-    "activation": "tensor on the way",
-    "cache": "kept for later tokens",
-}
-_STYLE = Path(__file__).parents[1] / "templates" / "drawing.css"
+_STYLE_AND_LEGEND = Path(__file__).parents[1] / "templates" / "drawing.html"
 
 
 class Part(NamedTuple):
     """A box for `times` tensors alike of `parameters` each.
 
-    `role` is a class of drawing.css; `shape` that of a matrix (rows, columns), or of a tensor for T tokens.
+    `role` is a class of drawing.html; `shape` that of a matrix (rows, columns), or of a tensor for T tokens.
     """
 
     name: str
@@ -59,21 +52,23 @@ class Sublayer(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Layers with the same parts; `parameters` are those of one of them."""
+    """Layers with the same parts."""
 
     layers: list[int]
     sublayers: list[Sublayer]
-    parameters: int
+
+    @property
+    def parameters(self) -> int:
+        """Of one of the layers."""
+        return sum(each.parameters for each in self.sublayers)
 
 
 class Drawing(NamedTuple):
     """A whole model from token ids to logits."""
 
-    config: ModelConfig
     before: Row
     blocks: list[Block]
     after: Row
-    parameters: int
 
 
 def describe_model(config: ModelConfig) -> Drawing:
@@ -81,10 +76,6 @@ def describe_model(config: ModelConfig) -> Drawing:
     alike: dict[ModelConfig, list[int]] = {}
     for layer in range(config.num_hidden_layers):
         alike.setdefault(config.of_layer(layer), []).append(layer)
-    blocks = []
-    for own, layers in alike.items():
-        halves = _sublayers(own)
-        blocks.append(Block(layers, halves, sum(half.parameters for half in halves)))
     hidden, shape = config.hidden_size, sizes(config.vocab_size, config.hidden_size)
     scaled = "" if config.embedding_scale == 1.0 else f"rows times {config.embedding_scale:g}"
     before = [Part("embed_tokens", "table", shape, config.vocab_size * hidden, note=scaled)]
@@ -94,9 +85,8 @@ def describe_model(config: ModelConfig) -> Drawing:
     head = before[0]._replace(name="lm_head", note="")
     if config.tie_word_embeddings:
         head = head._replace(parameters=0, note="the matrix of embed_tokens")
-    after = [_norm(config, "norm"), head]
-    total = _total([before, after]) + sum(len(block.layers) * block.parameters for block in blocks)
-    return Drawing(config, before, blocks, after, total)
+    blocks = [Block(layers, _sublayers(own)) for own, layers in alike.items()]
+    return Drawing(before, blocks, [_norm(config, "norm"), head])
 
 
 def _sublayers(config: ModelConfig) -> list[Sublayer]:
@@ -106,7 +96,8 @@ def _sublayers(config: ModelConfig) -> list[Sublayer]:
         rows += [[_norm(config, OUTPUT_NORMS[name])]] if config.output_norms else []
         unused = sum(matrix.numel for matrix in kind.matrices) - kind.active_parameters
         kept = ", ".join(f"{state.name} {sizes(*state.shape)}" for state in kind.state)
-        made.append(Sublayer(name, called, rows, _total(rows), _total(rows) - unused, kept))
+        total = sum(part.times * part.parameters for row in rows for part in row)
+        made.append(Sublayer(name, called, rows, total, total - unused, kept))
     return made
 
 
@@ -154,29 +145,24 @@ def _tensor(item: Activation) -> Part:
     return Part(item.name, _ROLES[item.kind], sizes(*shape), note="" if item.held else "never made whole")
 
 
-def _total(rows: Sequence[Row]) -> int:
-    return sum(part.times * part.parameters for row in rows for part in row)
-
-
 def sizes(*sizes: int | str) -> str:
     """12 x 64 with the sign for times and thousands separators."""
     return " \u00d7 ".join(size if isinstance(size, str) else f"{size:,}" for size in sizes)
 
 
-def draw_model(drawing: Drawing, name: str) -> str:
-    """A described model as an HTML element with its style, whole and without anything to load."""
-    config = drawing.config
-    size = f"{drawing.parameters:,} parameters, {config.num_hidden_layers} layers"
-    lines = [f"<style>{_STYLE.read_text(encoding='utf-8')}</style>", f'<div class="model"><h2>{escape(name)}</h2>']
-    lines += [f"<p>{size}, residual stream of {config.hidden_size:,}; T tokens</p>"]
+def draw_model(config: ModelConfig, name: str) -> str:
+    """A model's parts as an HTML element with its style, whole and without anything to load."""
+    drawing = describe_model(config)
+    size = f"{config.parameters:,} parameters, {config.num_hidden_layers} layers"
+    lines = [f'<div class="model"><h2>{escape(name)}</h2>', f"<p>{size}, residual stream of {config.hidden_size:,}"]
+    lines += ["; T tokens. Bare figures are parameters, biases included.</p>"]
     for kind in dict.fromkeys(types := config.layer_types or ()):
         layers = [layer for layer, own in enumerate(types) if own == kind]
         seen = f", the last {config.sliding_window:,} tokens" if kind == SLIDING else ""
         lines.append(f"<p>attention: {kind}{seen}, layers {_ranges(layers)}</p>")
     lines += ["<p>token ids: T</p>", _row(drawing.before), *map(_block, drawing.blocks), _row(drawing.after)]
-    lines += [f"<p>logits: {sizes('T', config.vocab_size)}</p>"]
-    lines += [f'<p><span class="part {role}"></span> {words}</p>' for role, words in _LEGEND.items()]
-    return "\n".join([*lines, "<p>Bare figures are parameters, biases included.</p></div>"])
+    lines += [f"<p>logits: {sizes('T', config.vocab_size)}</p>", _STYLE_AND_LEGEND.read_text(encoding="utf-8")]
+    return "\n".join([*lines, "</div>"])
 
 
 def _block(block: Block) -> str:

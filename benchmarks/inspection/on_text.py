@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,11 +115,7 @@ def attention_chart(attention: Mapping[str, Any], weights: Sequence[Tensor | Non
     known = [(layer, one) for layer, one in enumerate(weights) if one is not None]
     tokens, heads = [_visible(token) for token in attention["tokens"]], sum(len(one) for _, one in known)
     if heads * len(tokens) ** 2 > _MOST_CELLS:
-        fit = math.isqrt(_MOST_CELLS // heads) - 1
-        raise UsageError(
-            f"--text: {heads:,} heads of {len(tokens)} tokens are too much for a page; give a text of at most {fit} "
-            "tokens"
-        )
+        raise UsageError(f"--text: {heads:,} heads of {len(tokens)} tokens are too much for a page; shorten the text")
     maps = {
         f"layer {layer}, head {head}": [[round(cell, 3) if cell else None for cell in row] for row in one.tolist()]
         for layer, weights_HTT in known
@@ -181,13 +176,14 @@ def measure_experts(model: SportsLLM, directory: Path, files: Sequence[Path]) ->
 
 def expert_table(experts: Mapping[str, Any]) -> Table:
     """For each layer and kind of text the most and the least used expert."""
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for layer in experts["layers"]:
         for name, shares in layer["shares"].items():
-            most, least = (pick(range(len(shares)), key=shares.__getitem__) for pick in (max, min))
-            ends = (f"{most} ({shares[most]:.1%})", f"{least} ({shares[least]:.1%})")
-            tokens = f"{experts['tokens'][name]:,}"
-            rows.append((str(layer["layer"]), name, tokens, f"{1 / len(shares):.1%}", *ends))
+            ends = [pick(range(len(shares)), key=shares.__getitem__) for pick in (max, min)]
+            most, least = (f"{expert} ({shares[expert]:.1%})" for expert in ends)
+            rows.append(
+                (str(layer["layer"]), name, f"{experts['tokens'][name]:,}", f"{1 / len(shares):.1%}", most, least)
+            )
     headers = ("layer", "text", "tokens", "even share", "most used", "least used")
     return Table("use of experts (--json has every share)", headers, rows, texts=(1,))
 
@@ -209,10 +205,7 @@ def expert_chart(experts: Mapping[str, Any]) -> Chart:
         **{"xgap": 1, "ygap": 1, **shown},
     )
     columns = {"title": {"text": "expert"}, "side": "top", "showgrid": False, "tickformat": "d", "dtick": 1}
-    layout = {
-        "height": _ROW * len(rows) + 80,
-        "xaxis": columns,
-        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
-    }
+    texts = {"type": "category", "autorange": "reversed", "showgrid": False}
+    layout = {"height": _ROW * len(rows) + 80, "xaxis": columns, "yaxis": texts}
     caption = "Shares of a text's choices in a layer, which add up to 100%; colors are multiples of an even share."
     return Chart("experts", "Experts' use by kind of text", caption, {"data": [trace], "layout": layout})

@@ -31,8 +31,6 @@ def round_figures(one: Mapping[str, Any]) -> dict[str, float]:
         steps = [sample for sweep in sweeps for sample in sweep]
         figures |= {f"tpot_ms.{depth}.{name}": value for name, value in percentiles(steps).items()}
         figures[f"decode_tokens_per_s.{depth}"] = 1000 / statistics.fmean(steps)
-    for depth, samples in one["reading_ms"].items():
-        figures[f"without_cache_ms.{depth}"] = statistics.median(samples)
     if "joules_per_token" in one["energy"]:
         figures["joules_per_token"] = one["energy"]["joules_per_token"]
     return figures
@@ -114,16 +112,12 @@ def summarise(raw: Raw) -> dict[str, Any]:
     middle = nested({name: statistics.median(values) for name, values in by_name.items()})
     by_name["peak_rss_bytes"] = [float(one["peak_rss_bytes"]) for one in memory]
     noise = {name: asdict(spread(values)) for name, values in by_name.items()}
-    ttft, rates = middle.get("ttft_ms", {}), middle.get("decode_tokens_per_s", {})
+    ttft = middle.get("ttft_ms", {})
     longest = list(ttft)[-1] if ttft else None
     return {
         "ttft_ms": ttft,
         "tpot_ms": middle.get("tpot_ms", {}),
-        "decode_tokens_per_s": rates,
-        "without_cache": {  # what the next token costs if all tokens are read again for it
-            depth: {"tpot_ms": ms, "decode_tokens_per_s": 1000 / ms, "cache_speedup": rates[depth] * ms / 1000}
-            for depth, ms in middle.get("without_cache_ms", {}).items()
-        },
+        "decode_tokens_per_s": middle.get("decode_tokens_per_s", {}),
         "prefill_tokens_per_s": 1000 * int(longest) / ttft[longest] if longest else None,
         **{name: middle[name] for name in ("first_prefill_ms", "import_s", "load_s")},
         "peak_rss_bytes": int(max(by_name["peak_rss_bytes"])),
@@ -164,7 +158,6 @@ def _readings(raw: Raw, joules: float | None) -> dict[str, Any]:
         "cold_load_s": statistics.median(loads) if loads else None,
         "memory_split": split,
         "joules_per_token": joules,
-        "energy": {key: speed[0]["energy"].get(key) for key in ("source", "depth")},
         "cpus": speed[0]["cpus"],
         "absent": absent,
     }

@@ -53,24 +53,14 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def measure_speed(asked: Specification) -> dict[str, Any]:
-    """Load time, time to first token by prompt length, time to read the tokens of each depth and of single steps after
-    them, and the energy of one."""
+    """Load time, time to first token by prompt length, times of single steps by depth, and the energy of one."""
     decoder, loaded = _open(asked)
     tokens = _draw_tokens(decoder, asked)
     first = milliseconds(lambda: decoder.prefill([tokens[:32]], max_length=min(64, len(tokens))))
     ttft = {str(prompt): time_prompt(decoder, tokens, prompt, asked) for prompt in asked["prompts"]}
     steps = {str(depth): time_depth(decoder, tokens, depth, asked) for depth in asked["depths"]}
-    few = {**asked, "repeats": 3, "seconds_per_figure": 0.0}
-    reading = {key: ttft[key] if key in ttft else time_prompt(decoder, tokens, int(key), few) for key in steps}
     energy = measure_energy(decoder, tokens, asked.get("energy_depth", 0), asked["steps"])
-    return {
-        **loaded,
-        "first_prefill_ms": first,
-        "ttft_ms": ttft,
-        "step_ms": steps,
-        "reading_ms": reading,
-        "energy": energy,
-    }
+    return {**loaded, "first_prefill_ms": first, "ttft_ms": ttft, "step_ms": steps, "energy": energy}
 
 
 def measure_batch(asked: Specification) -> dict[str, Any]:

@@ -164,15 +164,12 @@ def _depths(bench: Bench) -> Table:
     floors = bench.memory_floor.by_depth_ms
     rows = []
     for depth, times in bench.tpot_ms.items():
-        noise, plain = bench.noise.get(f"tpot_ms.{depth}.p50"), bench.without_cache.get(depth, {})
+        noise = bench.noise.get(f"tpot_ms.{depth}.p50")
         median = number(times.p50) + (" (noisy)" if noise is not None and noise.noisy else "")
         rest = (times.p90, times.p95, times.p99, floors.get(depth), bench.decode_tokens_per_s.get(depth))
-        slow = plain.get("decode_tokens_per_s"), plain.get("cache_speedup")
-        rows.append((depth, median, *map(number, (*rest, *slow))))
-    percentiles = ("p50 ms", "p90 ms", "p95 ms", "p99 ms")
-    headers = ("after tokens", *percentiles, "memory floor ms", "tokens/s", "without cache", "ratio")
-    caption = "Without a cache of keys and values, each new token reads the whole text again."
-    return Table("Time per token", headers, rows, (), caption if bench.without_cache else "")
+        rows.append((depth, median, *map(number, rest)))
+    headers = ("after tokens", "p50 ms", "p90 ms", "p95 ms", "p99 ms", "memory floor ms", "tokens/s")
+    return Table("Time per token", headers, rows, ())
 
 
 def _batches(bench: Bench) -> Table:

@@ -105,7 +105,7 @@ def test_maps_hold_the_weights_of_every_head(mixture: Path, capsys: pytest.Captu
             np.testing.assert_allclose(np.nan_to_num(cells), one, atol=5.1e-4)  # 3 digits
     assert figures(page)["attention"]["data"][0]["z"] == buttons["layer 0, head 0"]
     assert layout["yaxis"]["ticktext"][0] == "&lt;|begin|&gt;"  # plotly reads tags
-    assert "<b>side" not in page and "The home &lt;b&gt;side" in page
+    assert "<b>" not in json.dumps(figures(page)["attention"])
 
 
 class _NoAttention(torch.nn.Module):
@@ -159,7 +159,7 @@ def test_what_cannot_be_shown_is_refused_in_a_line(
     refused(2, "--text is not valid UTF-8", checkpoint, "--text", "\udcff")
     refused(2, "--experts: the model has none", checkpoint, "--experts", checkpoint / "config.json")
     refused(3, "nowhere.txt: not found", mixture, "--experts", "nowhere.txt")
-    with pytest.raises(UsageError, match=r"5,120 heads of 64 tokens are too much for a page; .* most 26 tokens"):
+    with pytest.raises(UsageError, match=r"5,120 heads of 64 tokens are too much for a page"):
         attention_chart({"tokens": ["a"] * 64}, [torch.zeros(64, 64, 64)] * 80)
     sportsllm.export(checkpoint, out=tmp_path / "export", threads=1)
     refused(2, "is an export; give a checkpoint", tmp_path / "export", "--experts", corpus_file)

@@ -1,7 +1,6 @@
 """Measuring: statistics against numpy, failures of child processes, and a whole run on a tiny export."""
 
 import copy
-import io
 import json
 import math
 import os
@@ -12,7 +11,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from benchmarks.bench import advice
 from benchmarks.bench import bench as run
@@ -26,8 +24,8 @@ from benchmarks.measure.summary import bytes_read_per_token
 from benchmarks.measure.worker import time_depth
 from benchmarks.predict.latency import Formulas, costs, predict_directory, resolve, total
 from benchmarks.predict.model_size import stored_format
-from benchmarks.reporting.bench_tables import print_bench, verdict_line
-from benchmarks.reporting.measured import as_bench, as_budget
+from benchmarks.reporting.bench_tables import verdict_line
+from benchmarks.reporting.measured import as_budget
 from benchmarks.spread import percentile, percentiles
 from sportsllm import cli
 from sportsllm.errors import UsageError
@@ -222,21 +220,6 @@ def test_figures_are_medians_of_the_rounds_that_are_kept(result: dict[str, Any])
     interval = result["noise"]["tpot_ms.152.p50"]
     assert interval["low"] < np.median(medians) < interval["high"]
     assert result["clean"] in (True, False) and result["other_cpu_cores"] >= 0
-
-
-def test_decoding_without_a_cache_reads_the_whole_text_again(result: dict[str, Any]) -> None:
-    rounds = result["raw"]["speed"]
-    assert result["without_cache"].keys() == result["tpot_ms"].keys()
-    for depth, one in result["without_cache"].items():
-        samples = [round_["reading_ms"][depth] for round_ in rounds]
-        assert all(len(times) >= 2 for times in samples)
-        assert one["tpot_ms"] == pytest.approx(float(np.median([np.median(times) for times in samples])))
-        assert one["decode_tokens_per_s"] == pytest.approx(1000 / one["tpot_ms"])
-        rate = result["decode_tokens_per_s"][depth]
-        assert one["cache_speedup"] == pytest.approx(rate / one["decode_tokens_per_s"])
-    lines = Console(record=True, width=100, file=io.StringIO())
-    print_bench(lines, as_bench(result))
-    assert "reads the whole text again" in lines.export_text()
 
 
 def test_timed_steps_lie_around_the_depth() -> None:

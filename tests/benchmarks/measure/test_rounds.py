@@ -92,7 +92,6 @@ def speed_round(step: float, others: float = 0.0) -> dict[str, Any]:
         "first_prefill_ms": 3.0,
         "ttft_ms": {"128": [10.0]},
         "step_ms": {"32": [[step] * 4]},
-        "reading_ms": {"32": [9 * step, 10 * step, 40 * step]},
         "energy": {"absent": "no counter"},
         "cpus": [0],
         "other_cpu_cores": others,
@@ -122,15 +121,6 @@ def test_only_enough_quiet_rounds_that_agree_are_clean() -> None:
     assert busy["clean"] is False and "other programs used up to 1.5 of the measured cores" in reasons(busy)
     wide = summary([*calm[:4], 2.4])
     assert wide["clean"] is False and "tpot_ms.32.p50" in reasons(wide)
-
-
-def test_what_the_cache_saves_is_a_ratio_of_medians() -> None:
-    """Steps of 2, 4 and 3 ms, and reading again ten times as long in the median of each round."""
-    found = summary([2.0, 4.0, 3.0])
-    expected = {"tpot_ms": 30.0, "decode_tokens_per_s": pytest.approx(1000 / 30), "cache_speedup": pytest.approx(10.0)}
-    assert found["without_cache"] == {"32": expected}
-    assert found["noise"]["without_cache_ms.32"]["low"] < 30.0
-    assert "without_cache_ms.32" not in reasons(found)
 
 
 def test_the_named_reason_is_the_one_that_decided() -> None:
