@@ -1,38 +1,25 @@
 """Reads matrices that bitsandbytes packed (NF4, FP4, LLM.int8, as `transformers` saves them) as dense ones.
 
-Plain torch: the library checks nothing, reads past the end of a damaged tensor, and its AVX512 kernel (0.50) is wrong
-where a block runs from one row into the next.
-
-    4 bits   w[i] = quant_map[code[i]] * absmax[i // blocksize], row after row, the high nibble first, then rounded to
-             the type that the model had; with double quantization
-             absmax[j] = nested_quant_map[code[j]] * nested_absmax[j // nested_blocksize] + nested_offset
-    8 bits   w[n, k] = q[n, k] * SCB[n] / 127
-
+The library dequantizes. It reads past the end of a damaged tensor, so sizes are checked first.
 Sources: bitsandbytes' QuantState, arXiv 2305.14314 (NF4), 2208.07339 (LLM.int8).
 """
 
-import json
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
+from sportsllm.formats.json_files import clip
 
-# Values of the 16 codes, as shares of a block's largest number; NF4's are quantiles of a normal distribution.
-TABLES = {
-    "nf4": (
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ),
-    "fp4": tuple(sign * twelfths / 12 for sign in (1, -1) for twelfths in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
-}  # fmt: skip
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _STATE = "quant_state."
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_EIGHT_BIT_STEP = 0.007874015718698502  # 1 / 127 in float32, as the library multiplies
 
 Read = Callable[[str], Tensor]
 
@@ -64,108 +51,65 @@ def read_dense(name: str, beside: frozenset[str], read: Read, where: str) -> Ten
         ArtifactError: a part is missing, of the wrong kind, or does not fit the others.
     """
     tensor = read(name)
-    states = sorted(other for other in beside if other.startswith(f"{name}.{_STATE}"))
     if tensor.dtype == torch.int8:
-        return _eight_bits(name, tensor, beside, read, where)
-    if states or f"{name}.absmax" in beside or tensor.dtype == torch.uint8:
-        return _four_bits(name, tensor, states, beside, read, where)
-    return tensor
+        return _eight_bits(name.removesuffix(".weight"), tensor, beside, read, where)
+    parts = {part: read(part) for part in sorted(beside) if part.startswith(f"{name}.")}
+    if not parts and tensor.dtype != torch.uint8:
+        return tensor
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    pairs = tensor.contiguous().flatten().view(torch.uint8)  # some are stored under a float type
+    try:
+        state = QuantState.from_dict(dict(parts), torch.device("cpu"))
+        shape = state.shape
+        _check_state(state, pairs)
+        # As one row: the library's AVX512 kernel (0.50) is wrong where a block runs from one row into the next.
+        state.shape = torch.Size([shape.numel()])
+        dense: Tensor = dequantize_4bit(pairs.view(-1, 1), state)
+    except (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        problem = f"({type(error).__name__}: {clip(error, 150)}); copy or save it again"
+        raise ArtifactError(f"{where}: {name!r} cannot be unpacked by its quant_state {problem}") from None
+    return dense.reshape(shape)
 
 
-def _eight_bits(name: str, matrix_NK: Tensor, beside: frozenset[str], read: Read, where: str) -> Tensor:
-    module = name.removesuffix(".weight")
+def _check_state(state: QuantState, pairs: Tensor) -> None:
+    """Raise ValueError for tensors that are not of the sizes that the state says, or another table of values."""
+    from bitsandbytes.functional import get_4bit_type
+
+    if len(state.shape) != 2 or min(state.shape) < 1 or state.quant_type not in ("nf4", "fp4"):
+        raise ValueError(f"shape {list(state.shape)} of {state.quant_type}, which is not supported")
+    count = state.shape.numel()
+    # The library ignores the stored table, so another one would be read as something else there than here.
+    table = get_4bit_type(state.quant_type, device="cpu")
+    if state.code.shape != table.shape or not torch.allclose(state.code.float(), table, rtol=0, atol=1e-5):
+        raise ValueError(f"quant_map is not {state.quant_type.upper()}'s table")
+    sizes = [("weight", pairs, -(-count // 2)), ("absmax", state.absmax, -(-count // state.blocksize))]
+    if state.nested:
+        blocks = -(-state.absmax.numel() // state.state2.blocksize)
+        sizes += [("nested_absmax", state.state2.absmax, blocks), ("nested_quant_map", state.state2.code, 256)]
+    elif not state.absmax.is_floating_point():
+        raise ValueError("absmax is quantized, but nested_absmax is missing")
+    for part, tensor, wanted in sizes:
+        if tensor.numel() != wanted:
+            raise ValueError(f"{part} has {tensor.numel()} numbers, not {wanted}")
+
+
+def _eight_bits(module: str, matrix_NK: Tensor, beside: frozenset[str], read: Read, where: str) -> Tensor:
+    """q[n, k] * SCB[n] / 127."""
     layout = int(read(f"{module}.weight_format").flatten()[0]) if f"{module}.weight_format" in beside else 0
     if layout != 0:
         raise ArtifactError(
-            f"{where}: {name!r} is laid out for one kind of GPU (weight_format {layout}); save it again"
+            f"{where}: '{module}.weight' is laid out for one kind of GPU (weight_format {layout}); save it again"
         )
-    scale_N = _part(f"{module}.SCB", beside, read, where)
-    if matrix_NK.ndim != 2 or scale_N.numel() != len(matrix_NK):
+    if f"{module}.SCB" not in beside:
+        raise ArtifactError(f"{where}: tensor '{module}.SCB' is missing beside the packed matrix; save it again")
+    scale_N = read(f"{module}.SCB").float().flatten()
+    if matrix_NK.ndim != 2 or len(scale_N) != len(matrix_NK):
         raise ArtifactError(
-            f"{where}: '{module}.SCB' has {scale_N.numel()} numbers for a matrix of shape {tuple(matrix_NK.shape)}, "
+            f"{where}: '{module}.SCB' has {len(scale_N)} numbers for a matrix of shape {tuple(matrix_NK.shape)}, "
             "not one a row; save it again"
         )
-    return matrix_NK * scale_N.float().view(-1, 1) * _EIGHT_BIT_STEP
+    from bitsandbytes.functional import int8_vectorwise_dequant
 
-
-def _four_bits(name: str, packed: Tensor, states: list[str], beside: frozenset[str], read: Read, where: str) -> Tensor:
-    if len(states) != 1:
-        raise ArtifactError(f"{where}: {name!r} is packed but has {len(states)} quant_state beside it; save it again")
-    state = _parse(states[0], read(states[0]), where)
-    kind, shape, nested_blocksize = state["quant_type"], state["shape"], state["nested_blocksize"]
-    absmax = _part(f"{name}.absmax", beside, read, where)
-    if absmax.dtype == torch.uint8:
-        if nested_blocksize is None:
-            raise ArtifactError(f"{where}: '{name}.absmax' is quantized, but the quant_state does not say how")
-        largest = _part(f"{name}.nested_absmax", beside, read, where)
-        table = _part(f"{name}.nested_quant_map", beside, read, where)
-        if table.numel() != 256:
-            raise ArtifactError(f"{where}: '{name}.nested_quant_map' has {table.numel()} numbers instead of 256")
-        _check_blocks(f"{name}.nested_absmax", absmax.numel(), nested_blocksize, largest, where)
-        absmax = _scaled(table.float()[absmax.flatten().int()], largest, nested_blocksize) + state["nested_offset"]
-    map_16 = _part(f"{name}.quant_map", beside, read, where).float()
-    known_16 = torch.tensor(TABLES[kind])
-    # The library ignores the stored table, so another one would be read as something else there than here.
-    if map_16.shape != known_16.shape or not torch.allclose(map_16, known_16, rtol=0, atol=1e-5):
-        raise ArtifactError(f"{where}: '{name}.quant_map' is not {kind.upper()}'s table; save it again")
-    count = shape[0] * shape[1]
-    pairs = packed.contiguous().flatten().view(torch.uint8)  # some are stored under a float type
-    if pairs.numel() != -(-count // 2):
-        raise ArtifactError(
-            f"{where}: {name!r} has {pairs.numel()} bytes, not {-(-count // 2)} for shape {shape}; save it again"
-        )
-    _check_blocks(f"{name}.absmax", count, state["blocksize"], absmax, where)
-    both = torch.stack([map_16.repeat_interleave(16), map_16.repeat(16)], dim=1)  # of the 256 bytes
-    numbers = both.index_select(0, pairs.int()).flatten()[:count]
-    return _scaled(numbers, absmax, state["blocksize"]).view(shape).to(_DTYPES[state["dtype"]])
-
-
-def _scaled(numbers: Tensor, absmax: Tensor, blocksize: int) -> Tensor:
-    """Each block of a flat tensor times its own number, in place; the last block may be short."""
-    blocks = numbers.numel() // blocksize
-    absmax = absmax.flatten().float()
-    numbers[: blocks * blocksize].view(-1, blocksize).mul_(absmax[:blocks, None])
-    numbers[blocks * blocksize :].mul_(absmax[blocks:])
-    return numbers
-
-
-def _part(name: str, beside: frozenset[str], read: Read, where: str) -> Tensor:
-    if name not in beside:
-        raise ArtifactError(f"{where}: tensor {name!r} is missing beside the packed matrix; copy or save it again")
-    return read(name)
-
-
-def _check_blocks(name: str, count: int, blocksize: int, absmax: Tensor, where: str) -> None:
-    if absmax.numel() != -(-count // blocksize):
-        raise ArtifactError(
-            f"{where}: {name!r} has {absmax.numel()} numbers, not {-(-count // blocksize)} for {count} in blocks "
-            f"of {blocksize}; save it again"
-        )
-
-
-def _parse(name: str, stored: Tensor, where: str) -> dict[str, Any]:
-    """A quant_state, its fields checked; `nested_blocksize` is None without double quantization."""
-    try:
-        data = json.loads(stored.numpy().tobytes())
-    except ValueError:
-        raise ArtifactError(f"{where}: tensor {name!r} is not JSON; copy or save it again") from None
-    if not isinstance(data, dict):
-        raise ArtifactError(f"{where}: tensor {name!r} is not a JSON object; copy or save it again")
-
-    def positive(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-    state = {"nested_blocksize": None} | data
-    shape, nested = data.get("shape"), state["nested_blocksize"]
-    checks = {
-        "quant_type": str(data.get("quant_type")) in TABLES,
-        "dtype": str(data.get("dtype")) in _DTYPES,
-        "blocksize": positive(data.get("blocksize")),
-        "shape": isinstance(shape, list) and len(shape) == 2 and all(map(positive, shape)),
-        "nested_blocksize": nested is None or positive(nested),
-        "nested_offset": nested is None or isinstance(data.get("nested_offset"), int | float),
-    }
-    for field, good in checks.items():
-        if not good:
-            raise ArtifactError(f"{where}: {name!r} has {field} {data.get(field)!r}, which is not supported")
-    return state | {"shape": tuple(data["shape"])}
+    dense: Tensor = int8_vectorwise_dequant(matrix_NK, scale_N)
+    return dense
