@@ -28,13 +28,12 @@ from export.parity.check import threads_of_torch
 from export.parity.comparison import READ_BACK, TEXTS, ParityReport, Pass, compare, make_sequences, merge
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import GateError, UsageError
-from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint, read_packed
 from sportsllm.formats.gguf.config import ARCHITECTURES, ROPE_FACTORS, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import gguf_name, paired_heads, read_weights, rows_in_pairs
 from sportsllm.formats.huggingface import family_of, load_config
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, unpack
-from sportsllm.formats.quantized_layers import read_packed
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.config_records import RopeScaling

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from export.graph.builder import Array
 from sportsllm.errors import ArtifactError
+from sportsllm.formats.checkpoint import read_packed
 from sportsllm.formats.packed import ROW_BITS
-from sportsllm.formats.quantized_layers import read_packed
 from sportsllm.formats.safetensors import TensorFiles
 
 

@@ -1,6 +1,7 @@
 """Read and write checkpoint directories in Hugging Face's layout, quantized ones included.
 
-Every tensor is checked for name, shape and type.
+Every tensor is checked for name, shape and type. Quantized matrices are modules that hold the packed bytes, which are
+saved, and for speed the dequantized float32 matrix: the reference that an exported graph is compared with.
 """
 
 import os
@@ -8,28 +9,94 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.huggingface import load_config, to_hf
-from sportsllm.formats.json_files import write_json
+from sportsllm.formats.json_files import JsonObject, write_json
 from sportsllm.formats.layouts import to_layout
-from sportsllm.formats.quantized_layers import SUFFIXES, QuantizedEmbedding, QuantizedLinear, read_packed
+from sportsllm.formats.packed import BITS, ROW_BITS, QuantizedWeight, stored_bits
 from sportsllm.formats.safetensors import QUANT_METHOD, WEIGHTS, TensorFiles, check_shape, quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, LAST_NORM, POSITIONS, parameters
 from sportsllm.models.language_model import Block, SportsLLM
 from sportsllm.models.layers import ResidualNorm, residual_norm
+from sportsllm.models.memory import BLOCK_SIZES
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     "chat_template.jinja",
 )  # fmt: skip
+_PACKED = ("_packed", "_scale", "_zero_point")
+
+
+class QuantizedMatrix(nn.Module):
+    """Packed bytes as buffers named like a checkpoint's tensors, plus the dequantized matrix."""
+
+    weight: Tensor
+
+    def __init__(self, quantized: QuantizedWeight) -> None:
+        super().__init__()
+        self.bits, self.block_size, self.in_features = quantized.bits, quantized.block_size, quantized.in_features
+        self.register_buffer("weight_packed", torch.from_numpy(quantized.packed))
+        self.register_buffer("weight_scale", torch.from_numpy(quantized.scales))
+        if quantized.zero_points is not None:
+            self.register_buffer("weight_zero_point", torch.from_numpy(quantized.zero_points))
+        self.register_buffer("weight", torch.from_numpy(quantized.dequantize()), persistent=False)
+
+
+class QuantizedLinear(QuantizedMatrix):
+    """y = x W^T + b with a packed W; (..., K) to (..., N)."""
+
+    def __init__(self, quantized: QuantizedWeight, bias: Tensor | None = None) -> None:
+        super().__init__(quantized)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class QuantizedEmbedding(QuantizedMatrix):
+    """Rows of a packed table by token id; (B, T) to (B, T, K)."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], directory: Path) -> QuantizedWeight:
+    """The packed matrix of the module `name`, of the shape (N, K) that the config asks for.
+
+    Bits and block size follow from the shapes of its tensors weight_packed, weight_scale and weight_zero_point.
+    """
+    packed = tensors[f"{name}.weight_packed"]
+    if f"{name}.weight_scale" not in tensors:
+        raise ArtifactError(f"{directory}: {name}.weight_scale is missing beside the packed matrix")
+    scales = tensors[f"{name}.weight_scale"]
+    zero = tensors.get(f"{name}.weight_zero_point")
+    record = quantization_config(directory)
+    if record is None:
+        raise ArtifactError(f"{directory}: {name} is packed but config.json has no quantization_config")
+    recorded = record.get("modules", {}).get(name, {}).get("bits")
+    for bits in (*BITS, ROW_BITS):
+        if recorded not in (None, bits):
+            continue
+        block = packed.shape[-1] * 8 // stored_bits(bits)
+        groups = -(-shape[1] // block)
+        known = block in BLOCK_SIZES if bits in BITS else block == shape[1] and zero is None and recorded == bits
+        fits = known and tuple(packed.shape[:2]) == (shape[0], groups)
+        if fits and tuple(scales.shape) == (shape[0], groups) and packed.dtype == torch.uint8:
+            if bits == ROW_BITS and int(packed.max()) >= 2**ROW_BITS:
+                raise ArtifactError(f"{directory}: packed tensor of {name!r} holds more than 7 bits; make it again")
+            if zero is not None:
+                check_shape(zero, (shape[0], -(-groups * bits // 8)), f"{name}.weight_zero_point", directory)
+            zeros = None if zero is None else zero.numpy()
+            return QuantizedWeight(packed.numpy(), scales.float().numpy(), zeros, bits, block, shape[1])
+    raise ArtifactError(f"{directory}: packed tensor of {name!r} does not fit shape {shape}; make it again")
 
 
 def load_checkpoint(directory: Path) -> SportsLLM:
@@ -108,7 +175,7 @@ def check_names(tensors: TensorFiles, config: ModelConfig) -> dict[str, tuple[in
         ArtifactError: there is such a tensor.
     """
     shapes = {item.name: item.shape for item in parameters(config)}
-    packed = {f"{name}{suffix}" for name in shapes if name.endswith(".weight") for suffix in SUFFIXES}
+    packed = {f"{name}{suffix}" for name in shapes if name.endswith(".weight") for suffix in _PACKED}
     _refuse_unknown(_model_names(config, tensors) - shapes.keys() - packed, tensors.directory)
     return shapes
 
@@ -120,8 +187,7 @@ def read_ends(tensors: TensorFiles, config: ModelConfig) -> dict[str, Tensor]:
         ArtifactError: as `load_checkpoint`, for the names of all tensors too.
     """
     shapes = check_names(tensors, config)
-    ends = [name for name in shapes if not name.startswith("model.layers.")]
-    return {name: _read(tensors, name, shapes[name]) for name in ends}
+    return {name: _read(tensors, name, shapes[name]) for name in shapes if not name.startswith("model.layers.")}
 
 
 def _read(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -146,15 +212,14 @@ def _fill(model: nn.Module, tensors: TensorFiles, prefix: str = "") -> None:
         setattr(model.get_submodule(parent), leaf, value)
 
     for name, module in list(model.named_modules()):
-        if f"{prefix}{name}.weight_packed" not in tensors:
+        if not isinstance(module, nn.Linear | nn.Embedding) or f"{prefix}{name}.weight_packed" not in tensors:
             continue
-        shape = tuple(cast(Tensor, module.weight).shape)
+        shape = tuple(module.weight.shape)
         quantized = read_packed(tensors, prefix + name, shape, tensors.directory)
         if isinstance(module, nn.Embedding):
             put(name, QuantizedEmbedding(quantized))
         else:
-            has_bias = cast(Any, module).bias is not None
-            bias = _read(tensors, f"{prefix}{name}.bias", (shape[0],)) if has_bias else None
+            bias = None if module.bias is None else _read(tensors, f"{prefix}{name}.bias", (shape[0],))
             put(name, QuantizedLinear(quantized, bias))
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
@@ -162,14 +227,9 @@ def _fill(model: nn.Module, tensors: TensorFiles, prefix: str = "") -> None:
 
 
 def save_checkpoint(
-    directory: Path, model: SportsLLM, tokenizer_from: Path | None = None, quantization: Mapping[str, Any] | None = None
+    directory: Path, model: SportsLLM, tokenizer_from: Path | None = None, quantization: JsonObject | None = None
 ) -> None:
-    """Write config and weights, packed matrices as bytes, into `directory`.
-
-    Args:
-        tokenizer_from: a directory whose tokenizer and generation files are copied.
-        quantization: recorded as config.json's quantization_config.
-    """
+    """Write config and weights, packed matrices as bytes, into `directory`; see `write_checkpoint`."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     write_checkpoint(directory, model.config, tensors, tokenizer_from, quantization)
 
@@ -179,9 +239,14 @@ def write_checkpoint(
     config: ModelConfig,
     tensors: dict[str, Tensor],
     tokenizer_from: Path | None = None,
-    quantization: Mapping[str, Any] | None = None,
+    quantization: JsonObject | None = None,
 ) -> None:
-    """As `save_checkpoint`, from tensors by name."""
+    """Write a checkpoint from tensors by name.
+
+    Args:
+        tokenizer_from: a directory whose tokenizer and generation files are copied.
+        quantization: recorded as config.json's quantization_config.
+    """
     data = to_hf(config)
     if quantization is None:
         tensors = to_layout(data["model_type"], config, tensors)
@@ -217,7 +282,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 def write_generation_config(directory: Path, config: ModelConfig) -> None:
     """Sampling defaults and special tokens, as Hugging Face's loaders read them."""
-    data: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "max_new_tokens": 100}
+    data: JsonObject = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "max_new_tokens": 100}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(config, name)
         if value is not None:

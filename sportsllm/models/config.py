@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -117,8 +117,14 @@ class ModelConfig:
     selection: Selection | None = None
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self) if field.type == "int"):  # the sizes
-            check_size(name, getattr(self, name), *_BOUNDS.get(name, (1, 2**20)))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int":  # a size
+                check_size(field.name, value, *_BOUNDS.get(field.name, (1, 2**20)))
+            elif not isinstance(value, Hashable) or (
+                isinstance(value, tuple) and not all(isinstance(item, str | int) for item in value)
+            ):
+                raise UsageError(f"config: {field.name} is {value!r}; it cannot be a list or an object")
         if self.max_position_embeddings * self.head_dim > _ROTARY_NUMBERS:
             raise UsageError(
                 f"config: max_position_embeddings is {self.max_position_embeddings:,}; with head_dim {self.head_dim} "

@@ -21,9 +21,8 @@ from export.parity.check import check_parity
 from export.parity.comparison import ParityReport
 from export.paths import DATA_FILE, GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
-from sportsllm.formats.checkpoint import save_checkpoint
+from sportsllm.formats.checkpoint import QuantizedEmbedding, QuantizedLinear, save_checkpoint
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
-from sportsllm.formats.quantized_layers import QuantizedEmbedding, QuantizedLinear
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 

@@ -13,9 +13,8 @@ from compress.quantization.config import GridSpec, QuantizationConfig
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from compress.quantization.qad import FakeQuantLinear, make_trainable, pack_trained
 from compress.quantize import quantize_checkpoint
-from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.checkpoint import QuantizedLinear, load_checkpoint
 from sportsllm.formats.packed import QuantizedWeight
-from sportsllm.formats.quantized_layers import QuantizedLinear
 from sportsllm.simulator import simulate
 from sportsllm.text.documents import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
