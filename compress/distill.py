@@ -26,7 +26,7 @@ _LOSS, _SHAPE = "Loss", "Shape"
 _RARE = {
     name: setting
     for name, setting in DISTILLATION.items()
-    if name in ("mix", "hidden_weight", "layer_map", "signal_tokens", "teacher_precision")
+    if name in ("mix", "hidden_weight", "signal_tokens", "teacher_precision")
 }
 _SEQUENCE_TIMES_SELECTED = 4
 _SELECTION_TOKENS = 1_000_000  # with --select-tokens, if no length is given
@@ -203,7 +203,8 @@ def distill_student(
         if resume and started.exists():
             model = SportsLLM(start.shape)
             model.initialize(training.config.seed)
-            layer_map = str(read_json(started)["layer_map"] or "") or None
+            pairs = read_json(started)["layer_map"]
+            layer_map = pairs and tuple((ours, theirs) for ours, theirs in pairs)
             known = replace(training, distillation=replace(training.distillation, layer_map=layer_map))
         else:
             model, known = start.build(training, text)

@@ -89,9 +89,6 @@ DISTILLATION: Group = {
         "Weight of hidden-state matching in the loss",
         "3 for pruned weights, 0 if the teacher has read less than 5 tokens per parameter",
     ),
-    "layer_map": Setting(
-        str, "Layers that hidden_weight matches, STUDENT:TEACHER,...", "the layers kept by pruning, else evenly spread"
-    ),
     "signal_tokens": Setting(int, "Tokens to cache with --signals", "the tokens of the training", 1),
     "teacher_precision": Setting(
         str, "Weights of the teacher", "auto", choices=("auto", "fp32", "bf16", "int8", "nf4")

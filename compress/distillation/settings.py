@@ -135,29 +135,6 @@ def default_layer_map(student_layers: int, teacher_layers: int) -> LayerMap:
     )
 
 
-def parse_layer_map(text: str, student_layers: int, teacher_layers: int) -> LayerMap:
-    """`0:0,2:4,6:12`, student layer : teacher layer.
-
-    Raises:
-        UsageError: another form, a student's state twice, or one that does not exist.
-    """
-    try:
-        pairs = tuple(
-            (int(student), int(teacher)) for student, teacher in (part.split(":") for part in text.split(","))
-        )
-    except ValueError:
-        raise UsageError(f"--layer-map {text!r} is not of the form STUDENT:TEACHER,… such as 0:0,2:4") from None
-    if len({student for student, _ in pairs}) < len(pairs):
-        raise UsageError(f"--layer-map {text!r} must name at least one student layer, and none twice")
-    for student, teacher in pairs:
-        if not (0 <= student <= student_layers and 0 <= teacher <= teacher_layers):
-            raise UsageError(
-                f"--layer-map has {student}:{teacher}; student layers go from 0 (the embedding) to {student_layers}, "
-                f"teacher layers to {teacher_layers}"
-            )
-    return pairs
-
-
 @dataclass(frozen=True)
 class DistillationConfig:
     """How a student is taught.
@@ -166,7 +143,7 @@ class DistillationConfig:
         divergence: one of DIVERGENCES, and `mix` the share of the mixture in it.
         temperature: of both softmaxes.
         kl_weight: share of the divergence; the rest is cross-entropy with the text.
-        hidden_weight: of hidden-state matching, 0 for none; `layer_map` says which states, as `0:0,2:4`.
+        hidden_weight: of hidden-state matching, 0 for none; `layer_map` says which states, evenly spread if None.
         signals: directory of the teacher cache to learn from instead of the running teacher; made if missing.
         signal_tokens: tokens to cache; as many as are trained on if None.
         teacher_precision: one of TEACHER_PRECISIONS.
@@ -178,7 +155,7 @@ class DistillationConfig:
     temperature: float = 1.0
     kl_weight: KLWeight = KLWeight(1.0, 1.0)
     hidden_weight: float = 0.0
-    layer_map: str | None = None
+    layer_map: LayerMap | None = None
     signals: Path | None = None
     signal_tokens: int | None = None
     teacher_precision: str = "auto"
@@ -190,8 +167,6 @@ class DistillationConfig:
             raise UsageError(f"--temperature {self.temperature:g} must be above 0")
         if not 0.0 <= self.hidden_weight < math.inf:
             raise UsageError(f"--hidden-weight {self.hidden_weight:g} must be 0 or more")
-        if self.layer_map is not None and not self.hidden_weight:
-            raise UsageError("--layer-map belongs to --hidden-weight; add it or leave the map out")
         if self.teacher_precision not in TEACHER_PRECISIONS:
             known = ", ".join(TEACHER_PRECISIONS)
             raise UsageError(f"--teacher-precision {self.teacher_precision!r} is not known; use one of {known}")
@@ -210,23 +185,17 @@ class DistillationConfig:
         return bool(distils or self.hidden_weight)
 
     def layers(self, student: ModelConfig, teacher: ModelConfig) -> LayerMap:
-        """The pairs of states that are matched.
-
-        Raises:
-            UsageError: the map names a layer that one of them does not have.
-        """
-        depths = student.num_hidden_layers, teacher.num_hidden_layers
-        return default_layer_map(*depths) if self.layer_map is None else parse_layer_map(self.layer_map, *depths)
+        """The pairs of states that are matched."""
+        return self.layer_map or default_layer_map(student.num_hidden_layers, teacher.num_hidden_layers)
 
     def matching_kept(self, kept: Sequence[int], layers: int) -> DistillationConfig:
-        """The same for a student that has the layers `kept` of the teacher's: a layer map of what each of them reads.
+        """The same for a student that has the layers `kept` of the teacher's: matched is what each of them reads.
 
         So the layer before a dropped one learns to stand in for it, as in the refit. A given map stays.
         """
         if not self.hidden_weight or self.layer_map is not None:
             return self
-        pairs = ",".join(f"{student}:{teacher}" for student, teacher in enumerate([*kept, layers]))
-        return dataclasses.replace(self, layer_map=pairs)
+        return dataclasses.replace(self, layer_map=tuple(enumerate([*kept, layers])))
 
     def settings(self) -> JsonObject:
         """For a manifest."""

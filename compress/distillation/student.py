@@ -86,13 +86,12 @@ class StudentTraining:
         """Check the training against both models, and open the teacher cache; make it if it is missing.
 
         Raises:
-            UsageError: a sequence longer than a context, or a layer map out of range.
+            UsageError: a sequence longer than a context.
             ArtifactError: a cache that was made by another teacher, or for another corpus, sequence or seed.
         """
         teacher = load_config(self.teacher)
         for shape in (student, teacher):
             check_sequence(self.config.sequence, shape)
-        self.distillation.layers(student, teacher)
         directory = self.distillation.signals
         if directory is None:
             return None

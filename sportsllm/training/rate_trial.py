@@ -43,14 +43,13 @@ def choose_rates(
     Args:
         model, batches, loss, config: of the run, which has not begun.
         directory: of the run; the scores stay there in rates.json, which a resumed run reads.
-        selection: scores the short runs.
+        selection: scores the short runs, in bits per byte.
     """
     affordable = int(config.steps * config.accumulation * _FRACTION / _MOST_TRIALS)  # batches of a trial
     accumulation = min(config.accumulation, affordable // _LEAST_STEPS)
     if accumulation < 1:
         return config
-    steps = affordable // accumulation
-    kept = directory / RATES
+    steps, kept = affordable // accumulation, directory / RATES
     if kept.exists():
         scores = {float(factor): score for factor, score in read_json(kept).items()}
     else:
@@ -60,48 +59,42 @@ def choose_rates(
         )
         scores = _try(model, batches, loss, short, selection)
         atomic_write_text(kept, json.dumps(scores))
-    best = min(scores, key=lambda factor: scores[factor])
-    chosen = _scaled(config, best)
-    tried = ", ".join(
-        f"{_scaled(config, factor).learning_rate:.2g} {score:.4f}" for factor, score in sorted(scores.items())
-    )
-    log(f"AdamW's rate and bits per byte after {steps} steps: {tried}; {chosen.learning_rate:.2g} is used")
+    chosen = _scaled(config, _best(scores))
+    tried = [f"{_scaled(config, factor).learning_rate:.2g} {score:.4f}" for factor, score in sorted(scores.items())]
+    rates = f"AdamW's rate and bits per byte after {steps} steps: {', '.join(tried)}"
+    log(f"{rates}; {chosen.learning_rate:.2g} is used")
     return chosen
 
 
 def _try(
     model: SportsLLM, batches: PackedSequences, loss: Loss, short: TrainConfig, selection: Validate
 ) -> dict[float, float]:
-    """Bits per byte by the factor on the rates."""
-    start = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
-    parameters = dict(model.named_parameters())
+    """Scores by the factor on the rates."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    start = [weight.detach().clone() for weight in weights]
     scores: dict[float, float] = {}
-
-    def score(factor: float) -> None:
+    for factor in (_FACTOR**-trial for trial in range(_MOST_TRIALS)):
         with tempfile.TemporaryDirectory() as directory:
             try:
-                train_model(
-                    model, batches, loss, _scaled(short, factor), Path(directory), description=f"rate x {factor:.2g}"
-                )
+                trial, name = _scaled(short, factor), f"rate x {factor:.2g}"
+                train_model(model, batches, loss, trial, Path(directory), description=name)
                 scores[factor] = selection(model)
             except DivergedError:
                 scores[factor] = math.inf
             except InterruptedRun:  # nothing of the run itself is there to be resumed yet
                 raise KeyboardInterrupt from None
         with torch.no_grad():
-            for name, weight in start.items():
-                parameters[name].copy_(weight)
-
-    for trial in range(_MOST_TRIALS):
-        score(_FACTOR**-trial)
-        if min(scores, key=lambda factor: scores[factor]) != _FACTOR**-trial:
+            for weight, before in zip(weights, start, strict=True):
+                weight.copy_(before)
+        if _best(scores) != factor:
             break
     return scores
 
 
+def _best(scores: dict[float, float]) -> float:
+    return min(scores, key=lambda factor: scores[factor])
+
+
 def _scaled(config: TrainConfig, factor: float) -> TrainConfig:
-    return dataclasses.replace(
-        config,
-        learning_rate=config.learning_rate * factor,
-        muon_learning_rate=config.muon_learning_rate * factor,
-    )
+    rates = {name: getattr(config, name) * factor for name in ("learning_rate", "muon_learning_rate")}
+    return dataclasses.replace(config, **rates)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.json_files import JsonObject
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.memory import check_optimizer_bits
 from sportsllm.models.presets import preset
@@ -72,9 +72,9 @@ class TrainConfig:
                 f"parallel_batches is {self.parallel_batches}, the batches of a step are {self.accumulation}; "
                 "add --set accumulation=N for as many"
             )
-        check_optimizer_bits(self.optimizer, self.optimizer_bits)
         if len(self.muon_coefficients) != 3 or not all(map(math.isfinite, self.muon_coefficients)):
             raise UsageError(f"muon_coefficients are {self.muon_coefficients}; give three numbers, a,b,c")
+        check_optimizer_bits(self.optimizer, self.optimizer_bits)
 
     @property
     def tokens_per_step(self) -> int:
@@ -154,22 +154,8 @@ def peak_rates(run: Run, optimizer: str = "adamw") -> tuple[float, float]:
     return float(f"{(defaults.adamw_alone if alone else defaults.adamw) * scale:.2g}"), defaults.muon
 
 
-def default_optimizer(run: Run, tokens_per_step: int) -> str:
-    """Muon if its steps are cheap beside the batch; AdamW for wide models, adapters and quantized weights.
-
-    Orthogonalising a matrix takes about 3 * hidden_size / tokens of the time of its products in a step.
-    """
-    cheap = _MUON_TOKENS_PER_CHANNEL * run.model.hidden_size <= tokens_per_step
-    return "muon" if cheap and not run.adapters and _DEFAULTS[run.start].allows_muon else "adamw"
-
-
 def train_config(
-    run: Run,
-    tokens: int | None,
-    flags: Mapping[str, Any],
-    *,
-    seed: int = 0,
-    parallel: bool = False,
+    run: Run, tokens: int | None, flags: Mapping[str, object], *, seed: int = 0, parallel: bool = False
 ) -> TrainConfig:
     """The settings of a run, printed in one line.
 
@@ -188,16 +174,16 @@ def train_config(
     Raises:
         UsageError: a value out of range or without effect, or batches side by side although `parallel` is false.
     """
-    given = {key: value for key, value in flags.items() if value is not None}
+    given: JsonObject = {key: value for key, value in flags.items() if value is not None}
     documented = given.pop("documented", False)
     if tokens is not None and "steps" in given:
         raise UsageError("give --steps or --tokens, not both")
-    base: dict[str, Any] = {"seed": seed}
+    derived: JsonObject = {"seed": seed}
     if not documented:
-        base |= _derived(run, tokens, given)
+        derived |= _derived(run, tokens, given)
     elif tokens is not None:
-        base["steps"] = -(-tokens // _tokens_per_step(given))
-    config = TrainConfig(**base | given)
+        derived["steps"] = -(-tokens // _tokens_per_step(given))
+    config = TrainConfig(**derived | given)
     _check_effect(config, given)
     if config.parallel_batches > 1 and not parallel:
         raise UsageError(
@@ -208,34 +194,33 @@ def train_config(
     return config
 
 
-def _tokens_per_step(values: Mapping[str, Any]) -> int:
-    return TrainConfig(
-        **{name: values[name] for name in ("batch_size", "accumulation", "sequence") if name in values}
-        | {"parallel_batches": 1}
-    ).tokens_per_step
+def _tokens_per_step(values: JsonObject) -> int:
+    sizes = {name: values[name] for name in ("batch_size", "accumulation", "sequence") if name in values}
+    return TrainConfig(**sizes, parallel_batches=1).tokens_per_step
 
 
-def _derived(run: Run, tokens: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that follow from a run, by their names."""
-    defaults = _DEFAULTS[run.start]
-    base: dict[str, Any] = {"weight_decay": defaults.weight_decay}
-    base["sequence"] = min(TrainConfig.sequence, run.model.max_position_embeddings)
+def _derived(run: Run, tokens: int | None, given: JsonObject) -> JsonObject:
+    """The settings that follow from a run, by their names; those that are `given` count instead."""
+    defaults, hidden = _DEFAULTS[run.start], run.model.hidden_size
+    found: JsonObject = {"sequence": min(TrainConfig.sequence, run.model.max_position_embeddings)}
     if tokens is not None:
-        base |= _batches(tokens, given.get("sequence", base["sequence"]), run, given)
-    tokens_per_step = _tokens_per_step(base | dict(given))
-    if tokens is not None:
-        base["steps"] = -(-tokens // tokens_per_step)
-    eight_bits = given.get("optimizer_bits") == 8  # Muon has no such states
-    base["optimizer"] = "adamw" if eight_bits else default_optimizer(run, tokens_per_step)
-    base["learning_rate"], base["muon_learning_rate"] = peak_rates(run, (base | dict(given))["optimizer"])
-    steps = (base | dict(given)).get("steps", TrainConfig.steps)
-    base["warmup"] = min(_MOST_WARMUP, max(1, round(_WARMUP_FRACTION * steps))) if steps > 1 else 0
-    base["validate_every"] = -(-steps // defaults.validations)
-    base["try_rates"] = defaults.try_rates and not {"learning_rate", "muon_learning_rate"} & given.keys()
-    return base
+        found |= _batches(tokens, (found | given)["sequence"], run, given)
+        found["steps"] = -(-tokens // _tokens_per_step(found | given))
+    # Orthogonalising a matrix takes about 3 * hidden_size / tokens of the time of its products in a step.
+    cheap = _MUON_TOKENS_PER_CHANNEL * hidden <= _tokens_per_step(found | given)
+    allowed = defaults.allows_muon and not run.adapters and given.get("optimizer_bits") != 8  # Muon has no such states
+    found["optimizer"] = "muon" if cheap and allowed else "adamw"
+    found["learning_rate"], found["muon_learning_rate"] = peak_rates(run, (found | given)["optimizer"])
+    steps = (found | given).get("steps", TrainConfig.steps)
+    return found | {
+        "weight_decay": defaults.weight_decay,
+        "warmup": min(_MOST_WARMUP, max(1, round(_WARMUP_FRACTION * steps))) if steps > 1 else 0,
+        "validate_every": -(-steps // defaults.validations),
+        "try_rates": defaults.try_rates and not {"learning_rate", "muon_learning_rate"} & given.keys(),
+    }
 
 
-def _batches(tokens: int, sequence: int, run: Run, given: Mapping[str, Any]) -> dict[str, int]:
+def _batches(tokens: int, sequence: int, run: Run, given: JsonObject) -> dict[str, int]:
     """Sequences of a batch and batches of a step, for a run of `tokens` in sequences of `sequence`."""
     least, most = _TOKENS_PER_STEP
     wanted = tokens / LEAST_STEPS
@@ -247,7 +232,7 @@ def _batches(tokens: int, sequence: int, run: Run, given: Mapping[str, Any]) -> 
     return {"batch_size": batch_size, "accumulation": max(1, rows // batch_size)}
 
 
-def _check_effect(config: TrainConfig, given: Mapping[str, Any]) -> None:
+def _check_effect(config: TrainConfig, given: JsonObject) -> None:
     """Refuse settings of an optimizer or a schedule that the run does not have; say what looks like a mistake."""
     of_muon = [name for name in given if name.startswith("muon_")]
     if of_muon and config.optimizer != "muon":
@@ -302,10 +287,7 @@ def check_sequence(sequence: int, config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA adapters to train; `sportsllm.training.lora.add_adapters` checks them against a model.
-
-    `targets` are matrices of a block by name, all if None.
-    """
+    """LoRA adapters to train, on the matrices of a block named in `targets`, on all if None."""
 
     rank: int
     targets: tuple[str, ...] | None = None

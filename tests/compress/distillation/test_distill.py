@@ -179,7 +179,6 @@ def test_flags_out_of_range(tmp_path: Path) -> None:
         ({"divergence": "l2"}, "divergence"),
         ({"mix": 0.5}, "--mix"),
         ({"hidden_weight": -1.0}, "--hidden-weight"),
-        ({"layer_map": "0:0"}, "--hidden-weight"),
         ({"signal_tokens": 5}, "--signals"),
         ({"signals": tmp_path, "divergence": "js"}, "forward-kl alone"),
     ):

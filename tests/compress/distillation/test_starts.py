@@ -56,8 +56,8 @@ def cut(source: Path, layers: int, out: Path, text: Path, recovery: StudentTrain
 
 
 def test_what_each_kept_layer_reads_is_matched() -> None:
-    assert MATCHED.matching_kept([0, 3, 4], 5).layer_map == "0:0,1:3,2:4,3:5"
-    own = dataclasses.replace(MATCHED, layer_map="3:5")
+    assert MATCHED.matching_kept([0, 3, 4], 5).layer_map == ((0, 0), (1, 3), (2, 4), (3, 5))
+    own = dataclasses.replace(MATCHED, layer_map=((3, 5),))
     assert own.matching_kept([0, 3, 4], 5) is own
     assert PLAIN.matching_kept([0, 3, 4], 5) is PLAIN  # nothing is matched
 
@@ -69,11 +69,11 @@ def test_distilling_what_prune_wrote_equals_its_recovery(teacher: Path, corpus_f
     student = str(tmp_path / "cut")
     for name, objective in (
         ("matched", MATCHED),
-        ("spread", dataclasses.replace(MATCHED, layer_map="0:0,1:2,2:4,3:6")),
+        ("spread", dataclasses.replace(MATCHED, layer_map=((0, 0), (1, 2), (2, 4), (3, 6)))),
     ):
         start = choose_start(student, None, None, teacher)
         distill_student(student, start, dataclasses.replace(training, distillation=objective), tmp_path / name)
-    assert read_manifest(tmp_path / "matched").settings["layer_map"].startswith("0:0,")
+    assert read_manifest(tmp_path / "matched").settings["layer_map"][0] == [0, 0]
     recovered, matched, spread = (
         (tmp_path / name / "model.safetensors").read_bytes() for name in ("recovered", "matched", "spread")
     )
