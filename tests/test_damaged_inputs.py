@@ -251,7 +251,7 @@ def _targets(root: Path) -> dict[str, Target]:
             state / "optimizer0.safetensors", lambda: _state(state.parent).load(), 20, "bytes"
         ),
         "chat template": Target(
-            plain / "chat_template.jinja", lambda: render_chat(plain, [{"role": "user", "content": "Hi"}]), 30,
+            plain / "chat_template.jinja", lambda: render_chat(plain, [{"role": "user", "content": "Hi"}]), 16,
             "template",
         ),
         "ONNX": Target(onnx / "model.onnx", run_onnx, 80, "bytes"),
