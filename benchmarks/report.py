@@ -126,11 +126,9 @@ def output_files(out: Path, formats: str | None = None) -> dict[str, Path]:
         if own is None:
             raise UsageError(f"--out {out}: the suffix names no format; end it in .html, .md or .csv, or give --format")
         return {own: out}
-    names = [name.strip().lower() for name in formats.split(",") if name.strip()]
-    unknown = ", ".join(sorted(set(names) - set(_SUFFIXES)))
-    if unknown or not names:
-        known = ", ".join(_SUFFIXES)
-        raise UsageError(f"--format {formats!r}: unknown format {unknown or '(none)'}; choose from {known}")
+    names = [name.strip().lower() for name in formats.split(",")]
+    if unknown := sorted(set(names) - set(_SUFFIXES)):
+        raise UsageError(f"--format {formats!r}: no format {unknown[0]!r}; choose from {', '.join(_SUFFIXES)}")
     stem = out.with_suffix("") if own else out
     return {name: out if name == own else stem.with_name(stem.name + _SUFFIXES[name][0]) for name in names}
 

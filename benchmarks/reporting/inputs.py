@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.flops import forward_flops_per_token, training_flops_per_token
 from benchmarks.labels import BUDGET_DEPTH, is_number
 from benchmarks.reporting.fits import FIT_FILE, Fit, read_fit
-from benchmarks.reporting.measured import Bench, read_bench
+from benchmarks.reporting.measured import Bench, Scored, read_bench
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import read_json_lines
@@ -19,8 +19,6 @@ from sportsllm.models.config import ModelConfig
 
 Record = dict[str, Any]
 """A line of metrics.jsonl: "step", "tokens", and some of "loss", "lr", "valid_bits_per_byte", "expert_shares"."""
-Scored = tuple[str, ...]
-"""Who scored a quality, `bench`, `training` or `fit`, and on which text, by digest if known."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +52,10 @@ class StageSummary:
 
     @property
     def scored(self) -> Scored | None:
-        """Of its quality; None without one. Qualities of different texts say nothing about each other."""
-        if self.bits_per_byte is None:
-            return None
-        if self.bench is not None and self.bench.bits_per_byte is not None:
-            return ("bench", *(self.bench.text_digests or self.bench.text or ()))
-        made = self.manifest
+        """Of its quality; None without one."""
+        measured, made = self.bench.scored if self.bench is not None else None, self.manifest
+        if self.bits_per_byte is None or measured is not None:
+            return measured
         return ("training", *(made.paths("valid") or made.paths("corpus") or made.paths("text")))
 
     def figures(self) -> dict[str, float]:

@@ -19,6 +19,8 @@ _ADVICE = "measure again with bench --out"
 Figure = Annotated[float, Field(allow_inf_nan=False)] | None
 _Tokens = Annotated[str, Field(pattern=r"^[1-9]\d{0,8}$")]
 ByTokens = dict[_Tokens, Figure]
+Scored = tuple[str, ...]
+"""Who scored a quality, `bench`, `training` or `fit`, and on which text. Those of different texts do not compare."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,11 @@ class Bench:
     quality_interval_percent: tuple[float, float] | None = None
     quality_documents: int | None = None
     budget: Budget | None = None
+
+    @property
+    def scored(self) -> Scored | None:
+        """Of its quality; None without one."""
+        return None if self.bits_per_byte is None else ("bench", *(self.text_digests or self.text or ()))
 
 
 def as_bench(data: Mapping[str, Any], where: object = "bench") -> Bench:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from benchmarks.labels import bits, is_number
 from benchmarks.reporting.charts import Chart, Plot, chart, color, line, log_axis, marks
-from benchmarks.reporting.inputs import Inputs, Record, Scored, StageSummary
+from benchmarks.reporting.inputs import Inputs, Record, StageSummary
+from benchmarks.reporting.measured import Scored
 
 _AXES = {"file_mb": ("Quality and size", "MB"), "tpot_p50_ms": ("Quality and speed", "ms per token")}
 _STATES = {True: ("inside", "theme:good"), False: ("outside", "theme:bad"), None: ("not all known", "theme:quiet")}
-_SYMBOLS = {"bench": "circle", "training": "diamond", "fit": "square", "predicted": "square-open"}
-_MEANINGS = {
-    "bench": "circles: scored by bench",
-    "training": "diamonds: scored by their training, on half of its held-out text, at most 65,536 tokens",
-    "fit": "squares: candidates of fit",
-    "predicted": "hollow squares: candidates of fit at a predicted place along x",
-}
 _OUTLIER = 1.25  # a model this much worse than the best is left to the caption, so that the others stay apart
 _MOST_POINTS = 400  # of a curve
 
@@ -39,17 +33,14 @@ class Point:
     scored: Scored
     predicted: frozenset[str] = frozenset()
 
-    def evidence(self, axis: str) -> str:
-        """What its place in a chart rests on."""
-        return "predicted" if axis in self.predicted else self.scored[0]
-
 
 @dataclass(frozen=True)
 class Box:
-    """A budget: limits by name, and the bits per byte that its quality limit comes to; None without a teacher."""
+    """A budget: limits by name, and the bits per byte of `scored` that its quality limit comes to, if known."""
 
     target: str | None = None
     limits: dict[str, float] = field(default_factory=dict)
+    scored: Scored | None = None
     most_bits: float | None = None
 
 
@@ -72,32 +63,40 @@ def commonest(scored: Iterable[Scored | None]) -> Scored | None:
 
 
 def trade_off_charts(inputs: Inputs) -> list[Chart]:
-    """Quality over size and over time per token, each with budget and front; none for fewer than two points."""
-    box, points = _box(inputs), trade_off_points(inputs)
-    placed = {axis: [point for point in points if point.figures.get(axis, 0) > 0] for axis in _AXES}
-    return [_chart(shown, axis, box) for axis, shown in placed.items() if len(shown) > 1]
+    """Quality over size and over time per token, each with budget and front; none for fewer than two points.
+
+    Shown are the models that were scored on one text, the one of most of them.
+    """
+    box, points, charts = _box(inputs), trade_off_points(inputs), []
+    for axis in _AXES:
+        placed = [point for point in points if point.figures.get(axis, 0) > 0]
+        text = commonest(point.scored for point in placed)
+        shown = [point for point in placed if point.scored == text]
+        if len(shown) > 1:
+            own = box if box.scored == text else replace(box, most_bits=None)
+            charts.append(_chart(shown, axis, own, len(shown) < len(placed)))
+    return charts
 
 
 def _box(inputs: Inputs) -> Box:
     """The budget of the verdict, or of the last search if nothing was judged."""
     bench = inputs.bench
     if bench is not None and bench.budget is not None:
-        target, limits = bench.budget.target, {limit.name: limit.limit for limit in bench.budget.limits}
-    elif inputs.fits:
-        target, limits = inputs.fits[-1].target, inputs.fits[-1].limits
-    else:
-        return Box()
-    teacher, loss = bench.teacher_bits_per_byte if bench is not None else None, limits.get("quality_loss_percent")
-    return Box(target, limits, None if teacher is None or loss is None else teacher * (1 + loss / 100))
+        limits = {limit.name: limit.limit for limit in bench.budget.limits}
+        teacher, loss = bench.teacher_bits_per_byte, limits.get("quality_loss_percent")
+        most = None if teacher is None or loss is None else teacher * (1 + loss / 100)
+        return Box(bench.budget.target, limits, bench.scored, most)
+    return Box(inputs.fits[-1].target, inputs.fits[-1].limits) if inputs.fits else Box()
 
 
 def trade_off_points(inputs: Inputs) -> list[Point]:
     """Stages, then candidates of searches, numbered as in the tables; those without a measured quality are left out."""
     box, points = _box(inputs), []
-    # One missed limit is enough, and these two hold on every machine.
-    facts = {"file_mb": box.limits.get("file_mb"), "bits_per_byte": box.most_bits}
     for place, stage in enumerate(inputs.stages, start=1):
         figures, inside = stage.figures(), {"pass": True, "fail": False}.get(stage.verdict or "")
+        # One missed limit is enough, and these two hold on every machine.
+        facts = {"file_mb": box.limits.get("file_mb"), "bits_per_byte": box.most_bits}
+        facts |= {} if stage.scored == box.scored else {"bits_per_byte": None}
         if inside is None and any(limit is not None and figures.get(name, 0) > limit for name, limit in facts.items()):
             inside = False
         if stage.bits_per_byte is not None and stage.scored is not None:
@@ -113,7 +112,7 @@ def trade_off_points(inputs: Inputs) -> list[Point]:
     return points
 
 
-def _chart(points: Sequence[Point], axis: str, box: Box) -> Chart:
+def _chart(points: Sequence[Point], axis: str, box: Box, others: bool) -> Chart:
     title, unit = _AXES[axis]
     limit, known = box.limits.get(axis), [] if box.most_bits is None else [box.most_bits]
     best = min([point.bits_per_byte for point in points] + known)
@@ -122,14 +121,26 @@ def _chart(points: Sequence[Point], axis: str, box: Box) -> Chart:
     heights = [point.bits_per_byte for point in near] + known
     margin = (max(heights) - min(heights)) * 0.15 or max(heights) * 0.01
     edges = [point.figures[axis] for point in points] + ([limit] if limit else [])
-    traces = [_front_trace(points, axis)]
-    traces += [_points_trace([point for point in points if point.inside is state], axis, state) for state in _STATES]
-    above = [point for point in points if point not in near]
+    front = pareto_front((point.figures[axis], point.bits_per_byte) for point in points)
+    # Steps: between two points the one to the left is the best that is known to fit.
+    look = {"color": "theme:quiet", "width": 1.5, "dash": "dot", "shape": "hv"}
+    xs, ys = ([point[place] for point in front] for place in (0, 1))
+    steps = line(xs, ys, "front", "theme:quiet", mode="lines", hoverinfo="skip") | {"line": look}
+    traces = [_points_trace([point for point in points if point.inside is state], axis, state) for state in _STATES]
+    caption = [f"Bits per byte as scored by {points[0].scored[0]}; lower left is better."]
+    caption += ["Models scored on other text are left out."] if others else []
+    caption.append("Numbers are those of the tables. Nothing shown beats the points on the dotted front.")
+    caption += ["Hollow points lie at predicted places."] if any(axis in point.predicted for point in points) else []
+    if axis in box.limits:
+        caption.append(f"The box is the budget of {box.target}; inside and outside mean all of its limits.")
+    if above := [point for point in points if point not in near]:
+        lowest, which = min(point.bits_per_byte for point in above), ", ".join(point.label for point in above)
+        caption.append(f"Above the plot: {which}, at {bits(lowest)} or more.")
     return chart(
         axis.replace("_", "-"),
         title,
-        " ".join(_caption(points, above, axis, box)),
-        [trace for trace in traces if trace["x"]],
+        " ".join(caption),
+        [trace for trace in ([steps] if len(front) > 1 else []) + traces if trace["x"]],
         log_axis(unit, min(edges), max(edges)),
         {"title": "bits per byte", "range": [min(heights) - margin, max(heights) + 1.4 * margin]},
         shapes=_rectangle(limit, box.most_bits),
@@ -137,25 +148,11 @@ def _chart(points: Sequence[Point], axis: str, box: Box) -> Chart:
     )
 
 
-def _comparable(points: Sequence[Point]) -> list[Point]:
-    """Those whose qualities were measured on one text, the one of most of them."""
-    text = commonest(point.scored for point in points)
-    return [point for point in points if point.scored == text]
-
-
-def _front_trace(points: Sequence[Point], axis: str) -> Plot:
-    front = pareto_front((point.figures[axis], point.bits_per_byte) for point in _comparable(points))
-    xs, ys = zip(*front, strict=True) if len(front) > 1 else ((), ())
-    # Steps: between two points the one to the left is the best that is known to fit.
-    look = {"color": "theme:quiet", "width": 1.5, "dash": "dot", "shape": "hv"}
-    return line(xs, ys, "front", "theme:quiet", mode="lines", hoverinfo="skip") | {"line": look}
-
-
 def _points_trace(points: Sequence[Point], axis: str, state: bool | None) -> Plot:
     return marks(
         [(point.figures[axis], point.bits_per_byte, point.label) for point in points],
         *_STATES[state],
-        [_SYMBOLS[point.evidence(axis)] for point in points],
+        ["circle-open" if axis in point.predicted else "circle" for point in points],
         f"%{{text}} %{{customdata}}: %{{x:.3g}} {_AXES[axis][1]}, %{{y:.4f}} bits per byte<extra></extra>",
         mode="markers+text",
         textposition="top center",
@@ -172,24 +169,6 @@ def _rectangle(x: float | None, y: float | None) -> list[Plot]:
     sides |= {"yref": "paper", "y0": 0, "y1": 1} if y is None else {"yref": "y", "y0": 0, "y1": y}
     look = {"fillcolor": "theme:box", "line": {"color": "theme:good", "width": 1.5, "dash": "dash"}}
     return [{"type": "rect", "layer": "below", **sides, **look}]
-
-
-def _caption(points: Sequence[Point], above: Sequence[Point], axis: str, box: Box) -> Iterator[str]:
-    yield "Lower left is better; numbers are those of the tables. Nothing beats the points on the dotted front."
-    if len({point.scored for point in points}) > 1:
-        among = ", ".join(point.label for point in _comparable(points))
-        yield f"They are scored on different texts; the front is among {among}, of one text."
-    kinds = {point.evidence(axis) for point in points}
-    meanings = "; ".join(meaning for kind, meaning in _MEANINGS.items() if kind in kinds)
-    yield f"{meanings[0].upper()}{meanings[1:]}."
-    if axis in box.limits:
-        yield f"The box is the budget of {box.target}; inside and outside mean all of its limits."
-        if box.most_bits is None and "quality_loss_percent" in box.limits:
-            yield "It is open above: without bench --teacher no quality is known to lose from."
-    if above:
-        lowest = min(above, key=lambda point: point.bits_per_byte)
-        which = f"{', '.join(point.label for point in above[:9])}{', ...' if len(above) > 9 else ''}"
-        yield f"Above the plot: {which}, at {bits(lowest.bits_per_byte)} or more."
 
 
 def training_charts(stages: Sequence[StageSummary]) -> list[Chart]:

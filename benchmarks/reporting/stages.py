@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.labels import MISSING, Table, bits, count, number, with_unit
-from benchmarks.reporting.inputs import Inputs, Scored, StageSummary, lineage
+from benchmarks.reporting.inputs import Inputs, StageSummary, lineage
+from benchmarks.reporting.measured import Scored
 from benchmarks.reporting.plots import commonest
 
 _HEADERS = (
