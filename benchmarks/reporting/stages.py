@@ -34,7 +34,7 @@ def stage_table(stages: Sequence[StageSummary]) -> Table:
                 stage.command,
                 count(stage.parameters),
                 count(stage.tokens),
-                MISSING if stage.flops is None else f"{stage.flops:.2g}",
+                MISSING if stage.flops is None else f"{stage.flops:.1e}",
                 with_unit(found.get("file_mb"), "MB"),
                 bits(stage.bits_per_byte),
                 with_unit(found.get("ttft_ms"), "ms"),
