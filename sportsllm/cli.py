@@ -79,9 +79,9 @@ def _with_json(function: Command) -> Command:
 
     @functools.wraps(function)
     def wrapper(*args: object, json_output: bool = False, **kwargs: object) -> None:
-        from sportsllm import console
+        from sportsllm.console import use_stderr
 
-        console.use_stderr(json_output)
+        use_stderr(json_output)
         # Inside, since typer would end both on its own: Ctrl-C without a word, a closed pipe as a bug.
         try:
             result = function(*args, **kwargs)

@@ -40,14 +40,13 @@ from sportsllm import __version__, options
 from sportsllm.commands import COMMANDS, Command, load_command
 from sportsllm.errors import SportsLLMError, UsageError
 from sportsllm.files import atomic_write_text
-from sportsllm.formats.json_files import read_json, read_toml
+from sportsllm.formats.json_files import JsonObject, read_json, read_toml
 from sportsllm.results import Result
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _FOLDER = "out"  # the name of the recipe's own folder
 _KEPT = ("eval", "bench", "generate")  # commands whose result is a file
 _SUFFIXES = {"eval": ".json", "bench": ".json", "generate": ".txt", "report": ".html"}
-Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class RecipeStage:
 
     name: str
     command: str
-    settings: Settings
+    settings: JsonObject
     optional: bool = False
 
 
@@ -87,7 +86,7 @@ class RunResult(Result):
 
     recipe: str
     stages: list[StageRow]
-    bench: dict[str, Any] | None
+    bench: JsonObject | None
     seconds: float
 
 
@@ -170,7 +169,7 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
     known, stages = {_FOLDER: base}, list[RecipeStage]()
     for number, entry in enumerate(entries, start=1):
         name, command = str(entry.pop("name", "")), str(entry.pop("command", ""))
-        optional, errors, checked = bool(entry.pop("optional", False)), list[str](), dict[str, Any]()
+        optional, errors, checked = bool(entry.pop("optional", False)), list[str](), JsonObject()
         if not _NAME.fullmatch(name):
             errors.append("name must be of a-z, 0-9, '.', '_' and '-'")
         if name in known:
@@ -198,14 +197,14 @@ def _parameters(function: Command) -> Mapping[str, inspect.Parameter]:
 
 
 def _settings(
-    command: str, usual: Settings, own: Settings, known: Mapping[str, Path], place: Path
-) -> tuple[Settings, list[str]]:
+    command: str, usual: JsonObject, own: JsonObject, known: Mapping[str, Path], place: Path
+) -> tuple[JsonObject, list[str]]:
     """A stage's settings in the types of its command's parameters, with paths for @stage and @stage/file; mistakes."""
     from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-    errors, checked, parameters = list[str](), dict[str, Any](), _parameters(load_command(command))
+    errors, checked, parameters = list[str](), JsonObject(), _parameters(load_command(command))
 
-    def resolved(item: Any) -> Any:
+    def resolved(item: object) -> object:
         if isinstance(item, list):
             return [resolved(part) for part in item]
         if isinstance(item, dict):
@@ -231,17 +230,17 @@ def _settings(
             continue
         marks = getattr(parameter.annotation, "__metadata__", ())
         least = next((mark.min for mark in marks if getattr(mark, "min", None) is not None), None)
-        kind: Any = list[str] | dict[str, Any] | None if name == "settings" else parameter.annotation
+        kind: Any = list[str] | JsonObject | None if name == "settings" else parameter.annotation
         kind = kind if least is None else Annotated[kind, Field(ge=least)]
         try:
-            adapter = TypeAdapter[Any](kind, config=ConfigDict(coerce_numbers_to_str=True))
+            adapter = TypeAdapter[object](kind, config=ConfigDict(coerce_numbers_to_str=True))
             checked[name] = adapter.validate_python(resolved(given[name]))
         except ValidationError as error:
             errors.append(f"setting {name!r}: {error.errors()[0]['msg'].lower()}")
     return checked, errors
 
 
-def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[str, Any]:
+def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> JsonObject:
     """Run a stage, or take its kept result: its JSON form with `exit_code` and `complaint`."""
     from sportsllm.console import log
     from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory
@@ -270,13 +269,13 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[
     return {**found, "out": str(path)}
 
 
-def _fingerprint(command: str, settings: Settings) -> str:
+def _fingerprint(command: str, settings: JsonObject) -> str:
     """Digest of a stage's settings and of the content of every path among them, also of those written NAME=PATH."""
     from sportsllm.formats.manifest import digest
 
     if command != "bench":  # other results do not depend on the threads
         settings = {key: value for key, value in settings.items() if key != "threads"}
-    parts: list[Any] = [command, __version__, settings]
+    parts: list[object] = [command, __version__, settings]
     for value in settings.values():
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, (str, Path)):
