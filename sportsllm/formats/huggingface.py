@@ -1,13 +1,13 @@
 """Hugging Face's config.json: read into a `ModelConfig`, and written from one. Imports no large library."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+import math
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface_families import FAMILIES, Fields
-from sportsllm.formats.json_files import clip, read_json
+from sportsllm.formats.json_files import JsonObject, clip, read_json
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.config_records import ROPE_TYPES, Experts, RopeScaling, Selection
 
@@ -48,7 +48,7 @@ OWN_MODEL_TYPE = "sportsllm"
 """For models that are of no family of Hugging Face's: every field under its own name."""
 
 
-def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+def config_from_hf(data: JsonObject, where: str = "config.json") -> ModelConfig:
     """Read the parsed config.json of a model of `FAMILIES`; `where` is the file's name, for messages.
 
     Raises:
@@ -56,7 +56,7 @@ def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> Model
     """
     try:
         return _parse(data, where)
-    except UsageError as error:  # of a part of the shape
+    except UsageError as error:
         raise ArtifactError(f"{where}: {clip(error, 250)}") from None
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise ArtifactError(
@@ -64,7 +64,7 @@ def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> Model
         ) from None
 
 
-def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
+def _parse(data: JsonObject, where: str) -> ModelConfig:
     model_type = data.get("model_type", "llama")
     if model_type == OWN_MODEL_TYPE:
         return _parse_own(data, where)
@@ -77,7 +77,7 @@ def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
     family = FAMILIES[model_type]
     own = family.read(rest)
     try:
-        values: dict[str, Any] = {name: rest.pop(name) for name in _SIZES}
+        values: JsonObject = {name: rest.pop(name) for name in _SIZES}
     except KeyError as error:
         raise ArtifactError(f"{where}: field {error} is missing") from None
     rope = dict(rest.pop("rope_parameters", None) or {})  # transformers 5 keeps theta and scaling together
@@ -97,10 +97,10 @@ def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
     values |= {key: rest.pop(key) for key in own_defaults if key in rest}
     if rest:
         raise ArtifactError(f"{where}: unknown field {sorted(rest)[0]!r}; remove it or use a supported model")
-    return _checked(values | own, where)
+    return ModelConfig(**values | own)
 
 
-def _parse_own(data: Mapping[str, Any], where: str) -> ModelConfig:
+def _parse_own(data: JsonObject, where: str) -> ModelConfig:
     values = {key: value for key, value in data.items() if key not in _IGNORED}
     unknown = sorted(values.keys() - {field.name for field in fields(ModelConfig)})
     if unknown:
@@ -113,17 +113,10 @@ def _parse_own(data: Mapping[str, Any], where: str) -> ModelConfig:
     if values.get("selection") is not None:
         values["selection"] = Selection(**values["selection"])
     scaling = _rope_scaling(values.get("rope_scaling") or {}, values.get("max_position_embeddings"), where)
-    return _checked(values | {"rope_scaling": scaling}, where)
+    return ModelConfig(**values | {"rope_scaling": scaling})
 
 
-def _checked(values: Mapping[str, Any], where: str) -> ModelConfig:
-    try:
-        return ModelConfig(**values)
-    except UsageError as error:
-        raise ArtifactError(f"{where}: {clip(error, 250)}") from None
-
-
-def _rope_scaling(data: Mapping[str, Any], context: int | None, where: str) -> RopeScaling | None:
+def _rope_scaling(data: JsonObject, context: int | None, where: str) -> RopeScaling | None:
     """Hugging Face's record; `context`, the model's, is YaRN's original one where that is not said."""
     kind = data.get("rope_type", data.get("type", "default"))
     if kind in (None, "default"):
@@ -140,37 +133,60 @@ def _rope_scaling(data: Mapping[str, Any], context: int | None, where: str) -> R
     values = {key: value for key, value in values.items() if value or not key.startswith("mscale")}  # 0 is unset
     if kind == "yarn":
         values.setdefault("original_max_position_embeddings", context or ModelConfig.max_position_embeddings)
-    try:
-        return RopeScaling(rope_type=kind, **values)
-    except UsageError as error:
-        raise ArtifactError(f"{where}: {clip(error, 250)}") from None
+    return RopeScaling(rope_type=kind, **values)
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> JsonObject:
     """The config.json that Hugging Face's loaders read; one of our own where a model is of none of their families."""
-    model_type, scaling = family_of(config), config.rope_scaling
+    model_type = family_of(config)
     if model_type is None:
         own = {"architectures": ["SportsLLM"], "model_type": OWN_MODEL_TYPE} | asdict(config)
-        return own | {"rope_scaling": scaling and scaling.fields_used()}
+        return own | {"rope_scaling": _scaling_of(config)}
+    data = _of_family(config, model_type)
+    assert data is not None, "it is of this family"
+    return data
+
+
+def _of_family(config: ModelConfig, model_type: str) -> JsonObject | None:
+    """A model's config.json as one of a family; None if the family has no such model."""
     family = FAMILIES[model_type]
-    data: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
+    if (written := family.written(config)) is None:
+        return None
+    data: JsonObject = {"architectures": [family.architecture], "model_type": model_type}
     for name in COMMON_FIELDS:
         value = getattr(config, name)
         data[name] = list(value) if isinstance(value, tuple) else value
-    if scaling is not None:
-        data["rope_scaling"] = scaling.fields_used()
+    if config.rope_scaling is not None:
+        data["rope_scaling"] = config.rope_scaling.fields_used()
     if config.dropout:
         data["dropout"] = config.dropout
-    written = family.written(config)
     dropped = {name for name in COMMON_FIELDS if name in written and written[name] is None}
-    data = {name: value for name, value in data.items() if name not in dropped}
-    kept = {name: value for name, value in written.items() if name not in dropped}
-    return data | kept | {"torch_dtype": "float32"}
+    return {name: value for name, value in (data | written).items() if name not in dropped} | {"torch_dtype": "float32"}
 
 
 def family_of(config: ModelConfig) -> str | None:
-    """The model type that a model is written as; None where it is of no family of Hugging Face's."""
-    return next((name for name, family in FAMILIES.items() if family.fits(config)), None)
+    """The model type that a model is written as: the first that reads back as the same model; None for no family."""
+    return next((name for name in FAMILIES if _reads_back(config, name)), None)
+
+
+def _reads_back(config: ModelConfig, model_type: str) -> bool:
+    if (data := _of_family(config, model_type)) is None:
+        return False
+    try:
+        found = config_from_hf(data)
+    except ArtifactError:
+        return False
+    if data.get("rope_scaling") == _scaling_of(found):
+        found = replace(found, rope_scaling=config.rope_scaling)
+    for name in ("attention_scale", "embedding_scale"):  # powers of whole numbers
+        given, read = getattr(config, name), getattr(found, name)
+        if given is not None and read is not None and math.isclose(given, read, rel_tol=1e-6):
+            found = found.with_changes(**{name: given})
+    return found == config
+
+
+def _scaling_of(config: ModelConfig) -> JsonObject | None:
+    return None if config.rope_scaling is None else config.rope_scaling.fields_used()
 
 
 def load_config(directory: Path) -> ModelConfig:

@@ -5,13 +5,14 @@ Tensors that are stored in another way are the business of `sportsllm.formats.la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import fields
+from functools import partial
 from typing import Any, NamedTuple
 
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.json_files import JsonObject, clip
-from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig
+from sportsllm.models.config import FULL, LATENT, SLIDING, UNROTATED, ModelConfig
 from sportsllm.models.config_records import Experts
 
 
@@ -53,43 +54,24 @@ class Fields(dict[str, Any]):
 _HF_TYPES = {"full_attention": FULL, "sliding_attention": SLIDING}
 _HF_NAMES = {ours: theirs for theirs, ours in _HF_TYPES.items()}
 
-# Fields of `ModelConfig` that are off in a LLaMA model; a family lists those that it has.
-_SWITCHES = (
-    "attention_kind", "mlp_kind", "qk_norm", "attention_bias", "attention_output_bias", "mlp_bias", "layer_types",
-    "sliding_window", "rope_local_theta", "attention_scale", "embedding_scale", "output_norms", "norm_kind",
-    "position_kind", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "experts",
-    "dense_layers", "dense_intermediate_size", "selection",
-)  # fmt: skip
-LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-_DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
-
 
 class Family(NamedTuple):
     """How a model type's config.json differs from LLaMA's.
 
+    A model is written as the first family whose file reads back as the same model.
+
     Attributes:
         architecture: the class of `transformers`.
         read: takes the family's fields out of those of a file and returns fields of `ModelConfig`.
-        fits: whether a model can be written as one of the family.
-        written: the family's fields of a model that fits; None for one of LLaMA's that the family has not.
+        written: the family's fields of a model, None for one of LLaMA's that the family has not; None for a model that
+            cannot be one.
         ties: whether embedding and head are one where the file does not say.
     """
 
     architecture: str
     read: Callable[[Fields], JsonObject]
-    fits: Callable[[ModelConfig], bool]
-    written: Callable[[ModelConfig], JsonObject]
+    written: Callable[[ModelConfig], JsonObject | None]
     ties: bool = False
-
-
-def _only(config: ModelConfig, *allowed: str) -> bool:
-    """Whether all switches but the allowed ones are as in a LLaMA model."""
-    return all(getattr(config, name) == _DEFAULTS[name] for name in _SWITCHES if name not in allowed)
-
-
-def _one_bias(config: ModelConfig) -> bool:
-    """Whether all of attention has biases, or none of it."""
-    return config.attention_bias == config.attention_output_bias
 
 
 def _read_llama(rest: Fields) -> JsonObject:
@@ -130,18 +112,11 @@ def _layer_types(given: list[str], where: str) -> tuple[str, ...]:
     return tuple(_HF_TYPES[name] for name in given)
 
 
-def _write_llama(config: ModelConfig) -> JsonObject:
-    """What LLaMA's files have beside the common fields."""
-    return {"hidden_act": "silu"}
-
-
 def _write_qwen(config: ModelConfig) -> JsonObject:
-    """The same of Qwen2 and Qwen3."""
     return {"hidden_act": "silu", "mlp_bias": None, "use_sliding_window": False}
 
 
 def _write_mistral(config: ModelConfig) -> JsonObject:
-    """The same of Mistral."""
     own = {"sliding_window": config.sliding_window, "attention_bias": None, "mlp_bias": None}
     return {"hidden_act": "silu", **own}
 
@@ -164,22 +139,14 @@ def _read_mixtral(rest: Fields) -> JsonObject:
     return _read_mistral(rest) | {"mlp_kind": "experts", "experts": experts}
 
 
-def _write_mixtral(config: ModelConfig) -> JsonObject:
-    experts = config.chosen_experts
+def _write_mixtral(config: ModelConfig) -> JsonObject | None:
+    if (experts := config.experts) is None:
+        return None
     return _write_mistral(config) | {
         "num_local_experts": experts.count,
         "num_experts_per_tok": experts.active,
         "router_aux_loss_coef": experts.balance_loss,
     }
-
-
-def _fits_mixtral(config: ModelConfig) -> bool:
-    """Whether a model is one of the family."""
-    if config.experts is None or not _only(config, "mlp_kind", "experts", "layer_types", "sliding_window"):
-        return False
-    experts = config.experts
-    known = Experts(experts.count, experts.active, balance_loss=experts.balance_loss)
-    return set(config.layer_types or (SLIDING,)) == {SLIDING} and experts == known
 
 
 def _read_deepseek(rest: Fields, version: int) -> JsonObject:
@@ -200,7 +167,7 @@ def _read_deepseek(rest: Fields, version: int) -> JsonObject:
     if dense:
         values |= {"dense_layers": dense, "dense_intermediate_size": rest.get("intermediate_size")}
     rest["intermediate_size"] = given["moe_intermediate_size"]
-    common: dict[str, Any] = {"count": given["n_routed_experts"], "active": given["num_experts_per_tok"] or 1}
+    common: JsonObject = {"count": given["n_routed_experts"], "active": given["num_experts_per_tok"] or 1}
     common |= {"shared": given["n_shared_experts"] or 0, "scale": float(given["routed_scaling_factor"] or 1.0)}
     if version == 3:
         common |= {"router": "sigmoid", "weights": "sum" if given["norm_topk_prob"] else "scores", "choice_bias": True}
@@ -210,7 +177,7 @@ def _read_deepseek(rest: Fields, version: int) -> JsonObject:
     return values | {"mlp_kind": "experts", "experts": Experts(**common)}
 
 
-def _write_deepseek(config: ModelConfig) -> JsonObject:
+def _write_deepseek(config: ModelConfig) -> JsonObject | None:
     latent: JsonObject = {
         "hidden_act": "silu",
         "mlp_bias": None,
@@ -225,6 +192,8 @@ def _write_deepseek(config: ModelConfig) -> JsonObject:
     experts = config.experts
     if experts is None:
         return latent | {"first_k_dense_replace": config.num_hidden_layers}
+    if not experts.shared:  # its code always has some
+        return None
     return latent | {
         "first_k_dense_replace": config.dense_layers,
         "intermediate_size": config.dense_intermediate_size or config.intermediate_size,
@@ -237,22 +206,6 @@ def _write_deepseek(config: ModelConfig) -> JsonObject:
         "norm_topk_prob": experts.weights == "sum",
         "routed_scaling_factor": experts.scale,
     }
-
-
-def _fits_deepseek(config: ModelConfig, version: int) -> bool:
-    """Whether a model is one of the family; dense ones count as version 3."""
-    allowed = ("attention_kind", "mlp_kind", "experts", "dense_layers", "dense_intermediate_size", *LATENT)
-    if config.attention_kind != "latent" or not _only(config, *allowed):
-        return False
-    experts = config.experts
-    if experts is None:
-        return version == 3 and config.mlp_kind == ModelConfig.mlp_kind
-    if not experts.gated or not experts.shared:
-        return False
-    if version == 3:
-        return experts.choice_bias and experts.router == "sigmoid" and experts.weights != "softmax"
-    plain = not experts.choice_bias and experts.groups == 1
-    return plain and (experts.router, experts.weights) == ("softmax", "scores")
 
 
 def _read_phi3(rest: Fields) -> JsonObject:
@@ -302,6 +255,16 @@ def _by_type_of_layer(rest: Fields) -> None:
         rest["rope_local_base_freq"] = rope.get("sliding_attention", {}).get("rope_theta", 10_000.0)
 
 
+_GPT2_NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "resid_pdrop": "dropout",
+}
+
+
 def _read_gpt2(rest: Fields) -> JsonObject:
     rest.require(
         activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,),
@@ -310,15 +273,7 @@ def _read_gpt2(rest: Fields) -> JsonObject:
     rest.drop("reorder_and_upcast_attn", "n_ctx", "attn_pdrop", "embd_pdrop")
     rest.drop(*[key for key in rest if key.startswith("summary_")])
     inner = rest.pop("n_inner", None)
-    names = {
-        "n_embd": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
-        "layer_norm_epsilon": "rms_norm_eps",
-        "resid_pdrop": "dropout",
-    }
-    for theirs, ours in names.items():
+    for theirs, ours in _GPT2_NAMES.items():
         if theirs in rest:
             rest[ours] = rest.pop(theirs)
     if "hidden_size" in rest:
@@ -334,114 +289,49 @@ def _write_smollm3(config: ModelConfig) -> JsonObject:
     return {"hidden_act": "silu", "no_rope_layers": rotated, "layer_types": types, "use_sliding_window": False}
 
 
-def _write_gemma3(config: ModelConfig) -> JsonObject:
-    assert config.attention_scale is not None, "the family's models have one"
+def _write_gemma3(config: ModelConfig) -> JsonObject | None:
+    types = config.layer_types or ()
+    if config.attention_scale is None or UNROTATED in types:
+        return None
+    scalar = config.attention_scale**-2
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "mlp_bias": None,
-        "query_pre_attn_scalar": _whole(config.attention_scale**-2),
-        "layer_types": [_HF_NAMES[name] for name in config.layer_types or ()],
+        "query_pre_attn_scalar": round(scalar) if math.isclose(scalar, round(scalar), rel_tol=1e-6) else scalar,
+        "layer_types": [_HF_NAMES[name] for name in types],
         "sliding_window": config.sliding_window,
         "rope_local_base_freq": config.rope_local_theta,
     }
 
 
 def _write_gpt2(config: ModelConfig) -> JsonObject:
-    gone = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "attention_bias", "mlp_bias",
-    )  # fmt: skip
+    others = ("intermediate_size", "num_key_value_heads", "head_dim", "rope_theta", "attention_bias", "mlp_bias")
+    gone = {*_GPT2_NAMES.values(), *others} - {"dropout"}
     return dict.fromkeys(gone) | {
-        "n_embd": config.hidden_size,
+        **{theirs: getattr(config, ours) for theirs, ours in _GPT2_NAMES.items()},
         "n_inner": config.intermediate_size,
-        "n_layer": config.num_hidden_layers,
-        "n_head": config.num_attention_heads,
-        "n_positions": config.max_position_embeddings,
-        "layer_norm_epsilon": config.rms_norm_eps,
         "activation_function": "gelu_new",
-        "resid_pdrop": config.dropout,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
     }
 
 
-def _whole(value: float) -> float | int:
-    """Without the last digits of a power."""
-    return round(value) if abs(value - round(value)) < 1e-6 * value else value
-
-
-def _fits_gemma3(config: ModelConfig) -> bool:
-    allowed = (
-        "mlp_kind", "qk_norm", "output_norms", "embedding_scale", "attention_scale", "layer_types", "sliding_window",
-        "rope_local_theta", "attention_bias", "attention_output_bias",
-    )  # fmt: skip
-    own = config.mlp_kind == "geglu" and config.qk_norm and config.output_norms and config.attention_scale is not None
-    scaled = abs(config.embedding_scale**2 - config.hidden_size) < 1e-6 * config.hidden_size
-    known = config.layer_types is not None and UNROTATED not in config.layer_types
-    return own and scaled and known and _one_bias(config) and _only(config, *allowed)
-
-
-def _fits_gpt2(config: ModelConfig) -> bool:
-    biased = config.attention_bias and config.attention_output_bias and config.mlp_bias
-    whole = config.num_key_value_heads == config.num_attention_heads and config.query_size == config.hidden_size
-    own = (config.mlp_kind, config.norm_kind, config.position_kind) == ("gelu", "layer", "learned")
-    allowed = ("mlp_kind", "norm_kind", "position_kind", "attention_bias", "attention_output_bias", "mlp_bias")
-    return biased and whole and own and _only(config, *allowed)
-
-
 FAMILIES = {
-    "llama": Family(
-        "LlamaForCausalLM",
-        _read_llama,
-        lambda c: _one_bias(c) and _only(c, "attention_bias", "attention_output_bias", "mlp_bias"),
-        _write_llama,
-    ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        _read_qwen2,
-        lambda c: c.attention_bias and _only(c, "attention_bias"),
-        lambda c: _write_qwen(c) | {"attention_bias": None},
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        _read_qwen3,
-        lambda c: c.qk_norm and _one_bias(c) and _only(c, "qk_norm", "attention_bias", "attention_output_bias"),
-        _write_qwen,
-    ),
-    "mistral": Family(
-        "MistralForCausalLM",
-        _read_mistral,
-        lambda c: set(c.layer_types or ()) == {SLIDING} and _only(c, "layer_types", "sliding_window"),
-        _write_mistral,
-    ),
-    "smollm3": Family(
-        "SmolLM3ForCausalLM",
-        _read_smollm3,
-        lambda c: (
-            UNROTATED in (c.layer_types or ())
-            and SLIDING not in (c.layer_types or ())
-            and _one_bias(c)
-            and _only(c, "layer_types", "attention_bias", "attention_output_bias", "mlp_bias")
-        ),
-        _write_smollm3,
-        ties=True,
-    ),
-    "gemma3_text": Family("Gemma3ForCausalLM", _read_gemma3, _fits_gemma3, _write_gemma3, ties=True),
-    "gpt2": Family("GPT2LMHeadModel", _read_gpt2, _fits_gpt2, _write_gpt2, ties=True),
-    "mixtral": Family("MixtralForCausalLM", _read_mixtral, _fits_mixtral, _write_mixtral),
-    "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM",
-        lambda rest: _read_deepseek(rest, 3),
-        lambda c: _fits_deepseek(c, 3),
-        _write_deepseek,
-    ),
+    "llama": Family("LlamaForCausalLM", _read_llama, lambda config: {"hidden_act": "silu"}),
+    "qwen2": Family("Qwen2ForCausalLM", _read_qwen2, lambda config: _write_qwen(config) | {"attention_bias": None}),
+    "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _write_qwen),
+    "mistral": Family("MistralForCausalLM", _read_mistral, _write_mistral),
+    "smollm3": Family("SmolLM3ForCausalLM", _read_smollm3, _write_smollm3, ties=True),
+    "gemma3_text": Family("Gemma3ForCausalLM", _read_gemma3, _write_gemma3, ties=True),
+    "gpt2": Family("GPT2LMHeadModel", _read_gpt2, _write_gpt2, ties=True),
+    "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", partial(_read_deepseek, version=3), _write_deepseek),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
-        lambda rest: _read_deepseek(rest, 2),
-        lambda c: _fits_deepseek(c, 2),
-        lambda c: _write_deepseek(c) | {"head_dim": c.head_dim},
+        partial(_read_deepseek, version=2),
+        lambda config: (found := _write_deepseek(config)) and found | {"head_dim": config.head_dim},
     ),
-    "phi3": Family("Phi3ForCausalLM", _read_phi3, lambda _: False, _write_llama),
+    "phi3": Family("Phi3ForCausalLM", _read_phi3, lambda config: None),
 }
 """By model type. Phi-3 is read alone, and written as the LLaMA or Mistral model that it is when its fused matrices are
 apart; a dense DeepSeek-V2 model is written as one of version 3."""

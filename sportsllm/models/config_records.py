@@ -70,7 +70,7 @@ class RopeScaling:
             return 1.0
         return (1 + 0.1 * self.mscale_all_dim * math.log(self.factor)) ** 2
 
-    def fields_used(self) -> dict[str, str | float]:
+    def fields_used(self) -> dict[str, object]:
         """The fields that this type reads, without those that are None: a config.json's `rope_scaling`."""
         names = ("rope_type", "factor", *ROPE_TYPES[self.rope_type])
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
