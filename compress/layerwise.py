@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -73,7 +73,7 @@ def input_moment(inputs: Tensor, _output: Tensor) -> Tensor:
 
 def blocks_of(model: SportsLLM) -> list[Block]:
     """The layers of a model."""
-    return cast("list[Block]", list(model.model.layers))
+    return [block for block in model.model.layers if isinstance(block, Block)]
 
 
 def run_layer(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
@@ -186,7 +186,8 @@ def _fit_group(
 
     shared: LeastSquares | None = None
     for matrix in sorted(group, key=lambda matrix: adds_to_residual(pair.config, matrix)):
-        linear = cast(nn.Linear, pair.block.get_submodule(matrix.name))
+        linear = pair.block.get_submodule(matrix.name)
+        assert isinstance(linear, nn.Linear), "a matrix of a block is a linear layer"
         ours = inputs(pair.block, streams.changed, pair.own_rope or pair.rope)
         if adds_to_residual(pair.config, matrix):
             bias = 0.0 if linear.bias is None else linear.bias
@@ -220,7 +221,7 @@ def matrix_input(block: Block, sublayer: str, matrix: str, x_BTD: Tensor, rope: 
     """The input of a matrix of a block, given the residual stream x before its sublayer."""
     found: list[Tensor] = []
 
-    def stop(_module: nn.Module, args: tuple[Any, ...]) -> None:
+    def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
         found.append(args[0])
         raise _InputFound
 

@@ -10,7 +10,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.results import Result
 
 if TYPE_CHECKING:
+    from sportsllm.formats.json_files import JsonObject
     from sportsllm.text.tokenizer import TextTokenizer
 
 CORPUS = "corpus.jsonl"
@@ -95,12 +96,11 @@ def sample(
         raise UsageError(f"--sequence is {longest}; the model's context is {config.max_position_embeddings}")
     if temperature == 0:
         raise UsageError("--temperature is 0, which writes the same text each time; give one above 0")
-    settings = {"checkpoint": str(checkpoint), "tokens": tokens, "length": longest}
-    settings |= {"temperature": temperature, "top_p": top_p}
     rows = batch_size or default_rows(config, longest, tokens)
-    settings |= {"prompts": str(prompts) if prompts else None, "batch_size": rows}
+    settings = {"checkpoint": str(checkpoint), "tokens": tokens, "length": longest, "temperature": temperature}
+    settings |= {"top_p": top_p, "prompts": str(prompts) if prompts else None, "batch_size": rows}
 
-    def make(directory: Path) -> dict[str, Any]:
+    def make(directory: Path) -> JsonObject:
         started = time.perf_counter()
         tokenizer = load_tokenizer(checkpoint, config)
         starts = read_prompts(prompts, tokenizer, longest) if prompts else [[tokenizer.begin_id]]
@@ -158,9 +158,8 @@ def read_prompts(path: Path, tokenizer: TextTokenizer, longest: int) -> list[lis
         prompts = [[tokenizer.begin_id, *tokenizer.encode(line)] for line in lines if line]
     else:
         most = min(1 + BEGINNING_TOKENS, longest - 1)
-        prompts = [
-            [tokenizer.begin_id, *tokenizer.encode(document[:_BEGINNING_CHARACTERS])][:most] for document in documents
-        ]
+        beginnings = (document[:_BEGINNING_CHARACTERS] for document in documents)
+        prompts = [[tokenizer.begin_id, *tokenizer.encode(beginning)][:most] for beginning in beginnings]
     if not prompts:
         raise ArtifactError(f"{path}: holds no text; give --prompts a file with prompts in it")
     for number, prompt in enumerate(prompts, start=1):

@@ -278,13 +278,7 @@ class HiddenMatching(nn.Module):
             projection_ED.copy_(torch.linalg.solve(gram_DD, s_ND.T @ (t_NE / size_N1)).T)
 
     def forward(self, student_states: Sequence[Tensor], teacher_states: Sequence[Tensor], targets: Tensor) -> Tensor:
-        """Sum over scored tokens of `hidden_matching_loss`, its mean over the pairs.
-
-        Args:
-            student_states: (B, T, D) each, as `SportsLLM.hidden` collects them.
-            teacher_states: (B, T, E) each.
-            targets: (B, T).
-        """
+        """Mean over the pairs of `hidden_matching_loss`; states are (B, T, D) and (B, T, E) each, targets (B, T)."""
         total = student_states[0].new_zeros((), dtype=torch.float32)
         for number, (student, teacher) in enumerate(self.layer_map):
             projection_ED = self.projections[number] if len(self.projections) else None

@@ -29,20 +29,17 @@ def resolve_teacher(name: str) -> Path:
     """A teacher given as a directory, or as a preset's name, which means runs/<preset>.
 
     Raises:
-        ArtifactError: a preset that was not trained yet; the message says how to make it.
+        ArtifactError: there is none; for a preset the message says how to make it.
     """
-    path = Path(name)
-    if path.is_dir():
-        return path
-    if name in PRESETS:
-        made = Path("runs") / name
-        if not made.is_dir():
-            raise ArtifactError(
-                f"{made}: no teacher there; make one with: sportsllm-compress train --model {name} --corpus PATH "
-                "(--steps 0 writes an untrained one)"
-            )
-        return made
-    raise ArtifactError(f"teacher {name!r}: neither a directory nor a preset ({', '.join(PRESETS)})")
+    found = next((path for path in (Path(name), Path("runs") / name) if path.is_dir()), None)
+    if found is None and name in PRESETS:
+        raise ArtifactError(
+            f"runs/{name}: no teacher there; make one with: sportsllm-compress train --model {name} --corpus PATH "
+            "(--steps 0 writes an untrained one)"
+        )
+    if found is None:
+        raise ArtifactError(f"teacher {name!r}: neither a directory nor a preset ({', '.join(PRESETS)})")
+    return found
 
 
 def teacher_corpus(teacher: Path, key: str, option: str = "--corpus") -> list[Path]:
@@ -233,18 +230,12 @@ def _checkpoint_shape(directory: Path, teacher: Path) -> ModelConfig:
             f"{directory}: its tokenizer differs from the teacher's ({teacher}); distillation needs the same one"
         )
     if shape.vocab_size != theirs.vocab_size:
-        raise ArtifactError(
-            f"student has {shape.vocab_size} tokens, teacher {theirs.vocab_size}; they must be the same"
-        )
+        raise ArtifactError(f"student has {shape.vocab_size} tokens, teacher {theirs.vocab_size}; they must be equal")
     return shape
 
 
 def check_no_larger(student: ModelConfig, teacher: ModelConfig) -> None:
-    """Refuse a student that computes more for a token than its teacher; a mixture may store more, a selection chooses.
-
-    Raises:
-        UsageError: it does.
-    """
+    """UsageError for a student that computes more for a token than its teacher; a mixture may store more."""
     alike = {"attention_kind": teacher.attention_kind, "selection": teacher.selection} if student.selection else {}
     own, theirs = student.with_changes(**alike).active_parameters, teacher.active_parameters
     if own > theirs:

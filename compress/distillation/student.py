@@ -139,10 +139,7 @@ def train_student(
 
     Args:
         student: on the CPU; moved to the training device.
-        training: how.
-        text: of the training.
         cache: from `StudentTraining.prepare`.
-        state: of the run.
         description: of the progress bar.
         has_weights: the student is good already, and stays as it is if no step is better.
 

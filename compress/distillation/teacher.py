@@ -139,13 +139,9 @@ def running_teacher(directory: Path, precision: str) -> Callable[[Batch], Teache
 def teacher_logits(
     teacher: SportsLLM, batch: Batch, states: list[Tensor] | None = None, exact: bool = False
 ) -> TeacherLogits:
-    """Run the teacher once on a batch; logits are computed one chunk at a time, on request.
+    """Run a frozen teacher once on a batch of its device; logits are computed one chunk at a time, on request.
 
-    Args:
-        teacher: frozen, on the batch's device.
-        batch: its input.
-        states: if given, gets the residual stream, see `SportsLLM.hidden`.
-        exact: float32 sums on a CPU too, see `sportsllm.training.loss.float32_product`.
+    `states`, if given, gets the residual stream; with `exact` sums are float32 on a CPU too (`float32_product`).
     """
     weight = teacher.head_weight
     device = weight.device.type

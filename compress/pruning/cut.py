@@ -66,14 +66,9 @@ class PrunedModel(NamedTuple):
 def prune_model(
     model: SportsLLM, scores: Scores, smaller: ModelConfig, samples: Sequence[Tensor], refit: bool = True
 ) -> PrunedModel:
-    """Cut a model to a possible config: choose layers and units, make heads, rotate, slice, refit.
+    """Cut a float32 model, which is not changed: choose layers and units, make heads, rotate, slice, refit.
 
-    Args:
-        model: float32, never changed.
-        scores: of its units.
-        smaller: see `Shape.applied_to`.
-        samples: calibration token ids, (B, T) each.
-        refit: whether the kept weights are fitted to the full model.
+    `smaller` comes from `Shape.applied_to`; `samples` are calibration token ids, (B, T) each.
     """
     layers, tried = kept_layers(model, scores, smaller.num_hidden_layers, samples)
     reduced = model
@@ -100,14 +95,7 @@ def cut_to_config(
     of another size or with another rotary table are made as `compress.pruning.heads` says. The context may be shorter,
     and a tied head may get untied.
 
-    Args:
-        model: the full model, float32, never changed.
-        config: the student's, with the same tokenizer.
-        prune_config: how units are chosen, and whether they are refitted.
-        samples: calibration token ids, (B, T) each, used up to the student's context.
-
-    Raises:
-        UsageError: a dimension that grows or cannot be cut, by name.
+    Args and errors are those of `prune_model` and `check_cut`; samples are used up to the student's context.
     """
     check_cut(model.config, config)
     samples = [tokens[:, : config.max_position_embeddings] for tokens in samples]

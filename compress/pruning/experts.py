@@ -16,7 +16,7 @@ Shape suffixes: X tokens, D hidden_size, K experts of a token, N experts, M neur
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,11 +82,7 @@ def feed_forwards(model: SportsLLM, changed: SportsLLM, samples: Sequence[Tensor
 def reduce_experts(model: SportsLLM, smaller: ModelConfig, samples: Sequence[Tensor], refit: bool = True) -> SportsLLM:
     """A float32 model with the experts of `smaller`, which comes from `fewer_experts`.
 
-    Args:
-        model: never changed.
-        smaller: how many experts there will be.
-        samples: calibration token ids, (B, T) each.
-        refit: whether what is left is fitted to what the whole mixture makes.
+    `samples` are calibration token ids, (B, T) each; with `refit` what is left is fitted to the whole mixture.
     """
     reduced = SportsLLM(smaller).eval()
     state, routed = reduced.state_dict(), (f".mlp.{ROUTER}.", ".mlp.experts.")
@@ -127,44 +123,38 @@ def fit_experts(mixture: MixtureOfExperts, inputs_XD: Tensor, target_XD: Tensor)
 
     Each expert in turn gets what the others leave, on the tokens that are sent to it, weighted as they weigh it.
     """
-    experts = mixture.config.chosen_experts
+    experts = {name: named_expert(mixture, name) for name in expert_names(mixture.config.chosen_experts)}
     _, chosen_XK, weights_XK = route(mixture, inputs_XD)
-    sent = [(chosen_XK == number).nonzero(as_tuple=True) for number in range(experts.count)]
-    weights = {
-        name: (rows, weights_XK[rows, place][:, None])
-        for name, (rows, place) in zip(routed_names(experts), sent, strict=True)
-    }
-    if experts.shared:
-        weights[SHARED] = torch.arange(len(inputs_XD)), torch.ones(len(inputs_XD), 1)
+    sent: dict[str, tuple[Tensor, Tensor]] = {}  # rows and weights of an expert's tokens
+    for number, name in enumerate(routed_names(mixture.config.chosen_experts)):
+        rows, place = (chosen_XK == number).nonzero(as_tuple=True)
+        sent[name] = rows, weights_XK[rows, place][:, None]
+    if SHARED in experts:
+        sent[SHARED] = torch.arange(len(inputs_XD)), torch.ones(len(inputs_XD), 1)
     left_XD = target_XD.clone()
 
     def chunks(name: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Rows, weights and the neurons' weighted values of some of an expert's tokens at a time."""
-        for rows, weight in zip(*(torch.split(each, _AT_ONCE) for each in weights[name]), strict=True):
-            yield rows, weight, weight * named_expert(mixture, name).neurons(inputs_XD[rows])
+        for rows, weight in zip(*(torch.split(each, _AT_ONCE) for each in sent[name]), strict=True):
+            yield rows, weight, weight * experts[name].neurons(inputs_XD[rows])
 
     def add(name: str, sign: int) -> None:
         """Add an expert's part to what is left, or take it out."""
-        down = _down(mixture, name)
+        down = experts[name].down_proj
         for rows, weight, values in chunks(name):
             left_XD[rows] += sign * (values @ down.weight.T)
             if down.bias is not None:
                 left_XD[rows] += sign * weight * down.bias
 
-    for name in expert_names(experts):
+    for name in experts:
         add(name, -1)
     for _ in range(_PASSES):
-        for name in expert_names(experts):
-            down = _down(mixture, name)
-            bias = 0.0 if down.bias is None else down.bias
+        for name, expert in experts.items():
+            bias = 0.0 if expert.down_proj.bias is None else expert.down_proj.bias
             add(name, 1)
             sums = LeastSquares.over((values, left_XD[rows] - weight * bias) for rows, weight, values in chunks(name))
-            down.weight.data = sums.solve(down.weight)
+            expert.down_proj.weight.data = sums.solve(expert.down_proj.weight)
             add(name, -1)
-
-
-def _down(mixture: MixtureOfExperts, name: str) -> nn.Linear:
-    return cast(nn.Linear, mixture.get_submodule(f"{name}.down_proj"))
 
 
 def dense_config(config: ModelConfig, width: int) -> ModelConfig:
@@ -187,40 +177,27 @@ def dense_config(config: ModelConfig, width: int) -> ModelConfig:
 def dense_model(model: SportsLLM, width: int, samples: Sequence[Tensor]) -> SportsLLM:
     """A float32 model without experts, whose feed-forwards are the best `width` neurons of all experts' of a layer.
 
-    Args:
-        model: a mixture of gated experts, never changed.
-        width: neurons of each layer, at most as many as the experts of a layer have together.
-        samples: calibration token ids, (B, T) each.
-
-    Raises:
-        UsageError: as `dense_config`.
+    `samples` are calibration token ids, (B, T) each. Errors are those of `dense_config`.
     """
     dense = SportsLLM(dense_config(model.config, width)).eval()
     same = {name: tensor for name, tensor in model.state_dict().items() if ".mlp." not in name}
     dense.load_state_dict({**dense.state_dict(), **same})
     for layer in feed_forwards(model, dense, samples):
-        experts: list[nn.Module] = [layer.full]
-        if isinstance(layer.full, MixtureOfExperts):
-            experts = [layer.full.get_submodule(name) for name in expert_names(model.config.chosen_experts)]
+        parts = expert_names(model.config.chosen_experts) if isinstance(layer.full, MixtureOfExperts) else [""]
+        experts = [named_expert(layer.full, name) for name in parts]
         layer.changed.load_state_dict(joined_neurons(experts, width, layer.changed_XD, layer.target_XD))
     return dense
 
 
 def joined_neurons(
-    experts: Sequence[nn.Module], count: int, inputs_XD: Tensor, outputs_XD: Tensor
+    experts: Sequence[FeedForward], count: int, inputs_XD: Tensor, outputs_XD: Tensor
 ) -> dict[str, Tensor]:
-    """The state of one feed-forward of `count` neurons out of those of several.
-
-    Args:
-        experts: the feed-forwards.
-        count: at most the number of their neurons.
-        inputs_XD, outputs_XD: what the new feed-forward reads, and what it should make of it.
-    """
+    """The state of a feed-forward of the `count` neurons of several that best make the outputs of the inputs."""
     found = [expert.state_dict() for expert in experts]
     whole = {key: torch.cat([parts[key] for parts in found]) for key in found[0] if not key.startswith("down_proj")}
     down_DM = torch.cat([parts["down_proj.weight"] for parts in found], dim=1)
     sums = LeastSquares.over(
-        (torch.cat([_neurons(expert, x) for expert in experts], dim=-1), y)
+        (torch.cat([expert.neurons(x) for expert in experts], dim=-1), y)
         for x, y in zip(torch.split(inputs_XD, _AT_ONCE), torch.split(outputs_XD, _AT_ONCE), strict=True)
     )
     down_DM = sums.solve(torch.zeros_like(down_DM))
@@ -231,8 +208,3 @@ def joined_neurons(
     if "down_proj.bias" in found[0]:
         joined["down_proj.bias"] = torch.zeros(len(down_DM))  # the neurons make it up
     return joined
-
-
-def _neurons(expert: nn.Module, x_XD: Tensor) -> Tensor:
-    assert isinstance(expert, FeedForward), "an expert is a feed-forward"
-    return expert.neurons(x_XD)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from compress.layerwise import blocks_of, run_layer, second_moment, summed
 from compress.pruning.scores import Scores
+from compress.pruning.shapes import Shape
 from compress.pruning.units import choose_in_layer, top_indices
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
@@ -40,9 +41,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta"
 
 def heads_change(full: ModelConfig, smaller: ModelConfig) -> bool:
     """Whether the heads of a pruned model are more than a choice among the full model's heads."""
-    merged = (
-        smaller.num_attention_heads * full.num_key_value_heads > smaller.num_key_value_heads * full.num_attention_heads
-    )
+    merged = Shape.of(smaller).merges_kv_heads(full)
     return merged or any(getattr(full, name) != getattr(smaller, name) for name in _HEADS[2:])
 
 
@@ -79,10 +78,8 @@ def nearest_pairs(full: ModelConfig, smaller: ModelConfig) -> list[list[int]]:
 
 
 def _kept_queries(full: ModelConfig, smaller: ModelConfig, scores: Mapping[str, Tensor]) -> list[list[int]]:
-    """The query heads of one layer that stay, by the new key/value head that they read.
-
-    If no new group has more query heads than an old one, these are those of the strongest groups. Else each new group
-    takes the strongest of its even share of all heads.
+    """The query heads of one layer that stay, by the new key/value head: of the strongest groups, or if groups are
+    merged the strongest of an even share of all heads.
     """
     heads, groups = full.num_attention_heads, smaller.num_key_value_heads
     each = smaller.num_attention_heads // groups
@@ -138,17 +135,12 @@ class _Heads:
             pairs = [[max(near, key=self._pair_weights(kept).__getitem__)] for near in pairs]
             result = self._norms([p for (p,) in pairs], scale)
             scale = 1.0
-        keys, queries, values, outputs = [], [], [], []
-        for heads in kept:
-            key, of_key = self._shared_key(heads, pairs)
-            value, of_value = self._shared_value(heads, smaller.head_dim)
-            keys.append(key)
-            values.append(value)
-            queries += [scale * query for query in of_key]
-            outputs += of_value
-        result["o_proj.weight"] = torch.cat(outputs, dim=1)
+        keys, all_queries = zip(*(self._shared_key(heads, pairs) for heads in kept), strict=True)
+        values, all_outputs = zip(*(self._shared_value(heads, smaller.head_dim) for heads in kept), strict=True)
+        queries = [scale * query for of_key in all_queries for query in of_key]
+        result["o_proj.weight"] = torch.cat([output for of_value in all_outputs for output in of_value], dim=1)
         for name, rows in zip(_READ, (queries, keys, values), strict=True):
-            weight = torch.cat(rows)
+            weight = torch.cat(list(rows))
             if name in self.biased:
                 weight, result[f"{name}.bias"] = weight[:, :-1], weight[:, -1].clone()
             result[f"{name}.weight"] = weight
@@ -159,8 +151,7 @@ class _Heads:
 
     def _by_group(self, of_heads: Tensor, heads: Sequence[int], groups: Sequence[int]) -> Tensor:
         """Sums over those of `heads` that read each of the old groups."""
-        members = [[head for head in heads if self._group(head) == group] for group in groups]
-        return torch.stack([of_heads[own].sum(dim=0) for own in members])
+        return torch.stack([of_heads[[h for h in heads if self._group(h) == g]].sum(dim=0) for g in groups])
 
     def _energy(self, name: str) -> Tensor:
         """(heads, P) mean squares of rotary pairs of queries or keys."""
@@ -170,8 +161,7 @@ class _Heads:
         """How much each pair moves the scores of all kept query heads."""
         heads = [head for group in kept for head in group]
         keys = self._energy("k_proj")[[self._group(head) for head in heads]]
-        weights: list[float] = (self._energy("q_proj")[heads] * keys).sum(dim=0).tolist()
-        return weights
+        return list((self._energy("q_proj")[heads] * keys).sum(dim=0).tolist())
 
     def _norms(self, pairs: list[int], scale: float) -> dict[str, Tensor]:
         """The q/k norms' weights of the pairs that stay; queries and keys keep their mean size, scores their scale."""
@@ -214,10 +204,7 @@ class _Heads:
         covariance = root @ self.moments["v_proj"][index][:, index] @ root
         basis = torch.linalg.eigh(covariance).eigenvectors[:, -size:]
         mean = root.diagonal().mean()  # values keep their size
-        parts = {
-            i: mean * inverses[place] @ basis[place * self.size : (place + 1) * self.size]
-            for place, i in enumerate(old)
-        }
+        parts = {i: mean * inverses[place] @ basis.split(self.size)[place] for place, i in enumerate(old)}
         value = basis.T @ root @ torch.cat([self.v[i] for i in old]) / mean
         return value, [self.o[head] @ parts[self._group(head)] for head in heads]
 
@@ -231,16 +218,16 @@ class SharedPair(NamedTuple):
 
 def shared_pair(covariance_UU: Tensor, w_U: Tensor) -> SharedPair:
     """The pair that several are best multiples of, given E[c c*] of these and the weight of each."""
-    u_U = _leading(covariance_UU * w_U[:, None] * w_U)
+    u_U = torch.linalg.eigh(covariance_UU * w_U[:, None] * w_U).eigenvectors[:, -1]
+    largest = u_U[u_U.abs().argmax()]
+    u_U = u_U * largest.conj() / largest.abs()  # its largest entry is real and positive
     mean = (u_U.abs().square() * w_U.square()).sum().sqrt()  # so that one pair alone stays as it is
     return SharedPair(u_U.conj() * w_U / mean, u_U * mean / w_U)
 
 
 def shared_pairs(covariance_UU: Tensor, w_U: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` pairs that several are best linear functions of; arguments as of `shared_pair`.
-
-    Returns:
-        (`count`, U) these as functions of the several, and (U, `count`) the several as functions of these.
+    """The `count` pairs that several are best linear functions of: (`count`, U) these as functions of the several, and
+    (U, `count`) the several as functions of these. Arguments are those of `shared_pair`.
     """
     u_UC = torch.linalg.eigh(covariance_UU * w_U[:, None] * w_U).eigenvectors[:, -count:]
     return u_UC.mH * w_U, u_UC / w_U[:, None]
@@ -251,14 +238,6 @@ def roots_of(moments_XEE: Tensor) -> tuple[Tensor, Tensor]:
     scale, basis = torch.linalg.eigh(moments_XEE)
     scale = scale.clamp(min=_DAMPING * float(scale.max().clamp(min=_DAMPING))).sqrt()[:, None]
     return basis * scale @ basis.mT, basis / scale @ basis.mT
-
-
-def _leading(covariance_UU: Tensor) -> Tensor:
-    """(U,) the leading eigenvector, its largest entry real and positive."""
-    u_U = torch.linalg.eigh(covariance_UU).eigenvectors[:, -1]
-    largest = u_U[u_U.abs().argmax()]
-    turned: Tensor = u_U * largest.conj() / largest.abs()
-    return turned
 
 
 def as_complex(rows_XED: Tensor) -> Tensor:

@@ -85,14 +85,14 @@ class PruneJob:
         inherited = {"recover": None} | {key: manifest_setting(self.checkpoint, key) for key in ("corpus", "valid")}
         if (held_out := manifest_setting(self.checkpoint, HELD_OUT)) is not None:
             inherited[HELD_OUT] = held_out
-        kinds = ("experts", "experts_per_token")
+        experts = {"experts": self.experts, "experts_per_token": self.experts_per_token}
         return {
             "checkpoint": self.checkpoint,
             **shape.sizes(),
             **dataclasses.asdict(self.config),
             "scores": self.scores,
             "calibration": self.calibration,
-            **{name: value for name in kinds if (value := getattr(self, name)) is not None},
+            **{name: value for name, value in experts.items() if value is not None},
             **(inherited if self.recovery is None else self.recovery.recovery_settings()),
         }
 
@@ -125,8 +125,7 @@ class Calibration:
     @cached_property
     def scores(self) -> Scores:
         """Importance of the model's units: measured, or of an earlier run."""
-        known = self.job.scores or self.stored
-        if known is not None:
+        if (known := self.job.scores or self.stored) is not None:
             return load_scores(known, self.model.config)
         return measure_scores(self.model, self.samples, self.job.config.importance)
 

@@ -182,24 +182,6 @@ def test_a_search_leaves_finished_stages_behind(
             run(tmp_path / "out", **given | other)
 
 
-def test_a_search_measures_once_what_a_plain_cut_measures(
-    run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[int] = []
-    plain = jobs.measure_scores
-
-    def scores(*arguments: Any) -> Any:
-        measured.append(1)
-        return plain(*arguments)
-
-    monkeypatch.setattr(jobs, "measure_scores", scores)
-    found = run(tmp_path / "found", params=0.51)
-    assert len(measured) == 1
-    run(tmp_path / "plain", **found.shape)
-    for name in ("model.safetensors", "importance.safetensors"):
-        assert (tmp_path / "found" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
-
-
 def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
     run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,15 +88,6 @@ def test_mixtures_with_cross_entropy_equal_float64(kind: str, kl_weight: float, 
     assert_equal(ours, naive(hidden, weight, targets, teacher, kl_weight, temperature, kind))
 
 
-def test_a_weight_of_0_never_asks_the_teacher() -> None:
-    hidden, weight, targets, _ = inputs()
-
-    def teacher(start: int, count: int) -> Tensor:
-        raise AssertionError("asked")
-
-    fused(hidden, weight, mixed_chunk(targets, teacher, 0.0), 8)
-
-
 @pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("scale", [60.0, 3000.0])
 def test_probabilities_that_underflow_stay_right(kind: str, scale: float) -> None:

@@ -19,7 +19,7 @@ from compress.distillation.settings import (
     parse_kl_weight,
 )
 from compress.distillation.starts import choose_start
-from compress.distillation.student import RunState, StudentText, StudentTraining, train_student
+from compress.distillation.student import StudentTraining
 from compress.prune import prune_checkpoint
 from compress.pruning.cut import PruneConfig
 from compress.pruning.job import PruneJob
@@ -141,17 +141,6 @@ def test_signals_are_made_once_and_serve_pruning_too(
         other.write_text(corpus_file.read_text(encoding="utf-8") + "\nmore\n", encoding="utf-8")
         run(checkpoint, str(student), tmp_path / "three", other, distillation=objective)
     assert not (tmp_path / "three").exists()
-
-
-def test_the_trained_model_has_no_helpers(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
-    matched = dataclasses.replace(FP32, hidden_weight=0.1)
-    training = StudentTraining(checkpoint, CONFIG, (corpus_file,), distillation=matched)
-    student = tiny_model(3, **SMALL)
-    directory = tmp_path / "run"
-    directory.mkdir()
-    text = StudentText.read(training, student.config)
-    results = train_student(student, training, text, None, RunState(directory, "x"), "test")
-    assert results["steps"] == 3 and not hasattr(student, "matching")
 
 
 def test_adapters_need_weights(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:

@@ -117,16 +117,6 @@ def test_neurons_that_explain_nothing_are_left_out() -> None:
     torch.testing.assert_close(parts["up_proj.weight"], kept)
 
 
-def test_the_command_keeps_the_number(tokenizer_directory: Path, corpus_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
-    save_checkpoint(tmp_path / "full", model_with(), tokenizer_directory)
-    given = {"experts": 2, "experts_per_token": 1, "intermediate": 64, "settings": {"samples": 4}}
-    result = prune(tmp_path / "full", out=tmp_path / "out", calibration=[corpus_file], **given)
-    smaller = load_config(tmp_path / "out")
-    assert (smaller.chosen_experts.count, smaller.chosen_experts.active, smaller.intermediate_size) == (2, 1, 64)
-    assert result.parameters == smaller.parameters and 0.3 < result.share_of_block_parameters < 0.7
-
-
 @pytest.mark.parametrize(
     ("experts", "count", "active", "said"),
     [

@@ -35,22 +35,6 @@ def logits(model: SportsLLM) -> torch.Tensor:
         return model(samples(1, seed=7)[0])
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}], ids=str)
-def test_equal_heads_merge_without_a_trace(changes: dict[str, object]) -> None:
-    model = model_with(**changes)
-    with torch.no_grad():
-        for block in model.model.layers:
-            for name in ("k_proj", "v_proj"):
-                module = getattr(block.self_attn, name)
-                parts = [module.weight] if module.bias is None else [module.weight, module.bias]
-                for part in parts:
-                    heads = part.view(4, 16, -1)
-                    heads[1], heads[3] = heads[0], heads[2]
-    merged = merge_kv_heads(model, 2)
-    assert merged.config.num_key_value_heads == 2 and merged.config.num_attention_heads == 8
-    assert torch.allclose(logits(merged), logits(model), atol=1e-4, rtol=1e-4)
-
-
 def test_turned_and_scaled_heads_merge_without_a_trace() -> None:
     """Keys that are each other's rotary pairs turned and scaled, values any invertible map of each other."""
     g = torch.Generator().manual_seed(1)

@@ -7,11 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.pruning.cut import refit_layers
 from compress.pruning.scores import _explained, load_scores, measure_scores, pick_order, save_scores
-from compress.pruning.shapes import Shape
-from compress.pruning.units import choose_units, slice_model
-from sportsllm.errors import ArtifactError
 from sportsllm.models.config_records import Experts
 from tests.support.models import tiny_model
 from tests.support.scores import random_scores
@@ -136,19 +132,6 @@ def test_many_units_are_picked_several_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert together.argmax() == one_by_one.argmax()
 
 
-def test_units_that_share_nothing_are_ranked_by_what_they_write() -> None:
-    """Worked by hand: of inputs that are orthogonal, each explains |w_u|^2 |a_u|^2 whatever was picked before."""
-    generator = torch.Generator().manual_seed(3)
-    inputs = torch.linalg.qr(torch.randn(50, 8, generator=generator, dtype=torch.float64)).Q
-    inputs = inputs * torch.linspace(0.5, 4, 8, dtype=torch.float64)[torch.randperm(8, generator=generator)]
-    weight = torch.randn(5, 8, generator=generator, dtype=torch.float64)
-    written = inputs.square().sum(0) * weight.square().sum(0)
-    scores = pick_order(inputs.T @ inputs, weight, 1)
-    assert scores.argsort().tolist() == written.argsort().tolist()
-    pairs = pick_order(inputs.T @ inputs, weight, 2)
-    assert pairs.argsort().tolist() == written.view(4, 2).sum(1).argsort().tolist()
-
-
 def test_picked_units_are_not_divided_by_again() -> None:
     """Rounding leaves a picked unit's inputs with any values, here two that are the same: a singular block."""
     blocks = torch.stack([torch.full((2, 2), 4.0), torch.eye(2)]).double()
@@ -180,33 +163,3 @@ def test_a_models_units_are_picked_as_brute_force_picks_them(name: str, matrix: 
             if unit not in order[:step]
         }
         assert errors[order[step]] <= min(errors.values()) * (1 + 1e-4)  # the ridge, as above
-
-
-def test_a_model_keeps_more_of_its_outputs_than_by_single_scores() -> None:
-    model = tiny_model(0)
-    with torch.no_grad():  # neurons in pairs that are the same; single scores keep or drop both
-        for layer in model.model.layers:
-            for name in ("gate_proj", "up_proj"):
-                weight = getattr(layer.mlp, name).weight
-                weight[1::2] = weight[::2]
-            layer.mlp.down_proj.weight[:, 1::2] = layer.mlp.down_proj.weight[:, ::2]
-    samples = [torch.randint(3, 384, (2, 48), generator=torch.Generator().manual_seed(n)) for n in range(6)]
-    shape = Shape(hidden=64, intermediate=48, heads=4, kv_heads=2, layers=2, head_dim=16)
-
-    def distance(scores: object) -> float:
-        kept = choose_units(model.config, scores, shape.applied_to(model.config))  # type: ignore[arg-type]
-        pruned = slice_model(model, kept)
-        refit_layers(pruned, model, kept, samples)
-        with torch.no_grad():
-            return float((pruned(samples[0]) - model(samples[0])).square().mean())
-
-    ours = measure_scores(model, samples)
-    # Half of the neurons carry everything: with one of each pair kept and refitted, nothing but the ridge is lost.
-    assert all(len({int(n) // 2 for n in kept.topk(48).indices}) == 48 for kept in ours.units["neuron"])
-    assert distance(ours) < 0.05 * distance(measure_scores(model, samples, "magnitude"))
-    plain = measure_scores(model, samples, "activation")
-    assert torch.equal(ours.directions.basis, plain.directions.basis) and torch.equal(
-        ours.layer_distance, plain.layer_distance
-    )
-    with pytest.raises(ArtifactError, match="no calibration text"):
-        measure_scores(model, [])

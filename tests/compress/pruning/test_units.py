@@ -72,17 +72,6 @@ def test_dead_units_are_cut_without_a_trace(changes: dict[str, object]) -> None:
         assert torch.allclose(pruned(tokens), model(tokens), atol=1e-4, rtol=1e-5)
 
 
-def test_the_first_hidden_channels_are_sliced_everywhere() -> None:
-    model = tiny_model()
-    scores = measure_scores(model, samples(), "activation")
-    pruned = pruned_to(model, scores, Shape(hidden=32, intermediate=96, heads=4, kv_heads=2, layers=2, head_dim=16))
-    ours, full = (one.model.layers[1] for one in (pruned, model))
-    assert torch.equal(pruned.model.embed_tokens.weight, model.model.embed_tokens.weight[:, :32])
-    assert torch.equal(ours.mlp.down_proj.weight, full.mlp.down_proj.weight[:32])
-    assert torch.equal(ours.self_attn.q_proj.weight, full.self_attn.q_proj.weight[:, :32])
-    assert pruned.config.parameters == sum(p.numel() for p in pruned.parameters())
-
-
 def test_a_layer_that_does_nothing_is_the_one_dropped() -> None:
     model = tiny_model(num_hidden_layers=4)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from compress.prune import prune
-from compress.pruning.vocabulary import kept_tokens, prune_vocabulary, read_vocabulary, saved_tokens, with_halves
+from compress.pruning.vocabulary import kept_tokens, prune_vocabulary, read_vocabulary, saved_tokens
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import load_config
@@ -51,14 +51,6 @@ def prune_files(source: Path, directory: Path, domain: str, size: int, **changes
 
 def old_ids(directory: Path) -> list[int]:
     return list(read_json(directory / "vocabulary_map.json")["old_ids"])
-
-
-@pytest.fixture(scope="module")
-def pruned(checkpoint: Path, texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint with 320 of its 384 tokens."""
-    directory = tmp_path_factory.mktemp("pruned")
-    prune_files(checkpoint, directory, "\n\n".join(texts[:3]), 320)
-    return directory / "out"
 
 
 @pytest.fixture(scope="module")
@@ -264,19 +256,6 @@ def test_what_stays_is_closed_and_reads_as_naive_bpe(source: Path, texts: list[s
         expected = [[piece] if piece in vocab else [f"<0x{byte:02X}>" for byte in piece.encode()] for piece in pieces]
         found = tokenizer.encode(text, add_special_tokens=False).ids
         assert found == [vocab[token] for part in expected for token in part]
-
-
-def test_words_of_kept_tokens_are_cut_as_before(checkpoint: Path, pruned: Path, texts: list[str]) -> None:
-    kept = old_ids(pruned)
-    vocabulary = read_vocabulary(read_json(checkpoint / "tokenizer.json"), "old")
-    old, new = load_tokenizer(checkpoint), load_tokenizer(pruned)
-    same = 0
-    for word in set(" ".join(texts).split()):
-        ids = old.encode(word)
-        if with_halves(vocabulary, ids) <= set(kept):
-            same += 1
-            assert [kept[number] for number in new.encode(word)] == ids
-    assert same > 100
 
 
 def test_keeping_everything_changes_nothing(source: Path, texts: list[str], tmp_path: Path) -> None:

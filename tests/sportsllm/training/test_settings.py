@@ -56,12 +56,6 @@ def test_random_and_cut_weights_take_more_steps_where_muon_is_cheap(
     assert train_config(Run(start, model), tokens, {}).tokens_per_step == tokens_per_step
 
 
-def test_the_documented_set_up_stays() -> None:
-    config = train_config(Run(Start.RANDOM, LARGE), None, {})
-    assert (config.steps, config.batch_size, config.accumulation, config.sequence) == (5_000, 4, 4, 512)
-    assert (config.learning_rate, config.warmup, config.weight_decay) == (pytest.approx(3e-4, rel=0.05), 50, 0.1)
-
-
 @pytest.mark.parametrize("start", Start)
 @pytest.mark.parametrize("model", [TINY, LARGE])
 def test_the_documented_set_up_is_one_flag_away(start: Start, model: ModelConfig) -> None:
