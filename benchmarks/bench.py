@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,10 +11,11 @@ import typer
 
 from sportsllm import options
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
-from sportsllm.results import Result, plain
+from sportsllm.results import Result
 from sportsllm.settings import BENCH, LIMITS, parse_settings, pick
 
 if TYPE_CHECKING:
+    from benchmarks.reporting.measured import Bench
     from sportsllm.inference.scoring import TextScore
 
 BOTH = "both"  # of --kernels: measure the native ones alone and in turns with the portable ones
@@ -22,43 +23,19 @@ BOTH = "both"  # of --kernels: measure the native ones alone and in turns with t
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult(Result):
-    """Figures of a model on this machine: ms, s, bytes, tokens per second.
+    """Figures of a model on this machine.
 
     Attributes:
-        ttft_ms: time to first token by prompt length.
-        tpot_ms: time per token by depth: p50, p90, p95, p99.
-        decode_tokens_per_s: 1000 / mean time per token, by depth, without sampling.
-        peak_rss_bytes: resident memory of the process.
-        memory_floor_tpot_ms: lower bound on a step's time, bytes read / measured bandwidth.
-        clean: the rounds agree and other programs were quiet on the measured processors.
-        bits_per_byte, teacher_bits_per_byte: of --text.
-        quality_loss_percent, quality_interval_percent: rise over the teacher's with its 95% interval.
-        budget: the verdict on --target, None without one.
-        figures: everything, as `--json` prints it.
+        measured: ms, s, bytes and tokens per second, quality, and the verdict on --target.
+        figures: the same and every sample of every round, as `--json` prints it.
     """
 
-    directory: Path
-    threads: int
-    ttft_ms: dict[str, float]
-    tpot_ms: dict[str, dict[str, float]]
-    decode_tokens_per_s: dict[str, float]
-    prefill_tokens_per_s: float | None
-    peak_rss_bytes: int
-    file_bytes: int
-    load_s: float
-    memory_floor_tpot_ms: float
-    clean: bool
-    bits_per_byte: float | None = None
-    teacher_bits_per_byte: float | None = None
-    quality_loss_percent: float | None = None
-    quality_interval_percent: list[float] | None = None
-    budget: dict[str, Any] | None = None
-    figures: dict[str, Any] = field(default_factory=dict)
+    measured: Bench
+    figures: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """All figures, with every sample of every round under `raw`."""
-        found: dict[str, Any] = plain(self.figures)
-        return found
+        """The figures."""
+        return self.figures
 
 
 def bench(
@@ -180,12 +157,12 @@ def bench(
     result["budget"] = device and judge_budget(device, result, config, directory, on_device, predict_directory)
     if out is not None:
         atomic_write_text(out, json.dumps(result, indent=1) + "\n")
-    shown, outcome = as_bench(result), dict[str, Any]()
-    print_bench(output(), shown)
-    if shown.budget is not None and shown.budget.verdict != "pass":
-        complaint = f"{directory}: {verdict_line(shown.budget)}; {advice(result)}"
-        outcome = {"exit_code": GateError.exit_code, "complaint": complaint}
-    return BenchResult.of({**result, "directory": directory, "figures": result, **outcome})
+    measured = as_bench(result)
+    print_bench(output(), measured)
+    if measured.budget is None or measured.budget.verdict == "pass":
+        return BenchResult(measured=measured, figures=result)
+    complaint = f"{directory}: {verdict_line(measured.budget)}; {advice(measured)}"
+    return BenchResult(measured=measured, figures=result, exit_code=GateError.exit_code, complaint=complaint)
 
 
 def _check(
@@ -248,17 +225,18 @@ def score_text(
     return score_documents(decoder, tokenizer, documents, description=f"score {directory.name}")
 
 
-def advice(result: Mapping[str, Any]) -> str:
+def advice(measured: Bench) -> str:
     """What to do about a budget that is not passed."""
-    limits, quality = result["budget"]["limits"], "quality_loss_percent"
-    failed = {limit["name"] for limit in limits if limit["verdict"] == "fail"}
+    budget, quality = measured.budget, "quality_loss_percent"
+    limits = budget.limits if budget else []
+    failed = {limit.name for limit in limits if limit.verdict == "fail"}
     if failed == {quality}:
         return "train or distil it longer, or prune less"
     if failed:
-        noisy = failed <= {"ttft_ms", "tpot_p50_ms", "tpot_p95_ms"} and not result["clean"]
+        noisy = failed <= {"ttft_ms", "tpot_p50_ms", "tpot_p95_ms"} and not measured.clean
         return "the run was noisy: repeat it on a quiet machine" if noisy else "compress it further"
-    if any(limit["name"] == quality and limit["verdict"] == "uncertain" for limit in limits):
+    if any(limit.name == quality and limit.verdict == "uncertain" for limit in limits):
         return "give --teacher and more held-out --text, so that the quality is known more closely"
-    if result["budget"]["decided_by"] == "prediction":
+    if budget and budget.decided_by == "prediction":
         return "measure it on the device (--on-device), which a prediction cannot replace"
     return "give more --rounds, on a quiet machine"

@@ -93,7 +93,9 @@ def inspect(
 def _page(title: str, drawing: str, charts: list[Chart]) -> str:
     """A page of the drawing, and of the charts if there are some; a device has no library for templates."""
     if not charts:
-        head = f'<meta charset="utf-8"><title>{html.escape(title)}</title>'
+        head = (
+            f'<meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{html.escape(title)}</title>'
+        )
         return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{drawing}</body></html>\n'
     from markupsafe import Markup
 
@@ -103,7 +105,7 @@ def _page(title: str, drawing: str, charts: list[Chart]) -> str:
 
 
 def _print(result: InspectResult) -> None:
-    from benchmarks.inspection.on_text import attention_table, expert_table
+    from benchmarks.inspection.on_text import expert_table
     from sportsllm.console import output
     from sportsllm.models.parts import unused_line
 
@@ -113,7 +115,7 @@ def _print(result: InspectResult) -> None:
         which = f"{1 + len(others)} layers from {first}" if others else f"layer {first}"
         lines.append(f"{which}: {block['parameters']:,} parameters each")
     if result.attention is not None:
-        attention_table(result.attention).print(output())
+        lines.append("attention: --out FILE.html draws a map of each head, --json has its figures")
         if without := result.attention["layers_without_attention"]:
             lines.append(f"layers without attention over all tokens: {', '.join(map(str, without))}")
     if result.experts is not None:

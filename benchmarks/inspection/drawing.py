@@ -41,14 +41,13 @@ Row = list[Part]
 
 
 class Sublayer(NamedTuple):
-    """Attention or feed-forward with its norms; a token is multiplied by `active` parameters and leaves `kept`."""
+    """Attention or feed-forward with its norms; a token is multiplied by `active` parameters."""
 
     name: str
     kind: str
     rows: list[Row]
     parameters: int
     active: int
-    kept: str
 
 
 class Block(NamedTuple):
@@ -95,9 +94,8 @@ def _sublayers(config: ModelConfig) -> list[Sublayer]:
         rows = [[_norm(config, NORMS[name])], *_rows(kind)]
         rows += [[_norm(config, OUTPUT_NORMS[name])]] if config.output_norms else []
         unused = sum(matrix.numel for matrix in kind.matrices) - kind.active_parameters
-        kept = ", ".join(f"{state.name} {sizes(*state.shape)}" for state in kind.state)
         total = sum(part.times * part.parameters for row in rows for part in row)
-        made.append(Sublayer(name, called, rows, total, total - unused, kept))
+        made.append(Sublayer(name, called, rows, total, total - unused))
     return made
 
 
@@ -154,8 +152,11 @@ def draw_model(config: ModelConfig, name: str) -> str:
     """A model's parts as an HTML element with its style, whole and without anything to load."""
     drawing = describe_model(config)
     size = f"{config.parameters:,} parameters, {config.num_hidden_layers} layers"
-    lines = [f'<div class="model"><h2>{escape(name)}</h2>', f"<p>{size}, residual stream of {config.hidden_size:,}"]
-    lines += ["; T tokens. Bare figures are parameters, biases included.</p>"]
+    lines = [
+        f'<div class="model"><h2>{escape(name)}</h2>',
+        f"<p>{size}, residual stream of {config.hidden_size:,}.</p>",
+    ]
+    lines.append("<p>T is the number of tokens. Bare figures are parameters, biases included.</p>")
     for kind in dict.fromkeys(types := config.layer_types or ()):
         layers = [layer for layer, own in enumerate(types) if own == kind]
         seen = f", the last {config.sliding_window:,} tokens" if kind == SLIDING else ""
@@ -173,7 +174,6 @@ def _block(block: Block) -> str:
     for half in block.sublayers:
         active = f", {half.active:,} for a token" if half.active != half.parameters else ""
         lines.append(f"<h4>{half.name}: {half.kind}, {half.parameters:,} parameters{active}</h4>")
-        lines += [f"<p>kept for later tokens: {half.kept}</p>"] if half.kept else []
         lines += [*map(_row, half.rows), '<p class="sum">added to the residual stream</p>']
     return "\n".join([*lines, "</div>"])
 

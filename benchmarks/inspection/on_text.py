@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 64
 """Of a map, whose labels are then still read."""
-FIGURES = {
-    "entropy_bits": ("entropy, bits", ".2f"),
-    "distance_tokens": ("distance", ".1f"),
-    "first_token": ("on the first", ".0%"),
-    "itself": ("on itself", ".0%"),
-}
-"""Figures of a head, with their header and format."""
 _TOP = 3
 _MOST_CELLS = 4_000_000  # of a page, about 30 MB
 _CELL = 15  # pixels
@@ -38,9 +31,9 @@ def measure_attention(model: SportsLLM, directory: Path, text: str) -> tuple[dic
     """Run a model on a text and record its attention.
 
     Returns:
-        `text`, `tokens` (the begin token is the first), and `layers`: of each `layer` its `window` and by head the
-        means over tokens of `FIGURES` and the `top_tokens` by their mean weight; `layers_without_attention` are the
-        others. Then the weights of each layer, (H, T, T), or None.
+        `text`, `tokens` (the begin token is the first), and `layers`: of each `layer` its `window`, and for each head
+        means over tokens and the `top_tokens` by their mean weight; `layers_without_attention` are the others. Then
+        the weights of each layer, (H, T, T), or None.
 
     Raises:
         UsageError: the text is empty, too long for a map or the context, or no layer has attention.
@@ -88,22 +81,6 @@ def _heads(weights_HTT: Tensor, tokens: Sequence[str]) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def attention_table(attention: Mapping[str, Any]) -> Table:
-    """A row for each head: layer, head, the figures and the tokens that get most."""
-    headers = ("layer", "head", *(header for header, _ in FIGURES.values()), "attends most to")
-    rows = [
-        (
-            str(layer["layer"]),
-            str(head["head"]),
-            *(format(head[key], style) for key, (_, style) in FIGURES.items()),
-            ", ".join(f"{_visible(top['token'])} {top['share']:.0%}" for top in head["top_tokens"]),
-        )
-        for layer in attention["layers"]
-        for head in layer["heads"]
-    ]
-    return Table(f"attention on {len(attention['tokens'])} tokens", headers, rows, texts=(len(headers) - 1,))
 
 
 def attention_chart(attention: Mapping[str, Any], weights: Sequence[Tensor | None]) -> Chart:

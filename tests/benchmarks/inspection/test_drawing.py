@@ -50,7 +50,7 @@ def test_a_llama_in_order() -> None:
     assert names(drawing, 0) == [["q_proj", "k_proj", "v_proj"], cached, *scores]
     assert names(drawing, 1) == [["gate_proj", "up_proj"], ["gate", "up"], ["silu(gate) * up"], ["down_proj"]]
     attention, mlp = drawing.blocks[0].sublayers
-    assert (attention.kind, attention.kept) == ("grouped_query", "key 12 \u00d7 64, value 12 \u00d7 64")
+    assert attention.kind == "grouped_query" and attention.rows[2][1].shape == "12 \u00d7 T \u00d7 64"
     assert (attention.parameters, mlp.parameters) == (768 + 4 * 768 * 768, 768 + 3 * 768 * 2_048)
     assert (attention.rows[1][0].shape, attention.rows[1][0].parameters) == ("768 \u00d7 768", 768 * 768)
     selection = Selection(heads=12, parts=2, pairs=16)

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.bench import advice
 from benchmarks.bench import bench as run
 from benchmarks.devices.load import DEVICES, is_this_machine, load_device
-from benchmarks.devices.verdict import check_on_device, depths_that_fit, judge_budget
+from benchmarks.devices.verdict import LimitVerdict, Verdict, check_on_device, depths_that_fit, judge_budget
 from benchmarks.measure import bench
 from benchmarks.measure.bench import prompts_that_fit
 from benchmarks.measure.machine import choose_cpus
@@ -25,7 +25,7 @@ from benchmarks.measure.worker import time_depth
 from benchmarks.predict.latency import Formulas, costs, predict_directory, resolve, total
 from benchmarks.predict.model_size import stored_format
 from benchmarks.reporting.bench_tables import verdict_line
-from benchmarks.reporting.measured import as_budget
+from benchmarks.reporting.measured import Bench, Budget, as_budget
 from benchmarks.spread import percentile, percentiles
 from sportsllm import cli
 from sportsllm.errors import UsageError
@@ -350,7 +350,7 @@ def test_the_command_exits_4_when_a_limit_is_missed(
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 6  # the result of the first run is not overwritten
-    assert run(export).budget is None  # without a target nothing is judged
+    assert run(export).measured.budget is None  # without a target nothing is judged
     with pytest.raises(UsageError, match="--on-device needs --target"):
         run(export, on_device=True)
 
@@ -385,7 +385,8 @@ def test_flags_that_cannot_be_meant_exit_2(export: Path, flags: list[str], capsy
     ],
 )
 def test_the_advice_is_about_what_was_missed(
-    names: str, verdict: str, clean: bool, decided_by: str, words: str
+    names: str, verdict: Verdict, clean: bool, decided_by: str, words: str
 ) -> None:
-    limits = [{"name": name, "verdict": verdict} for name in names.split()] + [{"name": "other", "verdict": "pass"}]
-    assert words in advice({"budget": {"limits": limits, "decided_by": decided_by}, "clean": clean})
+    limits = [LimitVerdict(name, 1.0, "ms", None, None, None, None, verdict) for name in names.split()]
+    budget = Budget("host", verdict, limits, decided_by=decided_by)
+    assert words in advice(Bench("export", {}, budget=budget, clean=clean))

@@ -441,7 +441,7 @@ class Line:
             "peak_rss_bytes": 80_000_000,
             "ttft_ms": {"512": 100.0},
             "tpot_ms": {"512": {"p50": 1.0, "p95": 2.0}},
-            "memory_floor": {"bandwidth_bytes_per_s": 1e10},
+            "memory_floor": {"by_depth_ms": {}},
             **{"threads": 1, "load_s": 0.1, "memory_floor_tpot_ms": 0.5, "prefill_tokens_per_s": None},
             **{"decode_tokens_per_s": {"512": 1000.0}, "clean": True},
         }
