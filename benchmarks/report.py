@@ -80,8 +80,7 @@ def report(
         ArtifactError: an input is missing or damaged.
     """
     from benchmarks.reporting.inputs import collect
-    from benchmarks.reporting.page import csv_text, html_page, markdown
-    from benchmarks.reporting.stages import savings_line, stage_table
+    from benchmarks.reporting.page import csv_text, html_page, markdown, savings_line, stage_table
     from sportsllm.console import output
 
     files = output_files(out, format)

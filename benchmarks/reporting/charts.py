@@ -6,8 +6,6 @@ The page loads nothing: plotly's script is inside it, and its content security p
 
 from __future__ import annotations
 
-import html
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -57,22 +55,6 @@ def chart(identifier: str, title: str, caption: str, data: list[Plot], x: Plot, 
     return Chart(identifier, title, caption, figure)
 
 
-def line(xs: Sequence[float], ys: Sequence[float], name: str, color: str, dash: str = "solid", **more: Any) -> Plot:
-    """A trace of joined points. `name` may come from a user and is escaped."""
-    look = {"mode": "lines+markers", "line": {"color": color, "width": 2, "dash": dash}, "marker": {"size": 7}}
-    return {"type": "scatter", "x": list(xs), "y": list(ys), "name": html.escape(name), **look, **more}
-
-
-def marks(
-    points: Sequence[tuple[float, float, str]], name: str, color: str, symbols: str | list[str], hover: str, **more: Any
-) -> Plot:
-    """A trace of separate points (x, y, text), whose texts are escaped; `hover` is plotly's template."""
-    xs, ys, texts = ([point[place] for point in points] for place in range(3))
-    marker = {"color": color, "size": 10, "symbol": symbols, "line": {"color": color, "width": 1.5}}
-    look = {"mode": "markers", "marker": marker, "text": [html.escape(str(text)) for text in texts]}
-    return {"type": "scatter", "name": name, "x": xs, "y": ys, **look, "hovertemplate": hover, **more}
-
-
 Cells = Sequence[Sequence[float | None]]
 
 
@@ -92,20 +74,6 @@ def even_map(rows: Cells, hover: str, **more: Any) -> Plot:
 def _cells(rows: Cells, scale: list[list[Any]], most: float, hover: str, bar: Plot, more: Plot) -> Plot:
     look = {"colorscale": scale, "zmin": 0, "zmax": most, "colorbar": {"thickness": 12, "outlinewidth": 0, **bar}}
     return {"type": "heatmap", "z": [list(row) for row in rows], **look, "hovertemplate": hover, **more}
-
-
-def log_axis(title: str, low: float, high: float) -> Plot:
-    """A logarithmic axis around the values from `low` to `high`, ticks written out: plotly's are bare digits."""
-    factors = (1,) if high / low > 2_000 else (1, 2, 5) if high / low > 10 else (1, 1.5, 2, 3, 5, 7)
-    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-    ticks = [factor * 10.0**power for power in powers for factor in factors]
-    margin = max(0.12, 0.04 * math.log10(high / low))
-    return {
-        **{"title": f"{title} (log)", "type": "log", "tickmode": "array"},
-        "range": [math.log10(low) - margin, math.log10(high) + margin],
-        "tickvals": ticks,
-        "ticktext": [f"{tick:,g}" for tick in ticks],
-    }
 
 
 def color(index: int) -> str:

@@ -14,7 +14,7 @@ from benchmarks.reporting.measured import Bench, Scored, read_bench
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import read_json_lines
-from sportsllm.formats.manifest import Manifest, ancestors, directory_bytes, manifest_of
+from sportsllm.formats.manifest import Manifest, directory_bytes, manifest_of
 from sportsllm.models.config import ModelConfig
 
 Record = dict[str, Any]
@@ -70,7 +70,8 @@ class StageSummary:
             depth = bench.budget.tpot_depth_tokens if bench.budget is not None else None
             times = bench.tpot_ms.get(str(depth or BUDGET_DEPTH))
             found["ttft_ms"] = bench.ttft_ms.get(str(BUDGET_DEPTH))
-            found["tpot_p50_ms"] = None if times is None else times.p50
+            found |= {} if times is None else {"tpot_p50_ms": times.p50, "tpot_p95_ms": times.p95}
+            found["quality_loss_percent"] = bench.quality_loss_percent
             found["peak_memory_mb"] = None if bench.peak_rss_bytes is None else bench.peak_rss_bytes / 1e6
         return {name: value for name, value in found.items() if value is not None}
 
@@ -93,14 +94,6 @@ class Inputs:
     samples: list[Sample] = field(default_factory=list)
     fits: list[Fit] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-
-
-def lineage(stages: Sequence[StageSummary], last: StageSummary) -> list[StageSummary]:
-    """The given stages that `last` was made from, by the digests in manifests, from the first to `last` itself."""
-    given = {Path(stage.directory).resolve(): stage for stage in reversed(stages)}
-    older = ancestors(last.manifest, Path(last.directory))
-    found = [given.get(one.directory.resolve()) for one in reversed(older)]
-    return [*(stage for stage in found if stage is not None and stage is not last), last]
 
 
 def collect(paths: Sequence[Path]) -> Inputs:

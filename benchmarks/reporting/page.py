@@ -5,61 +5,125 @@ from __future__ import annotations
 import csv
 import io
 import shlex
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from benchmarks.labels import BUDGET_DEPTH, Table, escaped
+from benchmarks.labels import LIMITS, MISSING, Table, bits, count, escaped, number, with_unit
 from benchmarks.reporting.bench_tables import bench_tables, budget_table, describe, verdict_lines
 from benchmarks.reporting.charts import Chart, render_page
 from benchmarks.reporting.fits import fit_tables
 from benchmarks.reporting.inputs import Inputs, StageSummary
-from benchmarks.reporting.measured import Bench
+from benchmarks.reporting.measured import Scored
 from benchmarks.reporting.plots import trade_off_charts, training_charts
-from benchmarks.reporting.stages import change_table, stage_table
 
-_COMMAND = "sportsllm-compress"
+_HEADERS = (
+    *("#", "stage", "command", "parameters", "tokens", "FLOPs", "size", "bits/byte"),
+    *("first token", "per token", "peak memory", "budget"),
+)
 
 
 @dataclass(frozen=True)
 class Section:
-    """Tables and charts under a heading; `missing` says what supplies them if there are none."""
+    """Tables and charts under a heading."""
 
     title: str
-    tables: list[Table] = field(default_factory=list)
-    charts: list[Chart] = field(default_factory=list)
-    missing: str = ""
-
-    @property
-    def identifier(self) -> str:
-        """Of its place on the page."""
-        return self.title.lower().replace(" ", "-")
+    tables: Sequence[Table]
+    charts: Sequence[Chart] = ()
 
 
 def sections(inputs: Inputs) -> list[Section]:
-    """Everything but the verdict and the samples."""
-    bench, stages, changes = inputs.bench, inputs.stages, change_table(inputs)
-    last = stages[-1] if stages else None
-    place, name = (last.directory, last.name) if last is not None else ("EXPORT", "EXPORT")
-    command = (
-        f"{_COMMAND} bench {shlex.quote(place)} --text HELD-OUT --teacher TEACHER --out {shlex.quote(name + '.json')}"
-    )
-    lost = f"{_COMMAND} report TEACHER PRUNED QUANTIZED EXPORT BENCH.json"
-    budget = [] if bench is None or bench.budget is None else [budget_table(bench.budget)]
-    return [
-        Section("Budget", budget, [], f"{command} --target raspberry-pi-5"),
-        Section("Stages", [stage_table(stages)] if stages else [], [], f"{_COMMAND} train --corpus CORPUS.jsonl"),
-        Section("Trade-offs", fit_tables(inputs.fits, len(stages) + 1), trade_off_charts(inputs), command),
-        Section("Changes", [changes] if changes is not None else [], [], lost),
-        Section("Measurement", [] if bench is None else bench_tables(bench), [], command),
-        Section("Training", [], training_charts(stages), f"{_COMMAND} train --corpus CORPUS.jsonl --out runs/teacher"),
+    """Everything but the verdict and the samples; what there is nothing of is left out."""
+    bench, stages = inputs.bench, inputs.stages
+    found = [
+        Section("Budget", [] if bench is None or bench.budget is None else [budget_table(bench.budget)]),
+        Section("Stages", [stage_table(stages)] if stages else []),
+        Section("Trade-offs", fit_tables(inputs.fits, len(stages) + 1), trade_off_charts(inputs)),
+        Section("Measurement", [] if bench is None else bench_tables(bench)),
+        Section("Training", [], training_charts(stages)),
     ]
+    return [section for section in found if section.tables or section.charts]
 
 
-def _headline(bench: Bench | None) -> list[str]:
-    """The verdict, what it rests on, and what was measured."""
-    found = [] if bench is None else [*verdict_lines(bench), describe(bench)]
-    none = ["No verdict: nothing was measured against a budget (`bench --target`)."]
-    return found if bench is not None and bench.budget is not None else none + found
+def _headline(inputs: Inputs) -> list[str]:
+    """The verdict, what it rests on, what the last stage saves, and what was measured."""
+    bench, saved = inputs.bench, savings_line(inputs.stages)
+    lines = [] if bench is None else [*verdict_lines(bench), describe(bench)]
+    if bench is None or bench.budget is None:
+        place = shlex.quote(inputs.stages[-1].directory if inputs.stages else "EXPORT")
+        command = f"bench {place} --target NAME --text HELD-OUT --teacher TEACHER --out bench.json"
+        lines.insert(0, f"No verdict: nothing was measured against a budget (sportsllm-compress {command}).")
+    return lines + ([] if saved is None else [f"{saved}."])
+
+
+def stage_table(stages: Sequence[StageSummary]) -> Table:
+    """The stages, numbered as in the charts; a column in which no stage has a figure is left out."""
+    rows = []
+    for place, stage in enumerate(stages, start=1):
+        found = stage.figures()
+        rows.append(
+            (
+                str(place),
+                stage.name,
+                stage.command,
+                count(stage.parameters),
+                count(stage.tokens),
+                MISSING if stage.flops is None else f"{stage.flops:.1e}",
+                with_unit(found.get("file_mb"), "MB"),
+                bits(stage.bits_per_byte),
+                with_unit(found.get("ttft_ms"), "ms"),
+                with_unit(found.get("tpot_p50_ms"), "ms"),
+                with_unit(found.get("peak_memory_mb"), "MB"),
+                stage.verdict or MISSING,
+            )
+        )
+    kept = [place for place in range(len(_HEADERS)) if any(row[place] != MISSING for row in rows)]
+    texts = [new for new, old in enumerate(kept) if _HEADERS[old] in ("stage", "command", "budget")]
+    shown = [[row[place] for place in kept] for row in rows]
+    return Table("Stages", [_HEADERS[place] for place in kept], shown, texts, _text_note(stages))
+
+
+def _text_note(stages: Sequence[StageSummary]) -> str:
+    """Which rows of the stages' table compare in quality; empty if all do."""
+    groups: dict[Scored, list[int]] = {}
+    for place, stage in enumerate(stages, start=1):
+        if stage.scored is not None:
+            groups.setdefault(stage.scored, []).append(place)
+    if len(groups) < 2:
+        return ""
+    parts = []
+    for (by, *given), places in groups.items():
+        bench = stages[places[0] - 1].bench
+        names = (bench.text if bench is not None else None) or [] if by == "bench" else given
+        text = " and ".join(Path(name).name for name in names) or "text that is not named"
+        which = f"{text}, by bench" if by == "bench" else f"half of what is held out of {text}"
+        parts.append(f"{', '.join(map(str, places))}: {which}")
+    return f"Bits per byte are of {len(groups)} texts and compare only within one ({'; '.join(parts)})."
+
+
+def savings_line(stages: Sequence[StageSummary]) -> str | None:
+    """What the last measured model saves against the first; None unless two were measured.
+
+    Figures that one of them lacks are left out, and so is a quality of another text, and speeds: two runs of `bench` at
+    different times are no ratio. `bench --against` gives one, with an interval.
+    """
+    measured = [stage for stage in stages if stage.bench is not None]
+    if len(measured) < 2:
+        return None
+    first, last = measured[0], measured[-1]
+    old, new = first.figures(), last.figures()
+    parts = []
+    if "file_mb" in old and "file_mb" in new:
+        share = f"{100 * new['file_mb'] / old['file_mb']:.0f}%"
+        parts.append(f"{share} of the file ({number(new['file_mb'])} of {number(old['file_mb'])} MB)")
+    if "peak_memory_mb" in old and "peak_memory_mb" in new:
+        parts.append(f"{100 * new['peak_memory_mb'] / old['peak_memory_mb']:.0f}% of the peak memory")
+    if first.scored is not None and first.scored == last.scored:
+        before, after = old["bits_per_byte"], new["bits_per_byte"]
+        change = f"{abs(100 * (after / before - 1)):.1f}% {'more' if after > before else 'fewer'}"
+        parts.append(f"{change} bits per byte ({bits(after)} against {bits(before)})")
+    verdict = "" if last.verdict is None else f"; verdict on its budget: {last.verdict}"
+    return f"{last.name} against {first.name}: {', '.join(parts)}{verdict}" if parts else None
 
 
 def html_page(title: str, inputs: Inputs) -> str:
@@ -70,7 +134,7 @@ def html_page(title: str, inputs: Inputs) -> str:
         [chart for section in shown for chart in section.charts],
         title=title,
         verdict=None if bench is None or bench.budget is None else bench.budget.verdict,
-        lines=_headline(bench),
+        lines=_headline(inputs),
         machine=None if bench is None else bench.machine,
         absent={} if bench is None else bench.absent,
         stages=inputs.stages,
@@ -82,7 +146,7 @@ def html_page(title: str, inputs: Inputs) -> str:
 
 def markdown(title: str, inputs: Inputs) -> str:
     """Heading, verdict, tables and samples; no charts, no HTML."""
-    verdict, *more = _headline(inputs.bench)
+    verdict, *more = _headline(inputs)
     lines = [f"## {escaped(title)}", "", f"**{escaped(verdict)}**", ""]
     for line in more:
         lines += [escaped(line), ""]
@@ -97,29 +161,13 @@ def markdown(title: str, inputs: Inputs) -> str:
 
 
 def csv_text(inputs: Inputs) -> str:
-    """One row a stage with unrounded numbers, units in the header; a cell without a figure is empty."""
-    rows = [_csv_row(place, stage) for place, stage in enumerate(inputs.stages, start=1)]
+    """One row a stage with unrounded numbers; a cell without a figure is empty."""
+    own = ("command", "directory", "parameters", "tokens", "flops", "verdict")
     stream = io.StringIO()
-    writer = csv.DictWriter(stream, list(_csv_row(0, StageSummary("", "", ""))), lineterminator="\n")
+    columns = ["number", "stage", *own, "scored_by", "bits_per_byte", *LIMITS]
+    writer = csv.DictWriter(stream, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    for place, stage in enumerate(inputs.stages, start=1):
+        row = {"number": place, "stage": stage.name, **{name: getattr(stage, name) for name in own}}
+        writer.writerow(row | {"scored_by": stage.scored and stage.scored[0]} | stage.figures())
     return stream.getvalue()
-
-
-def _csv_row(place: int, stage: StageSummary) -> dict[str, Any]:
-    bench, split = stage.bench or Bench("", {}, runtime=""), (stage.bench and stage.bench.memory_split) or {}
-    times = bench.tpot_ms.get(str(BUDGET_DEPTH))
-    own = ("command", "directory", "parameters", "size_bytes", "tokens", "flops", "bits_per_byte", "verdict")
-    rates = ("prefill_tokens_per_s", "load_s", "peak_rss_bytes", "joules_per_token", "quality_loss_percent")
-    return {
-        **{"number": place, "stage": stage.name, **{key: getattr(stage, key) for key in own}},
-        "scored_by": None if stage.scored is None else stage.scored[0],
-        "target": None if bench.budget is None else bench.budget.target,
-        **{f"ttft_{prompt}_ms": bench.ttft_ms.get(prompt) for prompt in ("128", "512")},
-        **{f"tpot_512_{name}_ms": getattr(times, name, None) for name in ("p50", "p95", "p99")},
-        "decode_512_tokens_per_s": bench.decode_tokens_per_s.get(str(BUDGET_DEPTH)),
-        **{key: getattr(bench, key) for key in (*rates, "runtime", "threads", "kernels")},
-        **{key: split.get(key) for key in ("pss_bytes", "uss_bytes", "anonymous_bytes", "file_bytes")},
-        "seed": stage.manifest.seed,
-        "created": stage.manifest.created,
-    }

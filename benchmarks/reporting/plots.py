@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.labels import bits, is_number
-from benchmarks.reporting.charts import Chart, Plot, chart, color, line, log_axis, marks
+from benchmarks.reporting.charts import Chart, Plot, chart, color
 from benchmarks.reporting.inputs import Inputs, Record, StageSummary
 from benchmarks.reporting.measured import Scored
 
@@ -57,15 +58,15 @@ def pareto_front(points: Iterable[tuple[float, ...]]) -> list[tuple[float, ...]]
 
 
 def commonest(scored: Iterable[Scored | None]) -> Scored | None:
-    """What most qualities are of; of two the one of `bench`, which reads the whole text."""
+    """What two or more qualities of `bench` are of, which reads the whole text; else what most are of."""
     counts = Counter(one for one in scored if one is not None)
-    return max(counts, key=lambda one: (counts[one], one[0] == "bench"), default=None)
+    return max(counts, key=lambda one: (counts[one] > 1 and one[0] == "bench", counts[one]), default=None)
 
 
 def trade_off_charts(inputs: Inputs) -> list[Chart]:
     """Quality over size and over time per token, each with budget and front; none for fewer than two points.
 
-    Shown are the models that were scored on one text, the one of most of them.
+    Shown are the models that were scored on one text, see `commonest`.
     """
     box, points, charts = _box(inputs), trade_off_points(inputs), []
     for axis in _AXES:
@@ -123,9 +124,11 @@ def _chart(points: Sequence[Point], axis: str, box: Box, others: bool) -> Chart:
     edges = [point.figures[axis] for point in points] + ([limit] if limit else [])
     front = pareto_front((point.figures[axis], point.bits_per_byte) for point in points)
     # Steps: between two points the one to the left is the best that is known to fit.
-    look = {"color": "theme:quiet", "width": 1.5, "dash": "dot", "shape": "hv"}
-    xs, ys = ([point[place] for point in front] for place in (0, 1))
-    steps = line(xs, ys, "front", "theme:quiet", mode="lines", hoverinfo="skip") | {"line": look}
+    steps = {
+        **{"type": "scatter", "name": "front", "mode": "lines", "hoverinfo": "skip"},
+        **{"x": [x for x, _ in front], "y": [y for _, y in front]},
+        "line": {"color": "theme:quiet", "width": 1.5, "dash": "dot", "shape": "hv"},
+    }
     traces = [_points_trace([point for point in points if point.inside is state], axis, state) for state in _STATES]
     caption = [f"Bits per byte as scored by {points[0].scored[0]}; lower left is better."]
     caption += ["Models scored on other text are left out."] if others else []
@@ -141,7 +144,7 @@ def _chart(points: Sequence[Point], axis: str, box: Box, others: bool) -> Chart:
         title,
         " ".join(caption),
         [trace for trace in ([steps] if len(front) > 1 else []) + traces if trace["x"]],
-        log_axis(unit, min(edges), max(edges)),
+        _log_axis(unit, min(edges), max(edges)),
         {"title": "bits per byte", "range": [min(heights) - margin, max(heights) + 1.4 * margin]},
         shapes=_rectangle(limit, box.most_bits),
         showlegend=True,
@@ -149,16 +152,18 @@ def _chart(points: Sequence[Point], axis: str, box: Box, others: bool) -> Chart:
 
 
 def _points_trace(points: Sequence[Point], axis: str, state: bool | None) -> Plot:
-    return marks(
-        [(point.figures[axis], point.bits_per_byte, point.label) for point in points],
-        *_STATES[state],
-        ["circle-open" if axis in point.predicted else "circle" for point in points],
-        f"%{{text}} %{{customdata}}: %{{x:.3g}} {_AXES[axis][1]}, %{{y:.4f}} bits per byte<extra></extra>",
-        mode="markers+text",
-        textposition="top center",
-        textfont={"size": 11, "color": "theme:ink"},
-        customdata=[html.escape(point.name) for point in points],
-    )
+    name, shade = _STATES[state]
+    symbols = ["circle-open" if axis in point.predicted else "circle" for point in points]
+    return {
+        **{"type": "scatter", "name": name, "mode": "markers+text", "textposition": "top center"},
+        "x": [point.figures[axis] for point in points],
+        "y": [point.bits_per_byte for point in points],
+        "text": [point.label for point in points],
+        "textfont": {"size": 11, "color": "theme:ink"},
+        "customdata": [html.escape(point.name) for point in points],
+        "marker": {"color": shade, "size": 10, "symbol": symbols, "line": {"color": shade, "width": 1.5}},
+        "hovertemplate": f"%{{text}} %{{customdata}}: %{{x:.3g}} {_AXES[axis][1]}, %{{y:.4f}} bits/byte<extra></extra>",
+    }
 
 
 def _rectangle(x: float | None, y: float | None) -> list[Plot]:
@@ -169,6 +174,20 @@ def _rectangle(x: float | None, y: float | None) -> list[Plot]:
     sides |= {"yref": "paper", "y0": 0, "y1": 1} if y is None else {"yref": "y", "y0": 0, "y1": y}
     look = {"fillcolor": "theme:box", "line": {"color": "theme:good", "width": 1.5, "dash": "dash"}}
     return [{"type": "rect", "layer": "below", **sides, **look}]
+
+
+def _log_axis(title: str, low: float, high: float) -> Plot:
+    """A logarithmic axis around the values from `low` to `high`, ticks written out: plotly's are bare digits."""
+    factors = (1,) if high / low > 2_000 else (1, 2, 5) if high / low > 10 else (1, 1.5, 2, 3, 5, 7)
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    ticks = [factor * 10.0**power for power in powers for factor in factors]
+    margin = max(0.12, 0.04 * math.log10(high / low))
+    return {
+        **{"title": f"{title} (log)", "type": "log", "tickmode": "array"},
+        "range": [math.log10(low) - margin, math.log10(high) + margin],
+        "tickvals": ticks,
+        "ticktext": [f"{tick:,g}" for tick in ticks],
+    }
 
 
 def training_charts(stages: Sequence[StageSummary]) -> list[Chart]:
@@ -202,8 +221,14 @@ def training_charts(stages: Sequence[StageSummary]) -> list[Chart]:
                 continue
             drawn.add(stage.directory)
             xs, ys = zip(*points, strict=True)
-            look = {"mode": "lines+markers" if len(points) < 30 else "lines", "marker": {"size": 5}}
-            data.append(line(xs, ys, stage.name, color(index), hovertemplate="%{x:,} tokens: %{y:.4f}") | look)
+            data.append(
+                {
+                    **{"type": "scatter", "name": html.escape(stage.name), "x": list(xs), "y": list(ys)},
+                    **{"mode": "lines+markers" if len(points) < 30 else "lines", "marker": {"size": 5}},
+                    "line": {"color": color(index), "width": 2},
+                    "hovertemplate": "%{x:,} tokens: %{y:.4f}",
+                }
+            )
         if data:
             axes = {"title": "tokens"}, {"title": unit}
             charts.append(chart(identifier, title, caption, data, *axes, showlegend=True))
