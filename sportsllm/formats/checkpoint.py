@@ -44,7 +44,7 @@ class QuantizedMatrix(nn.Module):
         super().__init__()
         self.bits, self.block_size, self.in_features = quantized.bits, quantized.block_size, quantized.in_features
         self.register_buffer("weight_packed", torch.from_numpy(quantized.packed))
-        self.register_buffer("weight_scale", torch.from_numpy(quantized.scales))
+        self.register_buffer("weight_scale", torch.from_numpy(quantized.scales).half())
         if quantized.zero_points is not None:
             self.register_buffer("weight_zero_point", torch.from_numpy(quantized.zero_points))
         self.register_buffer("weight", torch.from_numpy(quantized.dequantize()), persistent=False)
@@ -90,6 +90,11 @@ def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
         known = block in BLOCK_SIZES if bits in BITS else block == shape[1] and zero is None and recorded == bits
         fits = known and tuple(packed.shape[:2]) == (shape[0], groups)
         if fits and tuple(scales.shape) == (shape[0], groups) and packed.dtype == torch.uint8:
+            if scales.dtype != torch.float16:
+                raise ArtifactError(
+                    f"{directory}: {name}.weight_scale is {str(scales.dtype).removeprefix('torch.')}, scales are "
+                    "float16; quantize the checkpoint again"
+                )
             if bits == ROW_BITS and int(packed.max()) >= 2**ROW_BITS:
                 raise ArtifactError(f"{directory}: packed tensor of {name!r} holds more than 7 bits; make it again")
             if zero is not None:
