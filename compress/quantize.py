@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from compress.quantization.config import QuantizationConfig
     from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget
     from compress.quantization.packed_checkpoint import PackedCheckpoint
+    from sportsllm.inference.calibration import CalibrationText
     from sportsllm.models.config import ModelConfig
-    from sportsllm.training.calibration_text import CalibrationText
 
 PADDING_NOTED = 10.0
 """Percent of padding from which a line is printed."""
@@ -177,8 +177,8 @@ def quantize(
     """Quantize weights to INT8 or INT4."""
     from compress.quantization.config import Granularity, QuantizationConfig
     from compress.quantization.mixed_precision import SizeBudget
+    from sportsllm.inference.calibration import CalibrationText
     from sportsllm.processors import set_threads
-    from sportsllm.training.calibration_text import CalibrationText
 
     set_threads(threads)
     found = parse_settings(settings, TRAINING, STEPS, DISTILLATION, SIGNALS)
@@ -265,8 +265,8 @@ def quantize_checkpoint(
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.checkpoint import write_checkpoint
     from sportsllm.formats.safetensors import bitsandbytes_kind
+    from sportsllm.inference.calibration import CalibrationText
     from sportsllm.text.provenance import tokens_per_parameter
-    from sportsllm.training.calibration_text import CalibrationText
 
     config, text = config or QuantizationConfig(), text or CalibrationText()
     name = resolve_method(method, config, text, budget, tokens_per_parameter(checkpoint) == 0)

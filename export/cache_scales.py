@@ -20,12 +20,12 @@ from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import check_names, load_block, load_positions, load_table
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import TensorFiles
+from sportsllm.inference.calibration import CalibrationText
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, block_state
 from sportsllm.models.language_model import embed, first_positions, rope_of
 from sportsllm.models.layers import KVCache
 from sportsllm.process_memory import give_back
-from sportsllm.training.calibration_text import CalibrationText
 
 PRECISIONS = ("fp32", "fp16", "int8")
 SAMPLES = 16

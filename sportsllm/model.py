@@ -49,7 +49,7 @@ class LoadedModel:
         Raises:
             UsageError: a setting out of its range, or a prompt that fills the context.
         """
-        from sportsllm.inference.sampling import Sampling, generate, until
+        from sportsllm.inference.decoder import Sampling, generate, until
 
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
         begin = [self.tokenizer.begin_id, *self.tokenizer.encode(prompt)]

@@ -219,7 +219,7 @@ def test_importing_the_packages_costs_nothing() -> None:
 
 def test_the_device_modules_need_no_torch() -> None:
     code = (
-        "import sys\nimport export.runtime, sportsllm.inference.sampling, sportsllm.inference.scoring\n"
+        "import sys\nimport export.runtime, sportsllm.inference.decoder, sportsllm.inference.scoring\n"
         "import sportsllm.formats.artifact, sportsllm.text.documents, sportsllm.text.tokenizer\n"
         "import benchmarks.measure.bench, benchmarks.measure.worker\n"
         "import benchmarks.predict.calibrate\n"

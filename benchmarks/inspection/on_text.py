@@ -39,7 +39,7 @@ def measure_attention(model: SportsLLM, directory: Path, text: str) -> tuple[dic
         UsageError: the text is empty, too long for a map or the context, or no layer has attention.
         ArtifactError: the tokenizer is missing or damaged.
     """
-    from sportsllm.inference.attention_weights import attention_weights
+    from sportsllm.inference.inspection import attention_weights
 
     tokenizer = load_tokenizer(directory, model.config)
     ids = [tokenizer.begin_id, *tokenizer.encode(text)]
@@ -63,7 +63,7 @@ def measure_attention(model: SportsLLM, directory: Path, text: str) -> tuple[dic
 
 
 def _heads(weights_HTT: Tensor, tokens: Sequence[str]) -> list[dict[str, Any]]:
-    from sportsllm.inference.attention_weights import distance_tokens, entropy_bits
+    from sportsllm.inference.inspection import distance_tokens, entropy_bits
 
     entropy, distance = entropy_bits(weights_HTT), distance_tokens(weights_HTT)
     found = []
@@ -130,7 +130,7 @@ def measure_experts(model: SportsLLM, directory: Path, files: Sequence[Path]) ->
         UsageError: the model has no experts.
         ArtifactError: a file or the tokenizer is missing or damaged, or a text is empty.
     """
-    from sportsllm.inference.expert_use import count_choices, mixtures
+    from sportsllm.inference.inspection import count_choices, mixtures
 
     found, tokenizer = mixtures(model), load_tokenizer(directory, model.config)
     read = {

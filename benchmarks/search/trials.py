@@ -270,7 +270,7 @@ class Trials:
     @functools.cached_property
     def _pieces(self) -> int:
         """Pieces of calibration text that the teacher reads."""
-        from sportsllm.text.calibration import calibration_samples
+        from sportsllm.inference.calibration import calibration_samples
         from sportsllm.text.provenance import left_out
         from sportsllm.text.tokenizer import load_tokenizer
 

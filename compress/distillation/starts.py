@@ -15,10 +15,10 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import JsonObject
 from sportsllm.formats.manifest import MANIFEST, Ancestor, ancestors, manifest_of, read_manifest
 from sportsllm.formats.safetensors import quantization_config
+from sportsllm.inference.calibration import calibration_samples
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS, preset
-from sportsllm.text.calibration import calibration_samples
 from sportsllm.text.provenance import manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training import settings

@@ -24,9 +24,9 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import JsonObject
 from sportsllm.formats.safetensors import quantization_config
+from sportsllm.inference.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.text.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar
 from sportsllm.text.provenance import HELD_OUT, held_out_files, manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer
 

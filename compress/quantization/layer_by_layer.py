@@ -37,12 +37,12 @@ from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_block, load_last_norm, load_positions, read_ends
 from sportsllm.formats.safetensors import TensorFiles
+from sportsllm.inference.calibration import JUDGED_SAMPLES, check_familiar
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, POSITIONS, block_matrices
 from sportsllm.models.language_model import Block, embed, rope_of
 from sportsllm.models.layers import ResidualNorm, Rope
 from sportsllm.models.parts import routed_names, unused_line
-from sportsllm.text.calibration import JUDGED_SAMPLES, check_familiar
 from sportsllm.training.loss import cross_entropy
 
 # Pull towards the given weights, as a share of the inputs' mean square; see `compress.layerwise`.

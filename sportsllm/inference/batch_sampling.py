@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from itertools import count
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from torch import Tensor
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.inference.sampling import Sampling, draw
+from sportsllm.inference.decoder import Sampling, draw
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import KVCache
@@ -34,7 +34,6 @@ from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 OWN_DISTRIBUTION = Sampling(temperature=1.0, top_k=0, top_p=1.0)
 NO_TEXT = "{}: the model produced only empty texts; check the checkpoint and its tokenizer"
 _MOST_ROWS, _FEWEST_ROWS, _CACHE_BYTES = 128, 32, 2**30
-Result = TypeVar("Result")
 
 
 class SampledText(NamedTuple):
@@ -98,9 +97,8 @@ def sample_texts(
 def _filled_up(stopped_B: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     """The rows that go on, the last ones in the places of those that stopped, so that few move."""
     going = np.flatnonzero(~stopped_B)
-    count = len(going)
-    rows = np.arange(count)
-    rows[stopped_B[:count]] = going[going >= count]
+    rows = np.arange(len(going))
+    rows[stopped_B[: len(going)]] = going[going >= len(going)]
     return rows
 
 
@@ -146,14 +144,28 @@ def sampled_batches(
     """
     stops = sorted({*model.config.stop_token_ids, tokenizer.begin_id})
 
-    def batch(number: int, cancelled: Event) -> list[tuple[int, SampledText]]:
+    def batch(number: int) -> list[tuple[int, SampledText]]:
         texts = range(number * rows, (number + 1) * rows)
         uniform = np.stack([np.random.default_rng([seed, text]).random(longest) for text in texts])
         starts = [prompts[text % len(prompts)] for text in texts]
         sampled = sample_texts(model, starts, stops, sampling, uniform, cancelled)
         return [(len(start), text) for start, text in zip(starts, sampled, strict=True)]
 
-    return in_turn(batch, torch.get_num_threads() if model.head_weight.device.type == "cpu" else 1)
+    cancelled, threads = Event(), torch.get_num_threads() if model.head_weight.device.type == "cpu" else 1
+    with batch_threads(threads) as pool:
+        if pool is None:
+            yield from map(batch, count())
+            return
+        # Twice as many are queued as are computed, so that short calls do not wait for long ones.
+        begun = deque(pool.submit(batch, number) for number in range(2 * threads))
+        try:
+            for number in count(2 * threads):
+                yield begun.popleft().result()
+                begun.append(pool.submit(batch, number))
+        finally:
+            cancelled.set()
+            for future in begun:
+                future.cancel()
 
 
 def default_rows(config: ModelConfig, longest: int, tokens: int) -> int:
@@ -164,26 +176,3 @@ def default_rows(config: ModelConfig, longest: int, tokens: int) -> int:
     row_bytes = longest * kv_cache_bytes_per_token(config)["fp32"] + state_bytes(config)["fp32"]
     wanted = max(_FEWEST_ROWS, min(_MOST_ROWS, math.ceil(1.25 * tokens / (2 * longest))))
     return max(1, min(wanted, _CACHE_BYTES // row_bytes))
-
-
-def in_turn(work: Callable[[int, Event], Result], threads: int) -> Generator[Result]:
-    """Results of work(0), work(1), ... in order, computed `threads` at a time, until the generator is closed.
-
-    Twice as many are queued, so that short calls do not wait for long ones. Closing sets the event that every call
-    gets.
-    """
-    cancelled = Event()
-    with batch_threads(threads) as pool:
-        if pool is None:
-            yield from (work(number, cancelled) for number in count())
-            return
-        numbers = count()
-        begun = deque(pool.submit(work, next(numbers), cancelled) for _ in range(2 * threads))
-        try:
-            while True:
-                yield begun.popleft().result()
-                begun.append(pool.submit(work, next(numbers), cancelled))
-        finally:
-            cancelled.set()
-            for future in begun:
-                future.cancel()

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -83,8 +82,8 @@ class TorchDecoder:
             logits = self.model.logits(hidden_ND[start : start + _SCORE_CHUNK]).float()
             target = targets_N[start : start + _SCORE_CHUNK, None]
             chunks.append(logits.gather(1, target)[:, 0] - logits.logsumexp(dim=-1))
-        scores = torch.cat(chunks).view(tokens_BT.shape[0], -1)
-        return cast("npt.NDArray[np.float32]", scores.cpu().numpy())
+        scores: npt.NDArray[np.float32] = torch.cat(chunks).view(tokens_BT.shape[0], -1).cpu().numpy()
+        return scores
 
 
 def open(directory: Path, threads: int | None = None) -> TorchDecoder:  # named like the ONNX runtime's own

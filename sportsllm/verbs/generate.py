@@ -79,7 +79,7 @@ def generate(
     threads: options.Threads = None,
 ) -> GenerateResult:
     """Stream text from a checkpoint or an export, or its answer to a message."""
-    from sportsllm.inference.sampling import Sampling
+    from sportsllm.inference.decoder import Sampling
 
     if prompt == "-":
         prompt = sys.stdin.read()
@@ -92,9 +92,8 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
 
     from sportsllm.console import log, output
-    from sportsllm.inference.decoder import log_runtime, open_decoder
-    from sportsllm.inference.sampling import generate as sample_tokens
-    from sportsllm.inference.sampling import until
+    from sportsllm.inference.decoder import generate as sample_tokens
+    from sportsllm.inference.decoder import log_runtime, open_decoder, until
     from sportsllm.text.chat import render_chat
     from sportsllm.text.tokenizer import load_tokenizer
 

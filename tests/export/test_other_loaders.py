@@ -12,8 +12,7 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from export.kernels.library import VERSION, library_of
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.inference.decoder import open_decoder
-from sportsllm.inference.sampling import Sampling, generate
+from sportsllm.inference.decoder import Sampling, generate, open_decoder
 from sportsllm.inference.torch_decoder import TorchDecoder
 
 PROMPT = [0, 40, 70, 100, 200]

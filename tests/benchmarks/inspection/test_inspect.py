@@ -17,7 +17,7 @@ import sportsllm
 from benchmarks.inspection.on_text import MOST_TOKENS, attention_chart, measure_attention
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.inference.attention_weights import attention_weights
+from sportsllm.inference.inspection import attention_weights
 from sportsllm.models.config import FULL, SLIDING
 from sportsllm.models.config_records import Experts
 from sportsllm.models.presets import PRESETS

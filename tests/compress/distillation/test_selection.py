@@ -24,12 +24,12 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
+from sportsllm.inference.calibration import CalibrationText
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.config_records import Selection
 from sportsllm.models.language_model import SportsLLM, first_positions
 from sportsllm.models.parts import INDEX
 from sportsllm.models.selection import Document, selected_attention
-from sportsllm.training.calibration_text import CalibrationText
 from tests.support import families
 from tests.support.models import tiny_model
 

@@ -19,7 +19,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import read_json, write_json
-from sportsllm.inference.sampling import Sampling, generate
+from sportsllm.inference.decoder import Sampling, generate
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer

@@ -17,10 +17,10 @@ from compress.quantize import quantize_checkpoint
 from sportsllm.commands import load_command
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import save_checkpoint
+from sportsllm.inference.calibration import CalibrationText
 from sportsllm.models.config_records import Experts
 from sportsllm.models.kinds import matrix_shapes
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.training.calibration_text import CalibrationText
 from tests.support.lstm_models import LSTM
 from tests.support.models import tiny_config, tiny_model
 

@@ -19,9 +19,9 @@ from sportsllm.commands import load_command
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.packed import QuantizedWeight, pack, unpack
+from sportsllm.inference.calibration import CalibrationText
 from sportsllm.simulator import simulate
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.calibration_text import CalibrationText
 from tests.support.gelu_kind import registered
 from tests.support.models import tiny_config, tiny_model
 
@@ -203,7 +203,7 @@ def test_a_model_without_known_text_writes_its_own(
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0]) and again.method == "gptq"
     gone = CalibrationText((), 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sportsllm.training.calibration_text.manifest_setting", lambda *_: [str(tmp_path / "gone.txt")])
+        patch.setattr("sportsllm.inference.calibration.manifest_setting", lambda *_: [str(tmp_path / "gone.txt")])
         assert gone.found(checkpoint) is gone
     assert "gone.txt: training text that" in capsys.readouterr().err.replace("\n", "")
     with pytest.raises(UsageError, match="reads no calibration text"):

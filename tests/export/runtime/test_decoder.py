@@ -19,8 +19,7 @@ from export.paths import DATA_FILE, GRAPH_FILE
 from export.runtime import decoder as runtime
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError
-from sportsllm.inference.decoder import log_softmax, open_decoder
-from sportsllm.inference.sampling import Sampling, generate
+from sportsllm.inference.decoder import Sampling, generate, log_softmax, open_decoder
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.export_models import logits_of, pack_model, pieces_read, save, tiny_model

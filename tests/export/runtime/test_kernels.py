@@ -29,7 +29,7 @@ from export.runtime.kernels import called_version, choose_kernels
 from sportsllm.cli import main
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.inference.sampling import Sampling, generate
+from sportsllm.inference.decoder import Sampling, generate
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.export_models import Exports

@@ -21,8 +21,7 @@ from export.runtime.providers import CPU, Placement, Provider, create_session, f
 from export.runtime.session import session_options
 from sportsllm.cli import main
 from sportsllm.errors import ResourceError, UsageError
-from sportsllm.inference.decoder import open_decoder
-from sportsllm.inference.sampling import Sampling, generate
+from sportsllm.inference.decoder import Sampling, generate, open_decoder
 from tests.support.export_models import Exports
 
 AZURE = Provider("azure", "AzureExecutionProvider", "cpu")  # built into every package, and takes nothing of ours

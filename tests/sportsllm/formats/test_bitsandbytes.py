@@ -22,7 +22,7 @@ from sportsllm.formats.bitsandbytes import companions, read_dense
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config, packed_by_bitsandbytes
 from sportsllm.formats.safetensors import WEIGHTS, TensorFiles
-from sportsllm.training.calibration_text import CalibrationText
+from sportsllm.inference.calibration import CalibrationText
 from tests.support.bnb_models import KINDS, dense_model, dequantize, pack_linears, quantization, save, with_numbers_of
 
 IDS = torch.randint(0, 384, (1, 48), generator=torch.Generator().manual_seed(5))

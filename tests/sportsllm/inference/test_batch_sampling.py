@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from sportsllm.inference.batch_sampling import sample_texts
-from sportsllm.inference.sampling import Sampling
+from sportsllm.inference.decoder import Sampling
 from sportsllm.models.language_model import SportsLLM
 from tests.support.models import tiny_model
 

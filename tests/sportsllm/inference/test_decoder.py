@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from sportsllm.errors import UsageError
-from sportsllm.inference.decoder import open_decoder
-from sportsllm.inference.sampling import Sampling, choose, draw, generate, penalize, probabilities, until
+from sportsllm.inference.decoder import Sampling, choose, draw, generate, open_decoder, penalize, probabilities, until
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.models import tiny_model

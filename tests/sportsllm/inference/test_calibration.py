@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sportsllm.errors import ArtifactError
+from sportsllm.inference.calibration import calibration_samples, check_familiar, usual_samples
 from sportsllm.models.presets import preset
-from sportsllm.text.calibration import calibration_samples, check_familiar, usual_samples
 from sportsllm.text.documents import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 

@@ -1,0 +1,160 @@
+"""Which tokens each head of a model attends to and how far away they are, and which experts a router chooses.
+
+Weights are made again from what the model itself hands to `scaled_dot_product_attention`, through which every kind of
+attention goes: keys of a group, latent ones, windows and scales are in its arguments. A run without this costs nothing.
+Shape suffixes: B sequences, T tokens, L tokens that can be seen, H query heads, K key/value heads, E head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from sportsllm.console import progress_bar
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.experts import MixtureOfExperts, route
+from sportsllm.models.language_model import SportsLLM, first_positions
+from sportsllm.text.tokenizer import TextTokenizer
+
+
+def softmax_weights(
+    q_BHTE: Tensor,
+    k_BKLE: Tensor,
+    v_BKLE: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(q k^T * scale + mask), (B, H, T, L) float32, by the arguments of `scaled_dot_product_attention`."""
+    scale = q_BHTE.shape[-1] ** -0.5 if scale is None else scale
+    if enable_gqa:
+        k_BKLE = k_BKLE.repeat_interleave(q_BHTE.shape[1] // k_BKLE.shape[1], dim=1)
+    scores_BHTL = (q_BHTE.float() * scale) @ k_BKLE.float().transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(scores_BHTL.shape[-2:], dtype=torch.bool, device=scores_BHTL.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores_BHTL = scores_BHTL.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores_BHTL = scores_BHTL + attn_mask
+    return scores_BHTL.softmax(-1)
+
+
+class _Watch(TorchFunctionMode):
+    """Inside, the weights of every attention are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.seen.append(softmax_weights(*args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def attention_weights(model: SportsLLM, ids: Sequence[int]) -> list[Tensor | None]:
+    """The weights of every layer's attention on one text.
+
+    Args:
+        model: in evaluation mode; read, never changed.
+        ids: T token ids, the begin token included.
+
+    Returns:
+        For each layer (H, T, T) float32, row t the weights that token t gives to all, which add up to 1; None for a
+        layer that has no attention over tokens.
+
+    Raises:
+        UsageError: the text is longer than the context.
+    """
+    if len(ids) > model.config.max_position_embeddings:
+        raise UsageError(f"{len(ids)} tokens are more than the context of {model.config.max_position_embeddings}")
+    x_BTD, found = model.embedded(torch.tensor([list(ids)], device=model.head_weight.device)), list[Tensor | None]()
+    for block in model.model.layers:
+        with _Watch() as watch:
+            x_BTD = block(x_BTD, first_positions(model.rope, x_BTD))
+        whole = [weights[0].cpu() for weights in watch.seen if weights.shape[-2:] == (len(ids), len(ids))]
+        found.append(whole[-1] if whole else None)
+    return found
+
+
+def entropy_bits(weights_HTL: Tensor) -> Tensor:
+    """For each head the mean entropy of a token's weights, (H,): 0 where each looks at a single token."""
+    return -torch.xlogy(weights_HTL, weights_HTL).sum(-1).mean(-1) / math.log(2)
+
+
+def distance_tokens(weights_HTT: Tensor) -> Tensor:
+    """For each head how many tokens back it looks, (H,): the weighted mean, then the mean over tokens."""
+    places = torch.arange(weights_HTT.shape[-1], dtype=weights_HTT.dtype)
+    return (weights_HTT * (places[:, None] - places)).sum(-1).mean(-1)
+
+
+def mixtures(model: SportsLLM) -> dict[int, MixtureOfExperts]:
+    """The mixtures of experts, by layer.
+
+    Raises:
+        UsageError: the model has none.
+    """
+    feed_forwards = [block.mlp for block in model.model.layers]
+    found = {layer: mlp for layer, mlp in enumerate(feed_forwards) if isinstance(mlp, MixtureOfExperts)}
+    if not found:
+        raise UsageError("--experts: the model has none; give a mixture, such as one trained from tiny-experts")
+    return found
+
+
+@torch.inference_mode()
+def count_choices(
+    model: SportsLLM, tokenizer: TextTokenizer, documents: Iterable[str], most_tokens: int, description: str
+) -> tuple[dict[int, Tensor], int]:
+    """How often each expert of each layer is chosen.
+
+    Args:
+        model: in evaluation mode; read, never changed.
+        documents: each is read from its begin token, in pieces of at most the context.
+        most_tokens: reading stops at this many.
+        description: of the progress bar.
+
+    Returns:
+        For each layer with experts (N,) choices, as many a token as experts are active; and the tokens that were read,
+        begin tokens included.
+
+    Raises:
+        UsageError: the model has no experts.
+        ArtifactError: there is no text.
+    """
+    found, context, read = mixtures(model), model.config.max_position_embeddings, 0
+    counts = {
+        number: torch.zeros(mixture.config.chosen_experts.count, dtype=torch.long) for number, mixture in found.items()
+    }
+
+    def count(number: int, mixture: MixtureOfExperts, given: tuple[Tensor, ...]) -> None:
+        chosen_XK = route(mixture, given[0].flatten(0, 1))[1]
+        counts[number] += torch.bincount(chosen_XK.flatten(), minlength=len(counts[number])).cpu()
+
+    handles = [mixture.register_forward_pre_hook(partial(count, number)) for number, mixture in found.items()]
+    try:
+        with progress_bar(description, most_tokens) as bar:
+            for text in documents:
+                words = tokenizer.encode(text)
+                for start in range(0, len(words), context - 1):
+                    ids = [tokenizer.begin_id, *words[start : start + context - 1]][: most_tokens - read]
+                    model.hidden(torch.tensor([ids], device=model.head_weight.device))
+                    read += len(ids)
+                    bar.advance(len(ids))
+                    if read >= most_tokens:
+                        return counts, read
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not read:
+        raise ArtifactError(f"{description}: the text is empty; give a file with text in it")
+    return counts, read
