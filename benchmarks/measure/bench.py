@@ -115,7 +115,6 @@ def run_bench(
         "threads": settings["threads"],
         **summarise(raw),
         "file_bytes": directory_bytes(directory),
-        "directory_bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
         **bandwidth_bound(read, raw["bandwidth"], depths),
     }
     if minutes:

@@ -106,7 +106,7 @@ def noise_reasons(raw: Raw) -> list[str]:
 
 def summarise(raw: Raw) -> dict[str, Any]:
     """Figures (ms, s, bytes, tokens per second) of the workers' results by mode: `speed`, `memory`, and maybe `cold`
-    and batches. `noise` has each figure's interval by dotted name, `noisy` the names whose interval is too wide."""
+    and batches. `noise` has each figure's interval by dotted name."""
     speed, memory = raw["speed"], raw["memory"]
     by_name = rounds_by_name(raw)
     middle = nested({name: statistics.median(values) for name, values in by_name.items()})
@@ -132,7 +132,6 @@ def summarise(raw: Raw) -> dict[str, Any]:
         },
         "rounds": len(speed),
         "noise": noise,
-        "noisy": [name for name, interval in noise.items() if interval["noisy"]],
         "other_cpu_cores": max(one["other_cpu_cores"] for one in speed),
         "noise_reasons": (reasons := noise_reasons(raw)),
         "clean": not reasons,

@@ -77,16 +77,13 @@ def measure_batch(asked: Specification) -> dict[str, Any]:
 
 def measure_memory(asked: Specification) -> dict[str, Any]:
     """Peak resident memory of loading the model, reading a prompt and writing a few tokens: `context_tokens` in all."""
-    before = peak_rss_bytes()
     decoder, loaded = _open(asked)
-    after_load = peak_rss_bytes()
     tokens = _draw_tokens(decoder, asked)[: int(asked["context_tokens"])]
     steps = min(int(asked["memory_steps"]), len(tokens) // 2)
     decoder.prefill([tokens[:-steps]], max_length=len(tokens))
     for token in tokens[-steps:]:
         decoder.step([token])
-    sizes = {"before_load_bytes": before, "after_load_bytes": after_load, "peak_rss_bytes": peak_rss_bytes()}
-    return {**loaded, "context_tokens": len(tokens), **sizes}
+    return {**loaded, "context_tokens": len(tokens), "peak_rss_bytes": peak_rss_bytes()}
 
 
 def measure_cold_load(asked: Specification) -> dict[str, Any]:

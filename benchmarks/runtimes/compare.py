@@ -195,7 +195,6 @@ def _summary(runtime: Runtime, rounds: Sequence[Mapping[str, Any]], config: Mode
             reason = f"{runtime.directory} holds another model: {key} {value}, ours has {getattr(config, key)}"
             return {"status": f"failed: {reason}; convert the same checkpoint"}
     by_name = _by_name(rounds)
-    noise = {name: asdict(spread(values)) for name, values in by_name.items()}
     return {
         "status": "measured",
         "version": rounds[0]["version"],
@@ -206,8 +205,7 @@ def _summary(runtime: Runtime, rounds: Sequence[Mapping[str, Any]], config: Mode
         "rounds": len(rounds),
         **nested({name: statistics.median(values) for name, values in by_name.items()}),
         MEMORY: int(max(by_name[MEMORY])),
-        "noise": noise,
-        "noisy": [name for name, one in noise.items() if one["noisy"]],
+        "noise": {name: asdict(spread(values)) for name, values in by_name.items()},
         "steady": _steady(rounds),
     }
 
