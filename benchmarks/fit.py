@@ -1,7 +1,7 @@
 """The verb `fit`: find and make the best model of a teacher that fits a device's budget.
 
-Resolve the inputs, search (`benchmarks.search.rounds`), finish the winner as a recipe, fall back to the next one if it
-misses the budget, and say what was chosen and how sure that is.
+Resolve the inputs, try candidates (`benchmarks.search.rounds`), finish the winner as a recipe, fall back to the next
+one if it misses the budget, and say what was chosen and how sure that is.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from sportsllm.settings import FIT, parse_settings
 
 if TYPE_CHECKING:
     from benchmarks.search.candidates import Candidate
-    from benchmarks.search.clock import Clock
-    from benchmarks.search.search import Search
-    from benchmarks.search.stages import Effort, HeldOut, Source, Target
+    from benchmarks.search.recipe import Effort, HeldOut, Source, Target
+    from benchmarks.search.rounds import Clock
 
 RESULT, SETTINGS, RECIPE = "fit.json", "search.json", "recipe.toml"
 _QUALITY = "quality_loss_percent"
@@ -40,13 +39,11 @@ class FitResult(Result):
     Attributes:
         target: the device whose budget counts.
         decided_by: "measurement" on the device itself, else "prediction".
-        uncertain: no candidate is inside with the whole band of its predictions.
+        uncertain: the chosen one is not inside with the whole band of its predictions.
         limits: of the budget, by name.
-        considered, inside, cut_by_limit: how many candidates there were, and what ruled them out.
-        candidates: those tried and the best of the others, with predicted and measured figures.
+        candidates: those considered, with what is cut, predicted and measured figures, and losses of those tried.
         chosen: the name of the finished candidate; with `dry_run` of the one that would be tried first.
         whole_teacher: nothing is cut.
-        rounding_loss_percent, vocabulary_loss_percent, recovered: what was measured of the teacher.
         band: factors, either way, that hold 90% of predictions, by limit.
         documents: of held-out text, that trials and that the final measurement are scored on.
         out: the export; `line` the recipe that makes it, `bench` its measurement, `stages` of the recipe.
@@ -58,15 +55,9 @@ class FitResult(Result):
     decided_by: str
     uncertain: bool
     limits: dict[str, float]
-    considered: int
-    inside: int
-    cut_by_limit: dict[str, dict[str, int]]
     candidates: list[dict[str, Any]]
     chosen: str
     whole_teacher: bool
-    rounding_loss_percent: dict[str, float]
-    vocabulary_loss_percent: dict[str, float]
-    recovered: list[dict[str, Any]]
     band: dict[str, float]
     dry_run: bool = False
     documents: dict[str, int] = field(default_factory=dict)
@@ -110,20 +101,20 @@ def fit(
     ] = None,
     finalists: Annotated[
         int,
-        typer.Option(min=1, metavar="N", help="Candidates to recover briefly besides the plain cuts."),
-    ] = 4,
+        typer.Option(min=1, metavar="N", help="Candidates to recover for longer, after each was recovered briefly."),
+    ] = 3,
     on_device: Annotated[
         bool, typer.Option("--on-device", help="This machine is the target: its measurements decide, not predictions.")
     ] = False,
     provider: options.Provider = "cpu",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only predict and rank; needs no text.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be tried; needs no text.")] = False,
     seed: options.Seed = 0,
     threads: options.Threads = None,
     settings: options.Settings = None,
 ) -> FitResult:
     """Find and make the best model that fits a device's budget, and explain the choice."""
-    from benchmarks.search.printing import print_fit
-    from benchmarks.search.stages import Effort, Source, Target, recovery_tokens
+    from benchmarks.search.recipe import Effort, Source, Target, recovery_tokens
+    from benchmarks.search.results import print_fit
     from compress.distillation.starts import teacher_corpus
     from export.runtime.providers import find_provider
     from sportsllm.console import output
@@ -175,14 +166,10 @@ def run_fit(
     """
     from benchmarks.devices.load import load_device
     from benchmarks.devices.verdict import check_on_device
-    from benchmarks.search.clock import Clock
-    from benchmarks.search.measure import measured_estimates, suggested_vocabularies, usual_estimates
-    from benchmarks.search.rounds import fits_whole, try_briefly, try_longer, try_plain
-    from benchmarks.search.search import nothing_fits, start_search
-    from benchmarks.search.stages import held_out_text
-    from benchmarks.search.summary import summary
+    from benchmarks.search.recipe import held_out_text
+    from benchmarks.search.results import summary
+    from benchmarks.search.rounds import Clock, run_rounds, start_search
     from benchmarks.search.trials import Trials
-    from sportsllm.console import log
     from sportsllm.files import atomic_write_text
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.safetensors import quantization_config
@@ -194,34 +181,28 @@ def run_fit(
     teacher = load_config(source.teacher)
     if quantization_config(source.teacher) is not None:
         raise ArtifactError(f"{source.teacher}: is quantized; give the unquantized teacher")
-    asked = _vocabularies(teacher.vocab_size, vocabularies)
-    suggested = [size for size in suggested_vocabularies(teacher) if size not in asked]
-    usual = usual_estimates(teacher, effort.tokens, [*asked, *suggested])
-    search = start_search(teacher, device, usual, target, effort.tokens)
+    for size in vocabularies:
+        if not 0 < size < teacher.vocab_size:
+            raise UsageError(f"--vocab-size {size}: must be below the teacher's {teacher.vocab_size:,} and above 0")
+    asked = sorted(set(vocabularies), reverse=True)
+    search = start_search(teacher, device, target, effort.tokens, asked)
     if dry_run:
-        front = search.front(1)
-        if not front:
-            raise GateError(nothing_fits(search))
-        return FitResult.of({**summary(search, front[0]), "dry_run": True})
+        planned = search.plain(sure=False) or [search.nearest()[0]]
+        search.found |= {one.name: one for one in planned}
+        return FitResult.of({**summary(search, planned[0]), "dry_run": True})
     _claim(out, source, target, effort, asked)
     text = held_out_text(source, out / "text")
     _warn_of_little_text(text)
     where = target.provider, target.processor
     trials = Trials(source, device, out / "trials", text.choosing, effort.search_tokens, *where)
+
+    def finish(candidate: Candidate) -> dict[str, Any]:
+        made = _make(out / candidate.name, candidate, source, effort, target, text.reporting, clock)
+        return {**summary(search, candidate, trials.bits_per_byte(source.teacher)), **made}
+
     with kept_tokens(out / "trials" / "tokens"):
-        if not fits_whole(search):
-            measured = measured_estimates(teacher, effort.tokens, trials, asked, suggested, clock)
-            search = start_search(teacher, device, measured, target, effort.tokens)
-            log(f"{device.name}: {len(search.inside()):,} of {len(search.found):,} candidates inside the budget")
-            try_plain(search, trials, effort, clock)
-        try_briefly(search, trials, effort, clock)
-        try_longer(search, trials, effort, clock)
-
-        def finish(candidate: Candidate) -> dict[str, Any]:
-            made = _make(out / candidate.name, candidate, source, effort, target, text.reporting, clock)
-            return {**summary(search, candidate, trials.bits_per_byte(source.teacher)), **made}
-
-        result = finish_best(_finalists(search, effort), finish, clock)
+        ranking = run_rounds(search, trials, effort, clock)
+        result = finish_best(ranking[: effort.finalists], finish, clock)
     documents = {"trials": trials.documents(), "final": text.reported}
     found = FitResult.of({**result, "documents": documents, "seconds": round(clock.seconds, 1)})
     atomic_write_text(out / RESULT, json.dumps(found.to_json(), indent=1, default=str) + "\n")
@@ -231,18 +212,11 @@ def run_fit(
     return replace(found, complaint=complaint(found), exit_code=GateError.exit_code)
 
 
-def _finalists(search: Search, effort: Effort) -> list[Candidate]:
-    """The tried ones, best first, and the best estimates behind them should all of these miss."""
-    ranking = search.ranking()
-    ranking += [one for one in search.front(effort.finalists) if one not in ranking]
-    return ranking[: effort.finalists]
-
-
 def _make(
     directory: Path, candidate: Candidate, source: Source, effort: Effort, target: Target, text: Path, clock: Clock
 ) -> dict[str, Any]:
     """Finish a candidate by a recipe: on all tokens, or on as many as the time allows."""
-    from benchmarks.search.stages import write_recipe
+    from benchmarks.search.recipe import write_recipe
     from benchmarks.search.trials import LOG
     from sportsllm.console import log, logged
     from sportsllm.verbs.run import run
@@ -326,13 +300,6 @@ def _warn_of_little_text(text: HeldOut) -> None:
             f"held-out text is short: {text.chosen_by} documents choose and {text.reported} judge, so that the final "
             f"loss may differ much from the trials'; give {2 * _FEW_DOCUMENTS} or more with --valid"
         )
-
-
-def _vocabularies(full: int, wanted: Sequence[int]) -> list[int]:
-    for size in wanted:
-        if not 0 < size < full:
-            raise UsageError(f"--vocab-size {size}: must be below the teacher's {full:,} and above 0")
-    return sorted(set(wanted), reverse=True)
 
 
 def _claim(out: Path, source: Source, target: Target, effort: Effort, vocabularies: Sequence[int]) -> None:

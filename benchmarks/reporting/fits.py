@@ -12,8 +12,8 @@ from sportsllm.formats.json_files import read_json, validate
 
 FIT_FILE = "fit.json"
 _LEGEND = (
-    "Figures with ~ are predicted, qualities with ~ an estimated loss against the teacher; the others are measured. "
-    "The chosen one is marked \u2605. Names give layers, hidden size, FFN, heads, key/value heads and vocabulary."
+    "Figures with ~ are predicted, the others are measured. The chosen one is marked \u2605. "
+    "Names give layers, hidden size, FFN, heads, key/value heads and vocabulary."
 )
 _METRICS = ("file_mb", "peak_memory_mb", "ttft_ms", "tpot_p50_ms")
 
@@ -27,7 +27,6 @@ class Candidate:
     parameters: int
     predicted: dict[str, float]
     measured: dict[str, Figure] | None
-    estimated_loss_percent: float
     bits_per_byte: Figure
     within: bool
 
@@ -87,13 +86,12 @@ def _cells(place: int, candidate: Candidate, chosen: bool) -> tuple[str, ...]:
     for name in _METRICS:
         value, measured = candidate.figure(name)
         cells.append(MISSING if value is None else ("" if measured else "~") + number(value))
-    quality, guess = candidate.bits_per_byte, f"~{candidate.estimated_loss_percent:+.2g}%"
     return (
         str(place),
         candidate.name + (" \u2605" if chosen else ""),
         candidate.precision,
         count(candidate.parameters),
         *cells,
-        guess if quality is None else bits(quality),
+        bits(candidate.bits_per_byte),
         "within" if candidate.within else "outside",
     )

@@ -1,46 +1,47 @@
-"""The models that a teacher could become on a device: shapes x formats, with the predicted cost of each.
+"""The models that a teacher could become: for each way to cut it and each format the largest inside the budget.
 
-Quality is estimated, to decide what is tried first. It is measured before anything is chosen.
+Ways are what a person would try: nothing cut, one dimension alone, all widths evenly, a smaller vocabulary. No estimate
+of quality is made: which candidate is best, trials tell.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import misses
-from benchmarks.labels import LIMITS
-from benchmarks.predict.latency import predict_figures, resolve
-from benchmarks.predict.model_size import ModelFormat
-from benchmarks.search.cut import expert_counts
-from benchmarks.search.estimate import ShapeLosses
-from compress.pruning.shapes import Shape, can_merge_kv_heads, shape_for_share
-from sportsllm.console import progress_bar
+from benchmarks.predict.latency import predict_figures
+from benchmarks.predict.model_size import ModelFormat, file_bytes
+from compress.pruning.shapes import Shape, head_counts, hidden_sizes, shape_for_share, widths
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.memory import BLOCK_SIZES
 
-_MOST_VALUES = 6  # of a dimension; shapes of a finer grid differ by less than can be measured
-_WIDTH_STEP, _SMALL_HIDDEN = 32, 96  # below that hidden sizes go by half steps
-EQUAL_PERCENT = 0.3
-"""Losses this close, estimated or measured, count as equal, and the faster model goes first: scoring a short text is
-not surer."""
+WHOLE = "nothing cut"
+_EVEN_SHARES = range(5, 100, 5)  # percent of the parameters
+_EXPERT_SHARES = (2, 4)  # half and a quarter of the experts
 
 
 @dataclass(frozen=True)
-class Estimates:
-    """What things cost in percent of the teacher's bits per byte: cuts, formats, and vocabularies by their size."""
+class Size:
+    """What pruning leaves: dimensions and a number of tokens."""
 
-    shapes: ShapeLosses
-    formats: Mapping[ModelFormat, float]
-    vocabularies: Mapping[int, float]
+    shape: Shape
+    vocab_size: int
 
-    def loss_percent(self, shape: Shape, vocab_size: int, format: ModelFormat) -> float:
-        """Of a model at the end of its recovery; the parts are taken to add up."""
-        return self.shapes.percent(shape) + self.vocabularies[vocab_size] + self.formats[format]
+    def applied_to(self, teacher: ModelConfig) -> ModelConfig:
+        """The config of a teacher that is cut to it."""
+        return self.shape.applied_to(teacher).with_changes(vocab_size=self.vocab_size)
+
+    @property
+    def name(self) -> str:
+        """Dimensions by their letters: l5-h96-f160-a3-k3-v4096, and of a mixture e4 behind them."""
+        shape = self.shape
+        letters = {"l": shape.layers, "h": shape.hidden, "f": shape.intermediate, "a": shape.heads, "k": shape.kv_heads}
+        letters |= {"v": self.vocab_size} | ({"e": shape.experts} if shape.experts else {})
+        return "-".join(f"{letter}{value}" for letter, value in letters.items())
 
 
 @dataclass(frozen=True)
@@ -48,169 +49,114 @@ class Candidate:
     """One model that could be made.
 
     Attributes:
-        shape: its dimensions.
-        vocab_size: its number of tokens.
-        format: how it is stored.
+        way: what is cut, one of the names of `ways` or another search's.
+        size, format: how large it is and how it is stored.
         parameters: their number.
-        loss_percent: estimated rise of bits per byte over the teacher.
         predicted: known figures on the device, by the limits' names.
+        bound_by: the limits that the next larger model of its way misses.
         closed_to: loaders that cannot open it.
     """
 
-    shape: Shape
-    vocab_size: int
+    way: str
+    size: Size
     format: ModelFormat
     parameters: int
-    loss_percent: float
     predicted: Mapping[str, float]
+    bound_by: tuple[str, ...] = ()
     closed_to: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Unique, for tables and directories."""
-        return f"{shape_name(self.shape, self.vocab_size)}-{self.format.name}"
+        return f"{self.size.name}-{self.format.name}"
 
     def record(self) -> dict[str, Any]:
         """For the result's `candidates`."""
         return {
             "name": self.name,
-            "shape": {**self.shape.sizes(), "vocab_size": self.vocab_size},
+            "way": self.way,
+            "shape": {**self.size.shape.sizes(), "vocab_size": self.size.vocab_size},
             "precision": self.format.name,
             "parameters": self.parameters,
-            "estimated_loss_percent": round(self.loss_percent, 3),
             "predicted": {name: float(f"{value:.5g}") for name, value in self.predicted.items()},
+            "bound_by": list(self.bound_by),
             "closed_to": list(self.closed_to),
         }
 
 
-def shape_name(shape: Shape, vocab_size: int) -> str:
-    """Dimensions by their letters: l5-h96-f160-a3-k3-v4096, and of a mixture e4 behind them."""
-    letters = (("l", shape.layers), ("h", shape.hidden), ("f", shape.intermediate), ("a", shape.heads))
-    more = (("k", shape.kv_heads), ("v", vocab_size), *([("e", shape.experts)] if shape.experts else []))
-    return "-".join(f"{letter}{value}" for letter, value in (*letters, *more))
+def candidate_of(way: str, size: Size, format: ModelFormat, teacher: ModelConfig, device: Device) -> Candidate:
+    """A size in a format, with predictions for `device`."""
+    config = size.applied_to(teacher)
+    # optimum takes the heads' size from the hidden size, and makes its own cache.
+    optimum = config.hidden_size == config.query_size and format.cache != "int8"
+    known = predict_figures(config, device, format).known()
+    return Candidate(way, size, format, config.parameters, known, closed_to=() if optimum else ("optimum",))
 
 
-def candidates(teacher: ModelConfig, device: Device, estimates: Estimates) -> list[Candidate]:
-    """Every candidate, with predictions for `device`, best estimated quality first.
+def formats(teacher: ModelConfig, processor: str = "cpu") -> list[ModelFormat]:
+    """What candidates are stored in, finest first: dense, INT8 in blocks and by rows, INT4 in blocks of 64, and the
+    smallest INT4, each with the caches of the processor. A GPU computes in float16."""
+    smallest = min(
+        (ModelFormat("int4", block_size, head_bits=4) for block_size in BLOCK_SIZES),
+        key=lambda each: (file_bytes(teacher, each), each.block_size),
+    )
+    int4 = ModelFormat("int4", min(64, smallest.block_size))
+    if processor != "cpu":
+        return [replace(each, cache="fp16") for each in (ModelFormat("fp16"), ModelFormat("int8", 128), int4, smallest)]
+    weights = (ModelFormat("fp32"), ModelFormat("int8", 128), ModelFormat("int8", per_row=True), int4, smallest)
+    return [replace(each, cache=cache) for each in weights for cache in ("fp32", "int8")]
+
+
+def ways(teacher: ModelConfig, vocabularies: Iterable[int] = ()) -> dict[str, list[Size]]:
+    """The ways to make a teacher smaller, by name: sizes that can be cut, largest first.
 
     Args:
-        teacher: the full model; itself a candidate.
-        device: whose limits and figures count.
-        estimates: of losses; their formats and vocabularies are those considered.
+        teacher: the full model, itself a way.
+        vocabularies: smaller ones, each cut alone, with the FFN, and with all widths.
     """
-    shapes, found = list(grid_shapes(teacher)), list[Candidate]()
-    device = device.model_copy(update={"coefficients": resolve(device)})  # once, not for each candidate
-    with progress_bar("candidates", len(shapes) * len(estimates.vocabularies)) as bar:
-        for vocab_size in estimates.vocabularies:
-            for shape in shapes:
-                found += candidates_of(teacher, device, estimates, shape, vocab_size, estimates.formats)
-                bar.advance()
-    return ranked(found)
-
-
-def candidates_of(
-    teacher: ModelConfig,
-    device: Device,
-    estimates: Estimates,
-    shape: Shape,
-    vocab_size: int,
-    formats: Iterable[ModelFormat],
-) -> list[Candidate]:
-    """A shape in each of some formats."""
-    config = shape.applied_to(teacher).with_changes(vocab_size=vocab_size)
-    loss, parameters = estimates.shapes.percent(shape) + estimates.vocabularies[vocab_size], config.parameters
-    return [
-        Candidate(
-            shape=shape,
-            vocab_size=vocab_size,
-            format=format,
-            parameters=parameters,
-            loss_percent=loss + estimates.formats[format],
-            predicted=predict_figures(config, device, format).known(),
-            closed_to=closed_to(config, format),
-        )
-        for format in formats
-    ]
-
-
-def closed_to(config: ModelConfig, format: ModelFormat) -> tuple[str, ...]:
-    """Loaders that do not open a model: optimum takes the heads' size from the hidden size, and makes its own cache."""
-    optimum = config.hidden_size == config.query_size and format.cache != "int8"
-    return () if optimum else ("optimum",)
-
-
-def ranked(found: Iterable[Candidate]) -> list[Candidate]:
-    """Best first: estimated loss in steps of `EQUAL_PERCENT`, then loaders that open it, time per token and size."""
-
-    def key(candidate: Candidate) -> tuple[int, int, float, float]:
-        return (
-            int(candidate.loss_percent / EQUAL_PERCENT),
-            len(candidate.closed_to),
-            candidate.predicted.get("tpot_p50_ms", math.inf),  # unknown in a very short context
-            candidate.predicted["file_mb"],
-        )
-
-    return sorted(found, key=key)
-
-
-def widened(
-    candidate: Candidate, teacher: ModelConfig, device: Device, estimates: Estimates, fits: Callable[[Candidate], bool]
-) -> Candidate:
-    """The candidate with the widest FFN that `fits`, between the values of the grid."""
-    best = candidate
-    for intermediate in range(candidate.shape.intermediate + _WIDTH_STEP, teacher.intermediate_size, _WIDTH_STEP):
-        shape = replace(candidate.shape, intermediate=intermediate)
-        (wider,) = candidates_of(teacher, device, estimates, shape, candidate.vocab_size, [candidate.format])
-        if not fits(wider):
-            break
-        best = wider
-    return best
-
-
-def plain_candidates(
-    teacher: ModelConfig, device: Device, estimates: Estimates, fits: Callable[[Candidate], bool]
-) -> list[Candidate]:
-    """For each dimension that can be cut alone, and for the even cut, the best estimate of those that fit.
-
-    These are what a person would try first; estimates learnt from a few cuts may rank a mixed one wrongly before them.
-    """
-    best = []
-    for line in (*_single_cuts(teacher), _even_cuts(teacher)):
-        found = []
-        for format in estimates.formats:
-            for shape in line:  # largest first
-                (one,) = candidates_of(teacher, device, estimates, shape, teacher.vocab_size, [format])
-                if fits(one):
-                    found.append(one)
-                    break
-        best += ranked(found)[:1]
-    return ranked({one.name: one for one in best}.values())
-
-
-def _single_cuts(teacher: ModelConfig) -> Iterator[list[Shape]]:
-    """The cuts of one dimension, largest first: FFN, depth, heads in whole groups, hidden size, experts."""
     full = Shape.of(teacher)
-    group = full.heads // full.kv_heads
-    lines = [
-        [replace(full, intermediate=width) for width in range(_WIDTH_STEP, full.intermediate, _WIDTH_STEP)],
-        [replace(full, layers=layers) for layers in range(1, full.layers)],
-        [replace(full, heads=kv * group, kv_heads=kv) for kv in range(1, full.kv_heads)],
-        [replace(full, hidden=width) for width in range(_WIDTH_STEP, full.hidden, _WIDTH_STEP)],
-        [replace(full, experts=count) for count in expert_counts(teacher)[:0:-1]],
-    ]
-    for line in lines:
-        yield [shape for shape in reversed(line) if _can_be_cut(shape, teacher)]
+    groups = [pair for pair in head_counts(teacher) if pair[0] * full.kv_heads == pair[1] * full.heads]
+    lines = {
+        "feed-forward": [replace(full, intermediate=width) for width in widths(full.intermediate)],
+        "evenly": [one for percent in _EVEN_SHARES if (one := _even_cut(teacher, percent / 100))],
+        "depth": [replace(full, layers=count) for count in range(1, full.layers)],
+        "hidden size": [replace(full, hidden=width) for width in hidden_sizes(teacher)],
+        "heads": [replace(full, heads=heads, kv_heads=kv_heads) for heads, kv_heads in groups],
+        "experts": [replace(full, experts=count) for count in expert_counts(teacher)],
+        "evenly and depth": [
+            replace(even, layers=layers)
+            for layers in range(1, full.layers)
+            if (even := _even_cut(teacher, layers / full.layers))
+        ],
+    }
+    cuts = {
+        way: [shape for shape in dict.fromkeys(reversed(line)) if shape != full and _can_be_cut(shape, teacher)]
+        for way, line in lines.items()
+    }
+    found = {WHOLE: [Size(full, teacher.vocab_size)]}
+    found |= {way: [Size(shape, teacher.vocab_size) for shape in line] for way, line in cuts.items()}
+    for tokens in vocabularies:
+        found[f"{tokens:,} tokens"] = [Size(full, tokens)]
+        for way in ("feed-forward", "evenly"):
+            found[f"{tokens:,} tokens, {way}"] = [Size(shape, tokens) for shape in cuts[way]]
+    return {way: sizes for way, sizes in found.items() if sizes}
 
 
-def _even_cuts(teacher: ModelConfig) -> list[Shape]:
-    """Cuts of all widths alike at full depth, largest first."""
-    found = dict[Shape, None]()
-    for percent in range(95, 4, -5):
-        try:
-            found[shape_for_share(teacher, percent / 100)] = None
-        except UsageError:
-            break
-    return [shape for shape in found if shape != Shape.of(teacher) and _can_be_cut(shape, teacher)]
+def expert_counts(teacher: ModelConfig) -> list[int]:
+    """How many experts a candidate may have, fewest first: a quarter, half, all; no fewer than a token is sent to."""
+    experts = teacher.experts
+    if experts is None or experts.groups > 1:
+        return [experts.count] if experts else [0]
+    fewer = (experts.count // share for share in reversed(_EXPERT_SHARES))
+    return [*(count for count in fewer if count >= experts.active), experts.count]
+
+
+def _even_cut(teacher: ModelConfig, share: float) -> Shape | None:
+    """The cut of all widths alike to a share of the parameters, if there is one so small."""
+    try:
+        return shape_for_share(teacher, share)
+    except UsageError:
+        return None
 
 
 def _can_be_cut(shape: Shape, teacher: ModelConfig) -> bool:
@@ -221,53 +167,26 @@ def _can_be_cut(shape: Shape, teacher: ModelConfig) -> bool:
     return True
 
 
-def cut_by_limit(found: Sequence[Candidate], device: Device) -> dict[str, dict[str, int]]:
-    """For every limit how many candidates miss it (`misses`), and how many miss no other (`alone`)."""
-    counts = {name: {"misses": 0, "alone": 0} for name in LIMITS}
-    for candidate in found:
-        missed = misses(candidate.predicted, device)
-        for name in missed:
-            counts[name]["misses"] += 1
-            counts[name]["alone"] += len(missed) == 1
-    return counts
+def largest(
+    way: str,
+    sizes: Iterable[Size],
+    format: ModelFormat,
+    teacher: ModelConfig,
+    device: Device,
+    missed: Callable[[Candidate], Mapping[str, float]],
+) -> Candidate | None:
+    """The first of some sizes, largest first, that misses no limit, with what the one before it misses."""
+    bound_by: tuple[str, ...] = ()
+    for size in sizes:
+        candidate = candidate_of(way, size, format, teacher, device)
+        found = missed(candidate)
+        if not found:
+            return replace(candidate, bound_by=bound_by)
+        bound_by = tuple(found)
+    return None
 
 
-def nearest_miss(found: Sequence[Candidate], device: Device) -> tuple[Candidate, dict[str, float]]:
+def nearest_miss(found: Iterable[Candidate], device: Device) -> tuple[Candidate, dict[str, float]]:
     """The candidate whose worst limit is missed by least, and the limits it misses."""
-
-    def worst(candidate: Candidate) -> float:
-        return max(misses(candidate.predicted, device).values(), default=0.0)
-
-    nearest = min(found, key=worst)
+    nearest = min(found, key=lambda one: max(misses(one.predicted, device).values(), default=0.0))
     return nearest, misses(nearest.predicted, device)
-
-
-def grid_shapes(teacher: ModelConfig) -> Iterator[Shape]:
-    """A grid over the teacher's dimensions, and the teacher's own shape."""
-    full = Shape.of(teacher)
-    # Hidden sizes that are whole heads, as every loader wants them, are among them.
-    widths = _values(full.hidden, _WIDTH_STEP if full.hidden > _SMALL_HIDDEN else _WIDTH_STEP // 2)
-    inner = _values(full.intermediate, _WIDTH_STEP)
-    for layers in _values(full.layers, 1):
-        for hidden in widths:
-            for heads, kv_heads in _head_counts(teacher):
-                for intermediate, experts in product(inner, expert_counts(teacher)):
-                    yield Shape(hidden, intermediate, heads, kv_heads, layers, full.head_dim, experts)
-
-
-def _values(full: int, step: int) -> list[int]:
-    """Multiples of `step` up to `full`, evenly spread, the largest of them `full` itself."""
-    every = [*range(step, full, step), full]
-    if len(every) <= _MOST_VALUES:
-        return every
-    return [every[round((number + 1) * len(every) / _MOST_VALUES) - 1] for number in range(_MOST_VALUES)]
-
-
-def _head_counts(teacher: ModelConfig) -> list[tuple[int, int]]:
-    """(heads, kv_heads): whole groups cut, or, where that may be, key/value heads merged with all query heads kept."""
-    full = Shape.of(teacher)
-    per_group = full.heads // full.kv_heads
-    counts = {(kv * per_group, kv) for kv in _values(full.kv_heads, 1)}
-    if can_merge_kv_heads(teacher):
-        counts |= {(full.heads, kv) for kv in range(1, full.kv_heads) if full.kv_heads % kv == 0}
-    return sorted(counts)

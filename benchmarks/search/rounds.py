@@ -1,94 +1,336 @@
-"""The best model for a device: enumerate, predict, learn what things cost this teacher, try the best, choose.
+"""The search: try every plain way, then mixed cuts in the best format, then the best of them for longer.
 
-1. Every shape x format x vocabulary is predicted on the device and held to its limits.
-2. Rounding to each format tells what it costs this teacher (`benchmarks.search.estimate`).
-3. The plain cuts, of one dimension each and the even one, are recovered briefly, rounded and scored on held-out text.
-   Cuts that no plain candidate has are recovered alone. The candidates are ranked by what that teaches.
-4. The best estimate of each other kind follows. Each result corrects the estimates before the next is chosen. On the
-   device itself candidates are timed before that.
-5. The best two are recovered for longer and trained as rounded: successive halving (Jamieson and Talwalkar,
+1. For each way and format the largest model inside the budget is a candidate. One in a coarser format counts only if it
+   is larger than those in finer ones. On the device itself candidates are timed, elsewhere predicted.
+2. Each is recovered briefly, rounded, exported and scored on held-out text.
+3. In the format of the best cut, the shape search of `prune` proposes mixed cuts, which are tried the same way.
+4. The best few are recovered for longer and trained as rounded: successive halving (Jamieson and Talwalkar,
    https://arxiv.org/abs/1502.07943).
-6. The best by what it is expected to lose at the end is finished as a recipe that can be run again.
+
+Predictions decide only what is inside the budget. What is better, measured losses decide.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product, zip_longest
 
-from benchmarks.search.candidates import Candidate, grid_shapes, nearest_miss
-from benchmarks.search.clock import Clock
-from benchmarks.search.estimate import Recovered, cut_dimensions, probe_shapes
-from benchmarks.search.search import FRONT, ROUNDING_FACTOR, Search, Tried, nothing_fits
-from benchmarks.search.stages import Effort
-from benchmarks.search.trials import Trials
-from compress.pruning.shapes import Shape
+from benchmarks.devices.load import is_this_machine
+from benchmarks.devices.schema import Device
+from benchmarks.devices.verdict import misses
+from benchmarks.labels import LIMITS
+from benchmarks.predict.latency import limit_band, resolve
+from benchmarks.predict.model_size import ModelFormat
+from benchmarks.search.candidates import (
+    WHOLE,
+    Candidate,
+    Size,
+    candidate_of,
+    expert_counts,
+    formats,
+    largest,
+    nearest_miss,
+    ways,
+)
+from benchmarks.search.recipe import Effort, Target
+from benchmarks.search.trials import Losses, Trials
+from compress.pruning.shapes import Shape, widest_shapes
 from sportsllm.console import log
 from sportsllm.errors import GateError
+from sportsllm.models.config import ModelConfig
 
-_TIMED_IN_A_ROW = 12
-_RIVAL_FACTOR = 1.5  # of the best one's loss; what is expected to lose more is not recovered for longer
+EQUAL_PERCENT = 0.3
+"""Losses this close count as equal, and the faster model goes first: scoring a short text is not surer."""
+_TIMES = ("ttft_ms", "tpot_p50_ms", "tpot_p95_ms")
+_MARGIN = 1.2  # of an expected time: recoveries of one length differ
+_DECAY = 0.3  # a cut's loss falls with recovery's tokens to this power: 0.25 to 0.35 on teachers of 1M parameters
+_TIMINGS = 3  # of ever smaller models of a way, before it is given up
+_MIXED, _VALUES, _MIXED_SHARE = 2, 6, 0.1  # mixed cuts to try, values of a dimension, share of the time to find them
 
 
-def fits_whole(search: Search) -> bool:
-    """Whether the whole teacher fits unrounded: nothing can be better, only faster."""
-    return any(one.shape == Shape.of(search.teacher) and not one.format.quantized for one in search.inside())
+class Clock:
+    """The time that `--minutes` leaves: a step starts only if it is expected to end in time, by others of its kind."""
+
+    def __init__(self, minutes: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._start = now, now()
+        self._limit = math.inf if minutes is None else 60 * minutes
+        self._seen: dict[str, list[tuple[float, float]]] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return self._now() - self._start
+
+    def left(self) -> float:
+        """Seconds; infinite without a limit."""
+        return self._limit - self.seconds
+
+    @contextmanager
+    def step(self, kind: str, work: float = 1.0) -> Iterator[None]:
+        """Measure a step of some work, such as tokens."""
+        started = self._now()
+        yield
+        self._seen.setdefault(kind, []).append((work, self._now() - started))
+
+    def expected(self, kind: str, work: float = 1.0) -> float:
+        """Seconds of a step: on the line through the shortest and the longest of its kind; 0 if none was measured."""
+        seen = sorted(self._seen.get(kind, []))
+        if not seen:
+            return 0.0
+        (least, least_s), (most, most_s) = seen[0], seen[-1]
+        if most > least:
+            slope = max(0.0, (most_s - least_s) / (most - least))
+            return max(0.0, most_s + slope * (work - most))
+        return max(seconds for _, seconds in seen) * max(1.0, work / most)
+
+    def allows(self, what: str, kind: str, work: float = 1.0, keep: float = 0.0) -> bool:
+        """Whether a step is expected to end in time, with `keep` seconds left for what must follow; else says so."""
+        needed = _MARGIN * (self.expected(kind, work) + keep)
+        if self.left() > max(0.0, needed):
+            return True
+        left = max(0.0, self.left()) / 60
+        log(f"no time for {what}: about {needed / 60:.1f} minutes, the finish included, and {left:.1f} are left")
+        return False
+
+    def affordable(self, kind: str, work: int, least: int) -> int:
+        """The most work, between `least` and `work`, whose step is expected to end in time."""
+        if self.left() == math.inf or _MARGIN * self.expected(kind, work) <= self.left():
+            return work
+        low, high = least, work
+        while high - low > max(1, work // 100):
+            middle = (low + high) // 2
+            low, high = (middle, high) if _MARGIN * self.expected(kind, middle) <= self.left() else (low, middle)
+        return low
 
 
-def try_plain(search: Search, trials: Trials, effort: Effort, clock: Clock) -> None:
-    """Try the cuts of a single dimension and the even cut, and learn from them what cuts cost.
+@dataclass(frozen=True)
+class Tried:
+    """What a trial measured: losses after a recovery on `tokens`; `longer` if it was also trained as rounded."""
 
-    A dimension that the best estimates cut, but which alone does not reach the budget, is recovered alone.
+    tokens: int
+    losses: Losses
+    longer: bool = False
+
+
+@dataclass
+class Search:
+    """What is known of the candidates.
+
+    Attributes:
+        teacher: the full model's config.
+        device: whose limits count.
+        decides: what is measured here decides, since this machine is the device.
+        formats: finest first.
+        ways: sizes by the name of the way, largest first.
+        tokens: of the winner's recovery.
+        found: the candidates so far, by name.
+        timed: figures by the limits' names, of the candidates that were timed.
+        busy: names of those whose times were measured beside other programs and are not used.
+        tried: what was measured of those that were recovered and rounded, by name.
     """
-    full, seen = Shape.of(search.teacher), set[str]()
-    for candidate in search.plain():
-        if not clock.allows(candidate.name, "trial", effort.search_tokens, finish_seconds(clock, effort)):
-            return
-        if search.decides and candidate.name not in search.timed:
-            _time(search, trials, candidate)
-            if not search.is_inside(candidate):
-                log(f"{candidate.name}: outside the budget as timed")
-                continue
-        _try(search, trials, candidate, effort.search_tokens, clock)
-        seen |= cut_dimensions(full, candidate.shape)
-    wanted = {name for one in search.front(FRONT) for name in cut_dimensions(full, one.shape)} - seen
-    tokens, found = effort.probe_tokens, list[Recovered]()
-    for shape in probe_shapes(full, list(grid_shapes(search.teacher))):
-        if not cut_dimensions(full, shape) <= wanted:
-            continue
-        if not clock.allows(f"a cut of {', '.join(wanted)}", "trial", tokens, finish_seconds(clock, effort)):
-            break
-        with clock.step("trial", tokens):
-            found.append(Recovered(shape, tokens, trials.recovered(shape, tokens)))
-    search.learn(found)
+
+    teacher: ModelConfig
+    device: Device
+    decides: bool
+    formats: list[ModelFormat]
+    ways: dict[str, list[Size]]
+    tokens: int
+    found: dict[str, Candidate] = field(default_factory=dict)
+    timed: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    busy: set[str] = field(default_factory=set)
+    tried: dict[str, Tried] = field(default_factory=dict)
+    _ratios: list[tuple[ModelFormat, dict[str, float]]] = field(default_factory=list)
+
+    def figures(self, candidate: Candidate) -> Mapping[str, float | None]:
+        """A candidate's figures: measured if that decides, else predicted, corrected by what was measured."""
+        if not self.decides or not self._ratios:
+            return candidate.predicted
+        if candidate.name in self.timed:
+            return {**candidate.predicted, **known(self.timed[candidate.name])}
+        alike = [ratios for format, ratios in self._ratios if format == candidate.format]
+        seen = alike or [ratios for _, ratios in self._ratios]
+        found = {}
+        for name, value in candidate.predicted.items():
+            ratios = [one[name] for one in seen if name in one]
+            found[name] = value * (statistics.median(ratios) if ratios else 1.0)
+        return found
+
+    def record(self, candidate: Candidate, figures: Mapping[str, float | None], busy: bool = False) -> None:
+        """Store a candidate's measured figures; they correct the predictions of its format.
+
+        Times that were measured beside other programs (`busy`) are left out: predictions stand for them.
+        """
+        if busy:
+            self.busy.add(candidate.name)
+            figures = {name: None if name in _TIMES else value for name, value in figures.items()}
+        self.found[candidate.name], self.timed[candidate.name] = candidate, dict(figures)
+        measured = known(figures)
+        ratios = {name: measured[name] / value for name, value in candidate.predicted.items() if name in measured}
+        self._ratios.append((candidate.format, ratios))
+
+    def missed(self, candidate: Candidate, sure: bool) -> dict[str, float]:
+        """The limits that a candidate misses; `sure` asks for the whole band of its predictions."""
+        figures = self.figures(candidate)
+        if sure and not self.decides:
+            band = limit_band(self.device)
+            figures = {name: value and value * band.get(name, 1.0) for name, value in figures.items()}
+        return misses(figures, self.device)
+
+    def largest(self, way: str, format: ModelFormat, sure: bool) -> Candidate | None:
+        """The largest model of a way that keeps to the limits in a format."""
+        return largest(
+            way, self.ways[way], format, self.teacher, self.device, lambda candidate: self.missed(candidate, sure)
+        )
+
+    def plain(self, sure: bool) -> list[Candidate]:
+        """Of each way the largest models inside, by turns, least rounded last.
+
+        In a coarser format only one that is larger than those in finer ones, and a cut only in formats that are too
+        large for the whole teacher, which is there in every format that it fits in.
+        """
+        whole = [one for format in self.formats if (one := self.largest(WHOLE, format, sure))]
+        whole = [one for one in whole if one.format.cache != "int8" or _float_cache(one.format) not in _formats(whole)]
+        lines: list[list[Candidate]] = []
+        for way in self.ways:
+            line, most = list[Candidate](), 0
+            for format in self.formats if way != WHOLE else ():
+                if not format.quantized or format in _formats(whole) or _float_cache(format) in _formats(whole):
+                    continue
+                one = self.largest(way, format, sure)
+                if one is not None and one.parameters > most:
+                    line, most = [one, *line], one.parameters
+            lines.append(line)
+        return whole + [one for turn in zip_longest(*lines) for one in turn if one is not None]
+
+    def nearest(self) -> tuple[Candidate, dict[str, float]]:
+        """Of all sizes of all ways, the one whose worst limit is missed by least, and the limits it misses."""
+        every = (
+            candidate_of(way, size, format, self.teacher, self.device)
+            for (way, sizes), format in product(self.ways.items(), self.formats)
+            for size in sizes
+        )
+        return nearest_miss((replace(one, predicted=known(self.figures(one))) for one in every), self.device)
+
+    def mixed(self, format: ModelFormat, vocab_size: int, sure: bool) -> list[Shape]:
+        """Shapes of several cut dimensions that keep to the limits in a format, each with the widest FFN that does."""
+
+        def fits(shape: Shape) -> bool:
+            size = Size(shape, vocab_size)
+            return not self.missed(candidate_of("mixed", size, format, self.teacher, self.device), sure)
+
+        counts = expert_counts(self.teacher)
+        return list(widest_shapes(self.teacher, fits, experts=counts if counts != [0] else (), most=_VALUES))
+
+    def expected(self, candidate: Candidate) -> float:
+        """Loss at the end of the recovery, in percent: a cut's part of it falls with the tokens that are left."""
+        tried, whole = self.tried[candidate.name], Shape.of(self.teacher)
+        cut = 0.0 if candidate.size.shape == whole else max(0.0, tried.losses.recovered)
+        return tried.losses.rounded - cut + cut * math.pow(tried.tokens / self.tokens, _DECAY)
+
+    def ranking(self) -> list[Candidate]:
+        """Those that were tried: the ones recovered for longer first, then by expected loss; equal ones the fastest."""
+        compared = [self.found[name] for name in self.tried]
+        equal = min(map(self.expected, compared), default=0.0) + EQUAL_PERCENT
+
+        def place(one: Candidate) -> tuple[bool, float, int, float, float]:
+            figures, loss = {**one.predicted, **known(self.figures(one))}, self.expected(one)
+            time_per_token = figures.get("tpot_p50_ms", math.inf)  # unknown in a very short context
+            rank = 0.0 if loss <= equal else loss
+            return not self.tried[one.name].longer, rank, len(one.closed_to), time_per_token, figures["file_mb"]
+
+        return sorted(compared, key=place)
 
 
-def try_briefly(search: Search, trials: Trials, effort: Effort, clock: Clock) -> None:
-    """Recover, round and score the best estimates, one of each kind, while one of them may win.
+def start_search(
+    teacher: ModelConfig, device: Device, target: Target, tokens: int, vocabularies: list[int] | None = None
+) -> Search:
+    """Enumerate what the search may try.
+
+    Raises:
+        GateError: by prediction nothing fits, and nothing measured here can say otherwise.
+    """
+    decides = target.on_device or is_this_machine(device, target.processor)
+    device = device.model_copy(update={"coefficients": resolve(device)})  # once, not for each candidate
+    kinds = formats(teacher, target.processor)
+    search = Search(teacher, device, decides, kinds, ways(teacher, vocabularies or []), tokens)
+    if not decides and not search.plain(sure=False):
+        raise GateError(nothing_fits(search))
+    return search
+
+
+def run_rounds(search: Search, trials: Trials, effort: Effort, clock: Clock) -> list[Candidate]:
+    """Try candidates as the module says; returns them best first.
 
     Raises:
         GateError: even the nearest candidate misses a limit as timed.
     """
-    for _ in range(effort.finalists):
-        candidate = _untried(search, trials)
-        if candidate is None:
-            break
-        keep = finish_seconds(clock, effort)
-        if search.tried and not clock.allows(candidate.name, "trial", effort.search_tokens, keep):
-            break
-        _try(search, trials, candidate, effort.search_tokens, clock)
+    for sure in (False,) if search.decides else (True, False):
+        try_plain(search, trials, effort, clock, sure)
+        if search.tried and not _good_enough(search):
+            try_mixed(search, trials, effort, clock, sure)
+        best = min((search.expected(search.found[name]) for name in search.tried), default=math.inf)
+        if best <= search.device.limits.quality_loss_percent:
+            break  # what is surely inside is good enough: nothing else need be tried
     if not search.tried:
         raise GateError(nothing_fits(search))
+    try_longer(search, trials, effort, clock)
+    return search.ranking()
+
+
+def try_plain(search: Search, trials: Trials, effort: Effort, clock: Clock, sure: bool = False) -> None:
+    """Try the largest model of each way and format, the whole teacher first.
+
+    If that loses nothing, only further formats that lose nothing either can be better: faster.
+    """
+    if search.decides and not search.plain(sure):  # the prediction may be too strict
+        _time(search, trials, search.nearest()[0])
+    for planned in search.plain(sure):
+        worst = max((tried.losses.rounded for tried in search.tried.values()), default=0.0)
+        if _good_enough(search) and (planned.way != WHOLE or worst > EQUAL_PERCENT):
+            return
+        candidate = _as_timed(search, trials, planned, sure)
+        if candidate is None or candidate.name in search.tried:
+            continue
+        if search.tried and not _has_time(search, candidate, effort, clock):
+            return
+        _try(search, trials, candidate, effort.search_tokens, clock)
+
+
+def try_mixed(search: Search, trials: Trials, effort: Effort, clock: Clock, sure: bool = False) -> None:
+    """Try what the shape search of `prune` finds best right after the cut, in the format of the best cut so far."""
+    best = next((one for one in search.ranking() if one.way != WHOLE), None)
+    if best is None:
+        return
+    shapes = search.mixed(best.format, best.size.vocab_size, sure)
+    if not shapes or not clock.allows("mixed cuts", "trial", effort.search_tokens, finish_seconds(clock, effort)):
+        return
+    for shape in trials.best_right_after_the_cut(shapes, _MIXED, _MIXED_SHARE * clock.left()):
+        size = Size(shape, best.size.vocab_size)
+        candidate = candidate_of("mixed", size, best.format, search.teacher, search.device)
+        if search.decides and candidate.name not in search.timed:
+            _time(search, trials, candidate)
+        if candidate.name in search.tried or search.missed(candidate, sure):
+            continue
+        if not _has_time(search, candidate, effort, clock):
+            return
+        _try(search, trials, candidate, effort.search_tokens, clock)
 
 
 def try_longer(search: Search, trials: Trials, effort: Effort, clock: Clock) -> None:
-    """Recover the best two for longer, and train them as rounded, if the second may still win."""
-    best, *others = search.ranking()
-    rivals = [one for one in others if search.expected(one) <= _RIVAL_FACTOR * search.expected(best)][:1]
-    tokens, pair = effort.longer_tokens, [best, *rivals] if rivals else []
-    keep = finish_seconds(clock, effort) + clock.expected("trial", tokens) * (len(pair) - 1)
-    if pair and clock.allows("longer recoveries of the best two", "trial", tokens, keep):  # one alone compares nothing
-        for candidate in pair:
-            _try(search, trials, candidate, tokens, clock, longer=True)
+    """Recover the best for longer and train them as rounded, if there is more than one."""
+    best = search.ranking()[: effort.finalists]
+    if len(best) < 2 or _good_enough(search):
+        return
+    for candidate in best:
+        keep = finish_seconds(clock, effort)
+        if not clock.allows(f"{candidate.name} on more tokens", "trial", effort.longer_tokens, keep):
+            return
+        _try(search, trials, candidate, effort.longer_tokens, clock, longer=True)
 
 
 def finish_seconds(clock: Clock, effort: Effort) -> float:
@@ -96,20 +338,52 @@ def finish_seconds(clock: Clock, effort: Effort) -> float:
     return clock.expected("trial", effort.tokens)
 
 
-def _untried(search: Search, trials: Trials) -> Candidate | None:
-    """The best estimate of a kind that was not tried and may win; on the device itself inside the limits as timed."""
-    by_name = {one.name: one for one in search.found}
-    for _ in range(_TIMED_IN_A_ROW):
-        kinds = {search.kind(by_name[name]) for name in search.tried if name in by_name}
-        left = (one for one in search.front() if search.kind(one) not in kinds)
-        new = next((one for one in left if _may_win(search, one)), None)
-        if new is None and search.decides and not search.inside():
-            new, _missed = nearest_miss(search.found, search.device)  # the prediction may be too strict
-            if new.name in search.timed:
-                raise GateError(nothing_fits(search))
-        if new is None or not search.decides or new.name in search.timed:
-            return new
-        _time(search, trials, new)
+def nothing_fits(search: Search) -> str:
+    """One line: the nearest miss, and which limits to relax by how much."""
+    nearest, missed = search.nearest()
+    source = "measured" if nearest.name in search.timed and search.decides else "predicted"
+    parts = []
+    for name, share in sorted(missed.items(), key=lambda item: -item[1]):
+        limit = getattr(search.device.limits, name)
+        parts.append(f"{name} {limit * share:.4g} of {limit:g} {LIMITS[name].unit}")
+    relax = " and ".join(f"{name} to {1.005 * nearest.predicted[name]:.3g}" for name in missed)
+    return (
+        f"nothing fits {search.device.name}: {nearest.name} comes nearest, with "
+        f"{', '.join(parts)} ({source}); relax {relax}, or start from a smaller teacher"
+    )
+
+
+def known(figures: Mapping[str, float | None]) -> dict[str, float]:
+    """The figures that are not None."""
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _formats(found: list[Candidate]) -> list[ModelFormat]:
+    return [one.format for one in found]
+
+
+def _float_cache(format: ModelFormat) -> ModelFormat:
+    return replace(format, cache="fp32" if format.cache == "int8" else format.cache)
+
+
+def _good_enough(search: Search) -> bool:
+    """Whether the whole teacher loses no more than counts as equal: nothing that is cut can be better."""
+    whole = [name for name in search.tried if search.found[name].way == WHOLE]
+    return any(search.tried[name].losses.rounded <= EQUAL_PERCENT for name in whole)
+
+
+def _has_time(search: Search, candidate: Candidate, effort: Effort, clock: Clock) -> bool:
+    return clock.allows(candidate.name, "trial", effort.search_tokens, finish_seconds(clock, effort))
+
+
+def _as_timed(search: Search, trials: Trials, planned: Candidate, sure: bool) -> Candidate | None:
+    """The largest model of a way and format inside the limits; on the device itself as timed."""
+    for _ in range(_TIMINGS):
+        candidate = search.largest(planned.way, planned.format, sure)
+        if candidate is None or not search.decides or candidate.name in search.timed:
+            return candidate
+        _time(search, trials, candidate)
+    log(f"{planned.way} in {planned.format.name}: outside the budget as timed")
     return None
 
 
@@ -118,27 +392,11 @@ def _time(search: Search, trials: Trials, candidate: Candidate) -> None:
     search.record(candidate, figures, busy)
 
 
-def _may_win(search: Search, candidate: Candidate) -> bool:
-    """Whether a candidate would be best if its estimate were as far too high as its error allows."""
-    best = min((search.expected(one) for one in search.ranking()), default=math.inf)
-    shapes = search.estimates.shapes
-    cut = shapes.percent(candidate.shape)
-    return cut / shapes.factor(candidate.shape) + (candidate.loss_percent - cut) / ROUNDING_FACTOR < best
-
-
 def _try(search: Search, trials: Trials, candidate: Candidate, tokens: int, clock: Clock, longer: bool = False) -> None:
-    before = search.tried.get(candidate.name)
-    foretold = before.foretold if before else candidate.loss_percent
-    factor = before.factor if before else search.error_factor(candidate)
-    cuts = candidate.shape != Shape.of(search.teacher)
+    cuts = candidate.way != WHOLE
     with clock.step("trial" if cuts else "rounding", tokens if cuts else 1.0):
         losses = trials.losses(candidate, tokens, trained=longer)
-    recovered, rounded, interval = losses
-    search.tried[candidate.name] = Tried(tokens, recovered, rounded, foretold, factor, longer, interval)
-    if candidate.vocab_size != search.teacher.vocab_size:
-        tuned = trials.vocabulary_loss(candidate.vocab_size, tuned=True)
-        search.learn_vocabulary(candidate.vocab_size, tuned)
-    if cuts:
-        cut = max(0.0, recovered - search.estimates.vocabularies[candidate.vocab_size])
-        search.learn([Recovered(candidate.shape, tokens, cut)])
-    log(f"{candidate.name}: {rounded:+.1f}% after {tokens:,} tokens, expected {search.expected(candidate):+.1f}%")
+    search.found.setdefault(candidate.name, candidate)
+    search.tried[candidate.name] = Tried(tokens, losses, longer)
+    loss, expected = losses.rounded, search.expected(candidate)
+    log(f"{candidate.name}: {loss:+.1f}% after {tokens:,} tokens, expected {expected:+.1f}%")

@@ -1,4 +1,4 @@
-"""Trying things out on the teacher: rounding, smaller vocabularies, cuts with brief recoveries, exports timed here.
+"""Trying candidates out on the teacher: cuts with brief recoveries, rounding, exports that are scored and timed here.
 
 The commands themselves make everything, each thing in a directory that is kept, so that a search that is run again
 resumes where it stopped.
@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,8 @@ from benchmarks.measure.bench import short_bench
 from benchmarks.measure.process import QUIET_CORES, wait_for_quiet
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.quality import quality_loss
-from benchmarks.search.candidates import Candidate, shape_name
-from benchmarks.search.stages import (
+from benchmarks.search.candidates import Candidate, Size
+from benchmarks.search.recipe import (
     Source,
     export_settings,
     prune_settings,
@@ -36,11 +37,11 @@ from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import digest
+from sportsllm.models.config import ModelConfig
 
 LOG = "log.txt"
 _SCORED_TOKENS = 16_384
 _BRIEF_SAMPLES = 64  # of the cut: more gain nothing that is left after a brief recovery
-_ROUNDING_SAMPLES = 16
 _ATTEMPTS, _QUIET_S = 3, 60.0  # measurements of an export, and how long each waits for other programs to end
 
 
@@ -93,46 +94,30 @@ class Trials:
             self._run(command, settings)
         return tuned
 
-    def vocabulary_loss(self, vocab_size: int, tuned: bool = False) -> float:
-        """Percent that a smaller vocabulary costs, right after the cut or fine-tuned.
+    def best_right_after_the_cut(self, shapes: Sequence[Shape], count: int, seconds: float) -> list[Shape]:
+        """The best of some shapes by the loss after cut and refit, without training, found in about `seconds`;
+        kept for a search that is run again."""
+        from compress.pruning.cut import PruneConfig
+        from compress.pruning.job import Calibration, PruneJob
+        from compress.pruning.search import find_finalists
 
-        Raises:
-            UsageError, ArtifactError: the vocabulary cannot be cut so far, or not at all.
-        """
-        if tuned:
-            return self._loss(self.teacher_with(vocab_size))
-        cut = self.directory / f"vocabulary-{vocab_size}"
-        ((command, settings), _) = vocabulary_stages(self.source, cut, cut, vocab_size, self.tuning_tokens)
-        self._run(command, settings)
-        return self._loss(cut)
-
-    def rounding(self, weights: ModelFormat, calibrated: bool = False) -> float:
-        """Percent that rounding the teacher costs, to the grid of least squared error or by calibration text."""
-        if not weights.quantized:
-            return 0.0
-        parent = self.directory / "rounded"
-        if not calibrated:
-            return self._loss(self._packed(self.source.teacher, weights, parent, "mse"))
-        samples = min(_ROUNDING_SAMPLES, self._pieces)
-        return self._loss(self._packed(self.source.teacher, weights, parent, None, samples=samples))
-
-    def recovered(self, shape: Shape, tokens: int) -> float:
-        """Percent that a cut of the whole vocabulary's teacher costs after `tokens` of recovery."""
-        return self._loss(self._student(shape, self._config.vocab_size, tokens))
-
-    def activations(self, weights: ModelFormat) -> float:
-        """Points that 8-bit activations add to the loss of the rounded teacher: exports have them, PyTorch has not."""
-        if self.processor != "cpu":
-            return 0.0
-        packed = self._packed(self.source.teacher, weights, self.directory / "rounded", "mse")
-        return self._loss(self._exported(packed, weights)) - self._loss(packed)
+        kept, asked = self.directory / "mixed.json", [shape.sizes() for shape in shapes]
+        old = read_json(kept) if kept.exists() else {}
+        if old.get("asked") == asked:
+            return [Shape(**sizes) for sizes in old["found"]]
+        config = PruneConfig(samples=min(_BRIEF_SAMPLES, self._pieces))
+        work = Calibration(PruneJob(self.source.teacher, self.source.calibration, config))
+        with logged(self.directory / LOG):
+            found = [one.shape for one in find_finalists(work, shapes, (), count, seconds)]
+        atomic_write_text(kept, json.dumps({"asked": asked, "found": [shape.sizes() for shape in found]}) + "\n")
+        return found
 
     def losses(self, candidate: Candidate, tokens: int, trained: bool) -> Losses:
         """What a candidate costs after `tokens` of recovery, rounded with calibration text and exported.
 
         `trained` says whether the rounded model is trained too, as the winner is.
         """
-        student = self._student(candidate.shape, candidate.vocab_size, tokens)
+        student = self._student(candidate.size, tokens)
         qad = qad_tokens(candidate.format, tokens) if trained else None
         made = self._packed(student, candidate.format, self.directory / "packed", None, qad)
         if candidate.format.quantized and self.processor == "cpu":
@@ -206,33 +191,26 @@ class Trials:
     def _loss(self, directory: Path) -> float:
         return 100 * (self.bits_per_byte(directory) / self.bits_per_byte(self.source.teacher) - 1)
 
-    def _student(self, shape: Shape, vocab_size: int, tokens: int) -> Path:
-        """The cut teacher, recovered; the teacher itself where nothing is cut."""
-        teacher = self.teacher_with(vocab_size)
-        if shape == Shape.of(self._config):
+    def _student(self, size: Size, tokens: int) -> Path:
+        """The cut teacher, recovered; the teacher itself if no dimension is cut."""
+        shape, whole, teacher = size.shape, Shape.of(self._config), self.teacher_with(size.vocab_size)
+        if shape == whole:
             return teacher
-        out = self.directory / "recovered" / f"{shape_name(shape, vocab_size)}-{tokens}"
+        out = self.directory / "recovered" / f"{size.name}-{tokens}"
         samples = min(_BRIEF_SAMPLES, self._pieces)
-        experts_alone = shape == replace(Shape.of(self._config), experts=shape.experts)  # needs no scores
+        experts_alone = shape == replace(whole, experts=shape.experts)  # needs no scores
         first = out if experts_alone else self._scores.setdefault((teacher, shape.experts), out)  # later cuts read them
         known = {} if first == out else {"scores": first}
         self._run("prune", prune_settings(self.source, shape, teacher, out, tokens, samples=samples, **known))
         return out
 
     def _packed(
-        self,
-        checkpoint: Path,
-        format: ModelFormat,
-        parent: Path,
-        method: str | None,
-        qad: int | None = None,
-        samples: int | None = None,
+        self, checkpoint: Path, format: ModelFormat, parent: Path, method: str | None, qad: int | None = None
     ) -> Path:
         if not format.quantized:
             return checkpoint
         name = f"{checkpoint.name}-{format.weights_name}-{method or 'calibrated'}" + "-trained" * bool(qad)
-        settings = quantize_settings(self.source, format, checkpoint, parent / name, method, qad)
-        self._run("quantize", settings | ({"samples": samples} if samples else {}))
+        self._run("quantize", quantize_settings(self.source, format, checkpoint, parent / name, method, qad))
         return parent / name
 
     def _exported(self, packed: Path, format: ModelFormat) -> Path:
@@ -244,8 +222,8 @@ class Trials:
         from sportsllm.formats.checkpoint import save_checkpoint
         from sportsllm.models.language_model import SportsLLM
 
-        teacher = self.teacher_with(candidate.vocab_size)
-        config = candidate.shape.applied_to(load_config(teacher))
+        teacher, name = self.teacher_with(candidate.size.vocab_size), candidate.size.name
+        config = candidate.size.shape.applied_to(load_config(teacher))
 
         def make(directory: Path) -> dict[str, Any]:
             model = SportsLLM(config)
@@ -253,10 +231,9 @@ class Trials:
             save_checkpoint(directory, model, teacher)
             return {"parameters": config.parameters}
 
-        name = shape_name(candidate.shape, candidate.vocab_size)
-        shape = {"shape": name, "seed": self.source.seed}
+        stage = Stage("random", {"shape": name, "seed": self.source.seed}, [teacher])
         with logged(self.directory / LOG):
-            return Path(run_stage(self.directory / "random" / name, Stage("random", shape, [teacher]), make)["out"])
+            return Path(run_stage(self.directory / "random" / name, stage, make)["out"])
 
     def _run(self, command: str, settings: dict[str, Any]) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -264,7 +241,7 @@ class Trials:
             load_command(command)(**settings)
 
     @functools.cached_property
-    def _config(self) -> Any:
+    def _config(self) -> ModelConfig:
         return load_config(self.source.teacher)
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Which shape under a size keeps most: many are cut, the best few refitted, fewer recovered briefly, one is named.
+"""The shape search of `prune` and `fit`: many shapes are cut, the best few refitted, fewer recovered briefly.
 
 A ranking right after the cut misleads, and settles after some hundred steps of recovery (Minitron,
 https://arxiv.org/abs/2407.14679). So the finalists differ in depth and hidden size, the even cut is always one of them,
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.pruning.cut import prune_model
-from compress.pruning.job import Calibration, PruneJob
+from compress.pruning.job import Calibration
 from compress.pruning.scores import SCORES_FILE
 from compress.pruning.shapes import (
     WIDTH_STEP,
@@ -23,7 +24,6 @@ from compress.pruning.shapes import (
     Target,
     block_counter,
     candidate_shapes,
-    shape_for_share,
 )
 from compress.pruning.units import loss_per_token
 from sportsllm.console import log, logged, progress_bar
@@ -91,14 +91,16 @@ def choose_shape(
         log(f"embedding and head are {tables:.0%} of the parameters and stay whole; prune --vocab-size cuts them")
     found: list[Finalist] = []
     if tokens != 0:
-        _check_out(job, out, share)
+        shapes = candidate_shapes(config, share)
+        made = manifest_of(out).results.get("shape")  # refuse what another job made before the search, not after it
+        finished_manifest(out, job.stage(next((one for one in shapes if one.sizes() == made), shape)))
         if job.recovery is None:
-            found = find_finalists(work, share, 1)
+            found = find_finalists(work, shapes, [shape], 1)
         else:
             tokens = tokens or round(_SEARCH_SHARE * recovery_tokens(job.recovery))
-            found = recovered_finalists(
-                work, share, tokens, target.finalists, out.with_name(f"{out.name}.search"), recovered
-            )
+            sought = {"share": share, "search": tokens, "finalists": target.finalists}
+            directory = out.with_name(f"{out.name}.search")
+            found = recovered_finalists(work, shapes, shape, sought, directory, recovered)
         shape = found[0].shape
     reached = block_counter(config)(shape) / config.block_parameters
     if reached < _NEAR * share:
@@ -109,26 +111,22 @@ def choose_shape(
     return shape, found
 
 
-def _check_out(job: PruneJob, out: Path, share: float) -> None:
-    """Refuse an `out` that another job made before the search, and not after its work."""
-    config = job.model_config()
-    even = shape_for_share(config, share)
-    made = manifest_of(out).results.get("shape")
-    own = (shape for shape in candidate_shapes(config, share) if shape.sizes() == made)
-    finished_manifest(out, job.stage(next(own, even)))
-
-
-def find_finalists(calibration: Calibration, share: float, count: int) -> list[Finalist]:
+def find_finalists(
+    calibration: Calibration, shapes: Sequence[Shape], always: Sequence[Shape], count: int, seconds: float = math.inf
+) -> list[Finalist]:
     """At most `count` shapes, best first: the best after cut and refit for each depth and hidden size.
 
-    `share` is that of the non-embedding parameters to keep. The shapes are ranked on the first few calibration samples,
-    and refitted to some of the others. The even cut is one of them.
+    Args:
+        calibration: the shapes are ranked on its first few samples, and refitted to some of the others.
+        shapes: those to choose from, thinned out if they are many.
+        always: refitted too; one of them is among two or more finalists.
+        count: how many finalists.
+        seconds: no further shape is cut after as many.
     """
     started, model, samples = time.perf_counter(), calibration.model, calibration.samples
     held_out = max(1, min(_SCORING_SAMPLES, len(samples) // 4))
     scoring, fitted = samples[:held_out], samples[held_out : held_out + _REFIT_SAMPLES] or samples
     merging = fitted[:_SCORING_SAMPLES]  # heads are merged by other text than the shapes are ranked on
-    even = shape_for_share(model.config, share)
 
     def loss_of(shape: Shape, refit: bool = False) -> float:
         smaller = shape.applied_to(model.config)
@@ -136,15 +134,17 @@ def find_finalists(calibration: Calibration, share: float, count: int) -> list[F
         return loss_per_token(pruned.model, scoring)
 
     losses: dict[Shape, float] = {}
-    candidates = thinned(candidate_shapes(model.config, share), _MOST_CUT)
+    candidates = thinned(shapes, _MOST_CUT)
     with progress_bar("shapes", len(candidates)) as bar:
-        for shape in dict.fromkeys([*candidates, even]):
+        for shape in dict.fromkeys([*always, *candidates]):
+            if losses and time.perf_counter() - started > seconds:
+                break
             losses[shape] = loss_of(shape)
             bar.advance()
     best: dict[tuple[int, int], Shape] = {}
-    for shape in sorted(candidates, key=losses.__getitem__):
+    for shape in sorted((one for one in candidates if one in losses), key=losses.__getitem__):
         best.setdefault((shape.layers, shape.hidden), shape)
-    chosen = dict.fromkeys([*list(best.values())[: max(_REFITTED, count)], even])
+    chosen = dict.fromkeys([*list(best.values())[: max(_REFITTED, count)], *always])
     refitted: list[Finalist] = []
     with progress_bar("refitted", len(chosen)) as bar:
         for shape in chosen:
@@ -152,11 +152,11 @@ def find_finalists(calibration: Calibration, share: float, count: int) -> list[F
             bar.advance()
     refitted.sort(key=lambda item: item.loss_after_refit)
     best_two = ", ".join(f"{one.shape.name} {one.loss_after_refit:.3f}" for one in refitted[:2])
-    seconds = time.perf_counter() - started
-    log(f"{len(losses)} shapes cut, {len(refitted)} refitted in {seconds:.0f} s; nats a token after that: {best_two}")
+    taken = time.perf_counter() - started
+    log(f"{len(losses)} shapes cut, {len(refitted)} refitted in {taken:.0f} s; nats a token after that: {best_two}")
     found = refitted[:count]
-    if count > 1 and all(one.shape != even for one in found):
-        found[-1] = next(one for one in refitted if one.shape == even)
+    if always and count > 1 and not {one.shape for one in found} & set(always):
+        found[-1] = next(one for one in refitted if one.shape in always)
     return found
 
 
@@ -170,30 +170,27 @@ def thinned(shapes: Sequence[Shape], most: int) -> list[Shape]:
 
 def recovered_finalists(
     calibration: Calibration,
-    share: float,
-    tokens: int,
-    count: int,
+    shapes: Sequence[Shape],
+    even: Shape,
+    sought: Mapping[str, Any],
     directory: Path,
     recovered: Callable[[StudentTraining, Shape, Path], float],
 ) -> list[Finalist]:
-    """`count` finalists, recovered briefly inside `directory`, best first.
+    """Finalists among some shapes, recovered briefly inside `directory`, best first.
 
     A finished search is found there again by a second run, such as one that goes on with the main recovery.
 
     Args:
         calibration: of a job with a recovery.
-        share: of the non-embedding parameters to keep.
-        tokens: of each brief recovery.
-        count: how many finalists.
+        shapes, even: those to choose from, and the even cut, which is always tried.
+        sought: `share` of the parameters, `search` tokens of each brief recovery, and `finalists`, how many.
         directory: of the search.
         recovered: given the brief recovery, a shape and its directory, bits per byte of the text for choices.
     """
     job = calibration.job
     assert job.recovery is not None
-    brief = brief_recovery(job.recovery, tokens)
-    sought = {"share": share, "search": tokens, "finalists": count}
-    even = job.stage(shape_for_share(job.model_config(), share))
-    identity = Stage("search", {**even.settings, **sought}, even.inputs).fingerprint()
+    brief, stage = brief_recovery(job.recovery, sought["search"]), job.stage(even)
+    identity = Stage("search", {**stage.settings, **sought}, stage.inputs).fingerprint()
     known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
     if known.get("fingerprint") == identity:
         log(f"{directory}: the shape was found there before")
@@ -201,7 +198,7 @@ def recovered_finalists(
         stored = directory / found[0].shape.name / SCORES_FILE
         calibration.stored = stored if stored.exists() else None
         return found
-    finalists = find_finalists(calibration, share, count)
+    finalists = find_finalists(calibration, shapes, [even], sought["finalists"])
     directory.mkdir(parents=True, exist_ok=True)
     started, tried = time.perf_counter(), list[Finalist]()
     for finalist in finalists:

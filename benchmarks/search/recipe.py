@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.predict.model_size import ModelFormat
-from benchmarks.search.cut import prune_options
 from compress.pruning.shapes import Shape
 from sportsllm.console import log
 from sportsllm.files import atomic_write_text
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 _SEQUENCE = 512
 _SHARE_OF_TEACHER = 0.05
 _UNKNOWN_TOKENS = 1_000_000
-_PROBE_TOKENS = 30_000
 _QAD_SHARE = 0.2  # of the recovery's tokens
 
 
@@ -101,20 +99,15 @@ class Effort:
 
     Attributes:
         tokens: of the winner's recovery.
-        search_tokens: of a candidate's brief recovery; a probe has about half as many, a longer recovery three times.
-        finalists: cut models that are recovered briefly.
+        search_tokens: of a candidate's brief recovery.
+        finalists: candidates that are recovered for longer.
         minutes: for the whole of it; None for no limit.
     """
 
     tokens: int
     search_tokens: int
-    finalists: int = 4
+    finalists: int = 3
     minutes: float | None = None
-
-    @property
-    def probe_tokens(self) -> int:
-        """Of the recoveries that only teach what cuts cost: some thirty steps, where there are tokens for it."""
-        return max(1, self.search_tokens // 2, min(_PROBE_TOKENS, self.tokens // 8))
 
     @property
     def longer_tokens(self) -> int:
@@ -150,17 +143,17 @@ def vocabulary_stages(
 
 
 def prune_settings(source: Source, shape: Shape, teacher: Path, out: Path, tokens: int, **rare: Any) -> dict[str, Any]:
-    """Arguments of `prune` that make a shape; `rare` are settings."""
-    training = source.training()
-    rare |= {name: training.pop(name) for name in (*STEPS, *TRAINING) if name in training}
+    """Arguments of `prune` that make a shape; `rare` are settings. Experts are named only if there are to be fewer."""
+    whole, sizes = Shape.of(load_config(source.teacher)), shape.sizes()
+    if shape.experts == whole.experts:
+        sizes.pop("experts", None)
     return {
         "checkpoint": teacher,
         "out": out,
         "calibration": list(source.calibration),
-        **prune_options(shape, load_config(source.teacher)),
+        **sizes,
         "recover": tokens,
-        **training,
-        **({"settings": rare} if rare else {}),
+        **_training(source, rare),
     }
 
 
@@ -179,11 +172,15 @@ def quantize_settings(
         **({"calibration": list(source.calibration), **source.held_out()} if method is None else {"method": method}),
     }
     if qad:
-        training = source.training()
-        training.pop("learning_rate", None)  # training the rounded model has a rate of its own
-        rare = {name: training.pop(name) for name in (*STEPS, *TRAINING) if name in training}
-        settings |= {"qad": qad, **training, **({"settings": rare} if rare else {})}
+        settings |= {"qad": qad, **_training(source, {}, leave_out="learning_rate")}  # it has a rate of its own
     return settings
+
+
+def _training(source: Source, rare: dict[str, Any], leave_out: str = "") -> dict[str, Any]:
+    """Arguments of a training: options by name, `settings` what is rare."""
+    training = {name: value for name, value in source.training().items() if name != leave_out}
+    rare |= {name: training.pop(name) for name in (*STEPS, *TRAINING) if name in training}
+    return training | ({"settings": rare} if rare else {})
 
 
 def qad_tokens(format: ModelFormat, tokens: int) -> int | None:
@@ -240,13 +237,13 @@ def _stages(
     """Name, command and settings of every stage."""
     stages: list[tuple[str, str, dict[str, Any]]] = []
     made, teacher, format = source.teacher, load_config(source.teacher), candidate.format
-    if candidate.vocab_size != teacher.vocab_size:
+    if candidate.size.vocab_size != teacher.vocab_size:
         cut, tuned = out / "vocabulary", out / "teacher"
-        commands = vocabulary_stages(source, cut, tuned, candidate.vocab_size, effort.search_tokens)
+        commands = vocabulary_stages(source, cut, tuned, candidate.size.vocab_size, effort.search_tokens)
         stages += [(path.name, *command) for path, command in zip((cut, tuned), commands, strict=True)]
         made = tuned
-    if candidate.shape != Shape.of(teacher):
-        settings = prune_settings(source, candidate.shape, made, out / "student", effort.tokens)
+    if candidate.size.shape != Shape.of(teacher):
+        settings = prune_settings(source, candidate.size.shape, made, out / "student", effort.tokens)
         stages.append(("student", "prune", settings))
         made = out / "student"
     if format.quantized:
@@ -271,12 +268,8 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as TOML has them: paths are strings, and what is not set is left out."""
 
     def plain(value: Any) -> Any:
-        return (
-            [plain(one) for one in value]
-            if isinstance(value, list)
-            else str(value)
-            if isinstance(value, Path)
-            else value
-        )
+        if isinstance(value, list):
+            return [plain(one) for one in value]
+        return str(value) if isinstance(value, Path) else value
 
     return {"set" if key == "settings" else key: plain(value) for key, value in settings.items() if value is not None}

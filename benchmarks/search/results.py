@@ -1,0 +1,145 @@
+"""What a search found, as fit.json has it and as `fit` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.labels import LIMITS, MISSING, Table, band, number
+from benchmarks.predict.latency import limit_band
+from benchmarks.reporting.bench_tables import verdict_line
+from benchmarks.reporting.measured import as_budget
+from benchmarks.search.candidates import WHOLE, Candidate
+from benchmarks.search.rounds import EQUAL_PERCENT, Search, known
+
+_SHOWN = 8
+_FIGURES = ("file_mb", "tpot_p50_ms")
+
+
+def summary(search: Search, chosen: Candidate, teacher_bits_per_byte: float | None = None) -> dict[str, Any]:
+    """The result's part about the search: every candidate that was considered, the tried ones first.
+
+    If measurements decide, predictions are the corrected ones. Losses are percent of the teacher's bits per byte, on
+    the text that the search chose by.
+    """
+    considered = {one.name: one for one in [*search.ranking(), chosen, *search.found.values()]}
+    records = []
+    for candidate in considered.values():
+        timed, tried = search.timed.get(candidate.name), search.tried.get(candidate.name)
+        expected = candidate.predicted if timed else known(search.figures(candidate))  # as it was held to the limits
+        bits = teacher_bits_per_byte * (1 + tried.losses.rounded / 100) if tried and teacher_bits_per_byte else None
+        records.append(
+            replace(candidate, predicted=expected).record()
+            | {
+                "tried_tokens": tried and tried.tokens,
+                "recovered_loss_percent": tried and round(tried.losses.recovered, 3),
+                "rounded_loss_percent": tried and round(tried.losses.rounded, 3),
+                "expected_loss_percent": tried and round(search.expected(candidate), 3),
+                "interval_percent": tried and tried.losses.interval,
+                "measured": timed,
+                "busy": candidate.name in search.busy,
+                "bits_per_byte": bits,
+                "within": not search.missed(candidate, sure=False),
+                "sure": not search.missed(candidate, sure=True),
+            }
+        )
+    return {
+        "target": search.device.name,
+        "decided_by": "measurement" if search.decides else "prediction",
+        "limits": {name: getattr(search.device.limits, name) for name in LIMITS},
+        "candidates": records,
+        "band": limit_band(search.device),
+        "uncertain": bool(search.missed(chosen, sure=True)),
+        "chosen": chosen.name,
+        "whole_teacher": chosen.way == WHOLE,
+    }
+
+
+def print_fit(console: Console, result: Mapping[str, Any]) -> None:
+    """What was chosen, what it costs, what was next best and why not: at most twenty lines."""
+    chosen = next(one for one in result["candidates"] if one["name"] == result["chosen"])
+    others = [one for one in result["candidates"] if one is not chosen]
+    titles = [LIMITS[name].title for name in _FIGURES]
+    headers = ("candidate", "cut", "weights", *titles, "tried", "at the end", "")
+    rows = [_cells(one, result) for one in [chosen, *others][:_SHOWN]]
+    title = f"{result['target']}: {len(result['candidates'])} candidates, decided by {result['decided_by']}"
+    Table(title, headers, rows, (0, 1, len(headers) - 1)).print(console)
+    console.print(_choice(result, chosen, others), markup=False)
+    if bench := result.get("bench"):
+        console.print(_foretold(chosen, bench, result), markup=False)
+        console.print(verdict_line(as_budget(bench["budget"])), markup=False, style="bold")
+        console.print(f"{result['out']}: made by {result['line']}", markup=False)
+
+
+def _cells(one: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    cells = [one["name"], one["way"], f"{one['parameters']:,}"]
+    for name in _FIGURES:
+        predicted, measured = one["predicted"].get(name), (one["measured"] or {}).get(name)
+        if measured is not None:
+            cells.append(number(measured))
+        elif predicted is not None:
+            factor = result["band"].get(name, 1.0)
+            cells.append(band(predicted / factor, predicted * factor))
+        else:
+            cells.append(MISSING)
+    for loss in (one["rounded_loss_percent"], one["expected_loss_percent"]):
+        cells.append(MISSING if loss is None else f"{loss:+.1f}%")
+    notes = [
+        "chosen" if one["name"] == result["chosen"] else "",
+        "outside" if not one["within"] else "" if one["sure"] else "uncertain",
+        "busy machine" if one["busy"] else "",
+        f"not {', '.join(one['closed_to'])}" if one["closed_to"] else "",
+    ]
+    return [*cells, ", ".join(note for note in notes if note)]
+
+
+def _choice(result: Mapping[str, Any], chosen: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
+    """Why the winner won, and what was next best and why not."""
+    name = chosen["name"]
+    if result.get("dry_run"):
+        return f"{name} would be tried first, and each of the others."
+    cut = "; nothing is cut" if result["whole_teacher"] else ""
+    bound = f"; more misses {', '.join(chosen['bound_by'])}" if chosen["bound_by"] else ""
+    rivals = [one for one in others if one["tried_tokens"] is not None and one["within"]]
+    if gave_up := result.get("gave_up"):
+        missed = "; ".join(f"{other} missed {', '.join(limits)}" for other, limits in gave_up.items())
+        failed = result["bench"]["budget"]["verdict"] == "fail"
+        why = "it misses the budget by least" if failed else "the best that keeps to the budget once finished"
+        return f"Chosen: {name}{cut}: {why} ({missed})."
+    if not rivals:
+        return f"Chosen: {name}{cut}{bound}: nothing else was tried."
+    best = min(rivals, key=lambda one: one["expected_loss_percent"])
+    behind = best["expected_loss_percent"] - chosen["expected_loss_percent"]
+    if behind > EQUAL_PERCENT:
+        why = f"expected to lose {behind:.1f} points more"
+    else:
+        opened = f", and opens in {', '.join(best['closed_to'])} too" if best["closed_to"] else ""
+        why = f"as good within {EQUAL_PERCENT:g} points; the chosen one is faster or smaller{opened}"
+    return f"Chosen: {name}{cut}{bound}. Next best: {best['name']}, {why}."
+
+
+def _foretold(chosen: Mapping[str, Any], bench: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """The loss after the winner's trials and as measured at the end, with how far either may differ on other text."""
+    loss, documents = bench["quality_loss_percent"], result["documents"]
+    found = "not measured" if loss is None else f"measured {loss:+.1f}%{_interval(bench['quality_interval_percent'])}"
+    tried = (
+        ""
+        if chosen["expected_loss_percent"] is None
+        else (
+            f"expected {chosen['expected_loss_percent']:+.1f}% after trials on {documents['trials']} documents"
+            f"{_interval(chosen['interval_percent'])}, "
+        )
+    )
+    return (
+        f"Loss of bits per byte against the teacher: {tried}{found} on {documents['final']} others that no choice "
+        "looked at"
+    )
+
+
+def _interval(interval: Sequence[float] | None) -> str:
+    if interval is None:
+        return " (too few documents for an interval)"
+    return f" ({interval[0]:+.1f} to {interval[1]:+.1f}%)"
