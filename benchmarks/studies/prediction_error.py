@@ -4,15 +4,13 @@
 
 Calibrates, measures models of 20 random shapes, each in two formats, and compares them with predictions made with the
 calibrated and with the shipped coefficients. Writes into DIR `prediction.csv`, a line a figure, and `summary.csv`: for
-each kind of figure and set of coefficients the factor, either way, that holds 90% of the figures, which is the band of
-predictions, and the factor that holds half of them.
+each kind of figure and set of coefficients the band, the factor, either way, that holds 90% of the figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import math
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,7 +20,6 @@ from typing import Any
 
 from benchmarks.devices.load import load_device
 from benchmarks.devices.schema import Coefficients
-from benchmarks.labels import Table
 from benchmarks.measure.machine import default_threads, machine, this_machine
 from benchmarks.measure.process import QUIET_CORES
 from benchmarks.predict.calibrate import (
@@ -30,6 +27,7 @@ from benchmarks.predict.calibrate import (
     INT8_CACHE,
     SHAPES,
     Figure,
+    band_of,
     calibrate,
     measure_models,
     shape,
@@ -37,7 +35,6 @@ from benchmarks.predict.calibrate import (
 )
 from benchmarks.predict.latency import costs, resolve, total
 from benchmarks.predict.model_size import ModelFormat
-from benchmarks.spread import percentile
 from sportsllm.console import output
 from sportsllm.errors import ConflictError
 from sportsllm.models.config import ModelConfig
@@ -73,17 +70,6 @@ def compare(figures: Sequence[Figure], sets: Mapping[str, Coefficients]) -> list
     return rows
 
 
-def summarise(rows: Sequence[Mapping[str, Any]], sets: Sequence[str]) -> list[dict[str, Any]]:
-    """By kind of figure and set of coefficients: the factors, either way, that hold 50% and 90% of the figures."""
-    found = []
-    for kind in ("tpot", "ttft", "memory"):
-        for name in sets:
-            off = [abs(math.log(row[name] / row["measured"])) for row in rows if row["figure"] == kind]
-            factors = {f"factor_{share}": round(math.exp(percentile(off, share)), 3) for share in (50, 90)}
-            found.append({"figure": kind, "coefficients": name, "figures": len(off), **factors})
-    return found
-
-
 def run_study(out: Path, rounds: int) -> list[dict[str, Any]]:
     """Calibrate, measure, compare and write; see the module. Returns the summary.
 
@@ -100,12 +86,15 @@ def run_study(out: Path, rounds: int) -> list[dict[str, Any]]:
         orders = ALL_FORMATS, ALL_FORMATS[3:] + ALL_FORMATS[:3]  # two formats for each shape
         wanted = [pair for order in orders for pair in zip(random_shapes(), cycle(order), strict=False)]
         figures, busiest = measure_models(write_models(Path(folder), wanted), threads, rounds)
-    rows, here = compare(figures, sets), machine()
-    summary = summarise(rows, list(sets))
-    noisy = "" if busiest <= QUIET_CORES else f", noisy: other programs used up to {busiest:.1f} cores"
+    here, noisy = machine(), "" if busiest <= QUIET_CORES else f", noisy: others used up to {busiest:.1f} cores"
     where = f"{here['processor']}, {threads} threads, {rounds} rounds, {here['measured_at'][:10]}{noisy}"
+    summary = [
+        {"figure": kind, "coefficients": name, "factor_90": factor, "machine": where}
+        for name, each in sets.items()
+        for kind, factor in band_of(each, figures).items()
+    ]
     out.mkdir(parents=True, exist_ok=True)
-    for name, lines in (("prediction.csv", rows), ("summary.csv", [{**row, "machine": where} for row in summary])):
+    for name, lines in (("prediction.csv", compare(figures, sets)), ("summary.csv", summary)):
         with (out / name).open("w", encoding="utf-8", newline="") as stream:
             writer = csv.DictWriter(stream, list(lines[0]), lineterminator="\n")
             writer.writeheader()
@@ -119,8 +108,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="New folder for the results.")
     parser.add_argument("--rounds", type=int, default=5, help="Fresh processes for each model.")
     given = parser.parse_args()
-    summary = run_study(given.out, given.rounds)
-    Table("", list(summary[0]), [[str(cell) for cell in row.values()] for row in summary], (0, 1)).print(output())
+    for row in run_study(given.out, given.rounds):
+        output().print(", ".join(map(str, row.values())), markup=False)
 
 
 if __name__ == "__main__":
