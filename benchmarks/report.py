@@ -148,7 +148,7 @@ def before_and_after(
     from sportsllm.console import log
     from sportsllm.model import LoadedModel, load
 
-    if any("\udc80" <= letter <= "\udcff" for prompt in prompts for letter in prompt):
+    if any("\ud800" <= letter <= "\udfff" for prompt in prompts for letter in prompt):
         raise UsageError("--sample is not valid UTF-8")
     skipped = list[str]()
 
