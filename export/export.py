@@ -226,7 +226,7 @@ def _excluded(job: _Job, provider: str) -> Iterator[tuple[str, bool]]:
 
 def _unfit(job: _Job) -> Iterator[tuple[str, bool]]:
     """What the checkpoint has no form for: what to say, and whether it is asked for."""
-    from export.graph.kinds import check_kinds, computes_in_half
+    from export.graph.decoder import check_kinds, computes_in_half
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.safetensors import quantization_config
 

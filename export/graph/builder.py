@@ -25,11 +25,24 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-_FLOAT = ir.DataType.FLOAT
-MS = "com.microsoft"  # the domain of ONNX Runtime's own operators
+FLOAT, HALF, INT8, UINT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT8, ir.DataType.UINT8
+INT32, INT64, BOOL = ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
+MS = "com.microsoft"  # the domain of ONNX Runtime's own operators, of which graphs have these:
+_OF_MS = {
+    "DynamicQuantizeMatMul",
+    "FusedMatMul",
+    "GatherBlockQuantized",
+    "GroupQueryAttention",
+    "MatMulNBits",
+    "QuickGelu",
+    "RotaryEmbedding",
+    "SkipLayerNormalization",
+    "SkipSimplifiedLayerNormalization",
+}
 IR_VERSION = 10  # with opset 21: read by the browser build too
-KERNELS = KERNELS_DOMAIN  # the domain of this program's own, see `export.graph.calls`
-OPSETS = {"": 21, MS: 1, KERNELS: int(VERSION)}  # a graph imports those that it uses
+OPSETS = {"": 21, MS: 1, KERNELS_DOMAIN: int(VERSION)}  # a graph imports those that it uses
+LEAST = float(np.finfo(np.float32).min)
+"""Instead of minus infinity in masks: a padding token that attends to nothing stays a number."""
 INLINE_BELOW_BYTES = 1024  # smaller tensors go into the graph file: loaders expect shape constants there
 PAGE_BYTES = 4096  # large tensors start on a page, so that they can be mapped
 SMALL_BYTES = 65_536
@@ -71,14 +84,14 @@ class GraphForm:
     @property
     def real(self) -> ir.DataType:
         """Type of activations, vectors and scales."""
-        return ir.DataType.FLOAT16 if self.in_half else ir.DataType.FLOAT
+        return HALF if self.in_half else FLOAT
 
     @property
     def cached(self) -> ir.DataType:
         """Type of keys and values."""
         if self.scales is not None:
-            return ir.DataType.INT8
-        return ir.DataType.FLOAT16 if self.in_half or self.half_cache else ir.DataType.FLOAT
+            return INT8
+        return HALF if self.in_half or self.half_cache else FLOAT
 
 
 class Builder:
@@ -101,7 +114,7 @@ class Builder:
     @contextmanager
     def recording(self) -> Iterator[list[ir.Node]]:
         """Nodes that are made inside go to a list instead of the graph."""
-        around, self._nodes = self._nodes, []
+        around, self._nodes = self._nodes, list[ir.Node]()
         try:
             yield self._nodes
         finally:
@@ -137,47 +150,45 @@ class Builder:
         value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape(shape)
         self._outputs.append(value)
 
-    def node(
-        self, name: str, op: str, inputs: Sequence[ir.Value | None], domain: str = "", **attributes: Any
-    ) -> ir.Value:
-        """Add an operator with one output, which is named like the node."""
-        return self.node_with_outputs(name, op, inputs, (name,), domain, **attributes)[0]
+    def node(self, name: str, op: str, *inputs: ir.Value | int | None, **attributes: Any) -> ir.Value:
+        """Add an operator with one output, which is named like the node; an int as an input is a list of an axis."""
+        return self.nodes_of(name, op, inputs, [name], **attributes)[0]
 
-    def node_with_outputs(
-        self,
-        name: str,
-        op: str,
-        inputs: Sequence[ir.Value | None],
-        outputs: Sequence[str],
-        domain: str = "",
-        **attributes: Any,
+    def at(self, prefix: str) -> Callable[..., ir.Value]:
+        """`node`, with something in front of the names."""
+        return lambda name, op, *inputs, **attributes: self.node(prefix + name, op, *inputs, **attributes)
+
+    def nodes_of(
+        self, name: str, op: str, inputs: Sequence[ir.Value | int | None], outputs: Sequence[str], **attributes: Any
     ) -> list[ir.Value]:
-        """Add an operator; an empty output name leaves an optional output out."""
+        """Add an operator with several outputs, by name; an empty one leaves an optional output out."""
+        read = [self.ints(f"axis_{each}", [each]) if isinstance(each, int) else each for each in inputs]
         values = [ir.Value(name=output) for output in outputs]
-        self._nodes.append(ir.node(op, inputs, attributes, domain=domain, outputs=values, name=name))
+        domain = MS if op in _OF_MS else ""
+        self._nodes.append(ir.node(op, read, attributes, domain=domain, outputs=values, name=name))
         return values
 
     def if_else(
         self,
         name: str,
         condition: ir.Value,
-        branches: Mapping[str, Callable[[], Sequence[ir.Value]]],
+        then: Callable[[], Sequence[ir.Value]],
+        otherwise: Callable[[], Sequence[ir.Value]],
         outputs: Mapping[str, ir.DataType],
     ) -> list[ir.Value]:
         """An `If`: of two branches with the same outputs, given by name and type, one runs.
 
-        `then_branch` and `else_branch` add their nodes and return values in the order of `outputs`. They may use any
-        value of the graph but no node name of it. Weights and constants stay the graph's.
+        Branches add their nodes and return values in the order of `outputs`. They may use any value of the graph but no
+        node name of it. Weights and constants stay the graph's.
         """
         graphs = {}
-        for branch, make in branches.items():
-            around, self._nodes = self._nodes, []
-            values = make()
+        for branch, make in (("then_branch", then), ("else_branch", otherwise)):
+            with self.recording() as nodes:
+                values = make()
             for value, dtype in zip(values, outputs.values(), strict=True):
                 value.type = ir.TensorType(dtype)
-            graphs[branch] = ir.Graph([], values, nodes=self._nodes, name=f"{name}/{branch}")
-            self._nodes = around
-        return self.node_with_outputs(name, "If", [condition], list(outputs), **graphs)
+            graphs[branch] = ir.Graph([], values, nodes=nodes, name=f"{name}/{branch}")
+        return self.nodes_of(name, "If", [condition], list(outputs), **graphs)
 
     def scan(
         self,
@@ -196,34 +207,55 @@ class Builder:
         Returns:
             The last states, and what was collected, (B, T, ...), called `outputs`.
         """
-        around, self._nodes = self._nodes, []
-        given = [ir.Value(name=f"{name}/{value.name}", type=ir.TensorType(_FLOAT)) for value in (*states, *sequences)]
-        kept, collected = step(given[: len(states)], given[len(states) :])
+        given = [ir.Value(name=f"{name}/{value.name}", type=ir.TensorType(FLOAT)) for value in (*states, *sequences)]
+        with self.recording() as nodes:
+            kept, collected = step(given[: len(states)], given[len(states) :])
         results = [*kept, collected]
-        for node in self._nodes:
+        for node in nodes:
             node.name = f"{name}/{node.name}"
             for value in node.outputs:
                 value.name = f"{name}/{value.name}"
         for value in results:
-            value.type = ir.TensorType(_FLOAT)
-        body = ir.Graph(given, results, nodes=self._nodes, name=f"{name}/step")
-        self._nodes = around
+            value.type = ir.TensorType(FLOAT)
+        body = ir.Graph(given, results, nodes=nodes, name=f"{name}/step")
         axes: dict[str, Any] = {"scan_input_axes": [1] * len(sequences), "scan_output_axes": [1]}
         inputs = [*states, *sequences]
-        return self.node_with_outputs(name, "Scan", inputs, outputs, body=body, num_scan_inputs=len(sequences), **axes)
+        return self.nodes_of(name, "Scan", inputs, outputs, body=body, num_scan_inputs=len(sequences), **axes)
 
     def split(self, name: str, x: ir.Value, sizes: Sequence[int], outputs: Sequence[str]) -> list[ir.Value]:
         """x cut along its last axis."""
-        lengths = self.constant("split_" + "_".join(map(str, sizes)), np.array(sizes, np.int64))
-        return self.node_with_outputs(name, "Split", [x, lengths], outputs, axis=-1)
+        lengths = self.ints("split_" + "_".join(map(str, sizes)), sizes)
+        return self.nodes_of(name, "Split", [x, lengths], outputs, axis=-1)
 
     def constant(self, name: str, array: Array) -> ir.Value:
         """A small tensor; the same name gives the same tensor."""
         return self.weight(name, ir.DataType.from_numpy(array.dtype), array.shape, lambda: array)
 
-    def axis(self, axis: int) -> ir.Value:
-        """A list of one axis, for operators that take a list of axes."""
-        return self.constant(f"axis_{axis}", np.array([axis], np.int64))
+    def ints(self, name: str, numbers: int | Sequence[int]) -> ir.Value:
+        """A constant of int64, a list or a single number."""
+        return self.constant(name, np.array(numbers, np.int64))
+
+    @property
+    def zero(self) -> ir.Value:
+        """0, int64."""
+        return self.ints("zero", 0)
+
+    @property
+    def one(self) -> ir.Value:
+        """1, int64."""
+        return self.ints("one", 1)
+
+    def size(self, name: str, x: ir.Value, axis: int) -> ir.Value:
+        """The length of an axis, (1,)."""
+        return self.node(name, "Shape", x, start=axis, end=axis + 1)
+
+    def scalar(self, name: str, x: ir.Value) -> ir.Value:
+        """A list of one as a number."""
+        return self.node(name, "Reshape", x, self.ints("scalar_shape", []))
+
+    def real(self, name: str, number: float) -> ir.Value:
+        """A constant of float32."""
+        return self.constant(name, np.array(number, np.float32))
 
     def weight(self, name: str, dtype: ir.DataType, shape: Sequence[int], read: Callable[[], Array]) -> ir.Value:
         """A named tensor that `read` fetches when the graph is written; a name used twice is stored once."""

@@ -12,18 +12,18 @@ The operators are those of `export/kernels/library.cpp`: `DecoderLayer`, or else
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
 from export import metadata
-from export.graph.builder import KERNELS, Builder, opsets_of, with_branches
+from export.graph.builder import FLOAT, HALF, INT8, Builder, opsets_of, with_branches
 from export.kernels.library import VERSION
 
 MOST_BODIES = 8  # names that the library registers for each operator of a layer
-SUFFIXES = {ir.DataType.FLOAT: "", ir.DataType.FLOAT16: "Half", ir.DataType.INT8: "Int8"}
+SUFFIXES = {FLOAT: "", HALF: "Half", INT8: "Int8"}
 """Of an operator's name, by the type of the cache."""
 Inputs = dict[str, ir.Value | None]
 Attributes = dict[str, int | float]
@@ -46,16 +46,18 @@ class Call:
         name: of the call.
         base: what, with a dot behind it, the names of the layer's nodes begin with.
         inputs: the kernel's by name, in its order; None leaves an optional one out.
-        outputs: in the same way, values of the nodes that become the body.
+        outputs: in the same way, values of the nodes that become the body; those of the call once it is added.
         attributes: the kernel's; the body holds its own.
+        shares: whether the body, and not the kernel, reads more, of which the graph has one for all layers.
     """
 
     op: str
     name: str
     base: str
-    inputs: Mapping[str, ir.Value | None]
-    outputs: Mapping[str, ir.Value]
+    inputs: Inputs
+    outputs: dict[str, ir.Value]
     attributes: Mapping[str, int | float]
+    shares: bool = False
 
     def local(self, name: str | None) -> str:
         """A name within the body."""
@@ -78,21 +80,21 @@ class KernelUse:
         return VERSION if self.attention or self.feed_forward or self.head else None
 
     def __str__(self) -> str:
+        why = "; ".join(dict.fromkeys(self.reasons))
         if self.version is None:
-            return f"kernels: the graph calls none ({self._why()})"
-        parts = {"": self.attention} if self.attention == self.feed_forward else {}
-        parts = parts or {"attention of ": self.attention, "the feed-forward of ": self.feed_forward}
-        called = [f"{name}{self._of_layers(count)}" for name, count in parts.items() if count]
+            return f"kernels: the graph calls none ({why})"
+        parts = {"": self.attention}
+        if self.attention != self.feed_forward:
+            parts = {"attention of ": self.attention, "the feed-forward of ": self.feed_forward}
+        called = [
+            f"{name}all {count} layers" if count == self.layers else f"{name}{count} of {self.layers} layers"
+            for name, count in parts.items()
+            if count
+        ]
         called += ["the head"] if self.head else []
         whole = self.attention == self.feed_forward == self.layers and self.head
         joined = " and ".join(filter(None, [", ".join(called[:-1]), called[-1]]))
-        return f"kernels: called for {joined}" + ("" if whole else f" ({self._why()})")
-
-    def _of_layers(self, count: int) -> str:
-        return f"all {count} layers" if count == self.layers else f"{count} of {self.layers} layers"
-
-    def _why(self) -> str:
-        return "; ".join(dict.fromkeys(self.reasons))
+        return f"kernels: called for {joined}" + ("" if whole else f" ({why})")
 
 
 class KernelCalls:
@@ -109,41 +111,47 @@ class KernelCalls:
         self.use = KernelUse(layers, reasons=[] if refused is None else [refused])
         self._bodies: dict[str, dict[str, str]] = {}  # names of functions by operator and `_described`
 
-    def add(self, call: Call, nodes: list[ir.Node]) -> dict[str, ir.Value] | None:
-        """Add a call of a function that holds some nodes, which are not in the graph.
+    def add(self, call: Call | list[str], nodes: list[ir.Node]) -> bool:
+        """Add nodes to the graph, as a call if there can be one; a list says why not. `Call.outputs` are read then."""
+        if isinstance(call, Call) and self.allowed and self.fold(call, nodes):
+            return True
+        if self.allowed:
+            self.use.reasons += [f"more than {MOST_BODIES} kinds of layers"] if isinstance(call, Call) else call
+        self._graph.extend(nodes)
+        return False
 
-        Returns:
-            The call's outputs by name, which are read in place of the nodes' own from then on; None, and nothing is
-            added, if no name is left.
-        """
+    def fold(self, call: Call, nodes: list[ir.Node]) -> bool:
+        """Add a call of a function that holds some nodes, which are not in the graph; False, and nothing is added, if
+        no name is left."""
+        inputs = call.inputs | (_shared_inputs(nodes, call.inputs) if call.shares else {})
         bodies = self._bodies.setdefault(call.op, {})
-        places = {value: name for name, value in (*call.inputs.items(), *call.outputs.items()) if value is not None}
+        places = {value: name for name, value in (*inputs.items(), *call.outputs.items()) if value is not None}
         text = "\n".join(_described(nodes, places, call))
         known = text in bodies
         if not known and len(bodies) == MOST_BODIES:
-            self.use.reasons.append(f"more than {MOST_BODIES} kinds of layers")
-            return None
+            return False
         function = bodies.setdefault(text, f"{call.op}{len(bodies) or ''}")
-        outputs = {name: ir.Value(name=old.name, type=old.type, shape=old.shape) for name, old in call.outputs.items()}
-        inputs = list(call.inputs.values())
-        while inputs[-1] is None:
-            inputs.pop()
-        self._graph.extend(
-            [ir.node(function, inputs, call.attributes, domain=KERNELS, outputs=list(outputs.values()), name=call.name)]
-        )
-        ir.convenience.replace_all_uses_with(list(call.outputs.values()), list(outputs.values()))
+        old = list(call.outputs.values())
+        new = [ir.Value(name=value.name, type=value.type, shape=value.shape) for value in old]
+        given = list(inputs.values())
+        while given[-1] is None:
+            given.pop()
+        domain = metadata.KERNELS_DOMAIN
+        self._graph.extend([ir.node(function, given, call.attributes, domain=domain, outputs=new, name=call.name)])
+        ir.convenience.replace_all_uses_with(old, new)
         if known:
             for node in with_branches(nodes):
                 for place in range(len(node.inputs)):
                     node.replace_input_with(place, None)
         else:
-            self._graph.functions.append(_function(function, KERNELS, call, nodes))
+            self._graph.functions.append(_function(function, call, inputs, nodes))
+        call.outputs.update(zip(call.outputs, new, strict=True))
         self._graph.metadata[metadata.KERNELS_KEY] = VERSION
-        return outputs
+        return True
 
 
-def shared_inputs(nodes: Sequence[ir.Node], inputs: Inputs) -> Inputs:
-    """What nodes read besides `inputs`, of which the graph has one for all layers; the body alone reads them."""
+def _shared_inputs(nodes: Iterable[ir.Node], inputs: Inputs) -> Inputs:
+    """What nodes read besides `inputs`, weights and constants aside."""
     own = list(with_branches(nodes))
     known = {*inputs.values(), *(value for node in own for value in node.outputs)}
     read = dict.fromkeys(value for node in own for value in node.inputs if value is not None and value not in known)
@@ -173,11 +181,10 @@ def _described_value(value: ir.Value | None, places: Mapping[ir.Value, str], cal
     return f"{array.dtype}{array.shape}{array.tobytes().hex()}"
 
 
-def _function(name: str, domain: str, call: Call, nodes: list[ir.Node]) -> ir.Function:
+def _function(name: str, call: Call, given: Inputs, nodes: list[ir.Node]) -> ir.Function:
     """A function of these nodes, which are moved into it."""
-    places = {value: ir.Value(name=place) for place, value in call.inputs.items() if value is not None}
-    absent = {place: ir.Value(name=place) for place, value in call.inputs.items() if value is None}
-    inputs = [absent[place] if value is None else places[value] for place, value in call.inputs.items()]
+    inputs = [ir.Value(name=place) for place in given]
+    places = {value: made for value, made in zip(given.values(), inputs, strict=True) if value is not None}
     constants: dict[ir.Value, ir.Node] = {}
     for node in with_branches(nodes):
         for place, value in enumerate(node.inputs):
@@ -200,7 +207,7 @@ def _function(name: str, domain: str, call: Call, nodes: list[ir.Node]) -> ir.Fu
     body = [*constants.values(), *nodes]
     graph = ir.Graph(inputs, list(call.outputs.values()), nodes=body, opset_imports=opsets_of(body), name=name)
     attributes = [ir.Attr(key, _KINDS[type(value)], None) for key, value in call.attributes.items()]
-    return ir.Function(domain, name, graph=graph, attributes=attributes)
+    return ir.Function(metadata.KERNELS_DOMAIN, name, graph=graph, attributes=attributes)
 
 
 _KINDS = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT}

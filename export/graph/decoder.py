@@ -14,7 +14,7 @@ Operators are ONNX Runtime's own where it has them: GroupQueryAttention, MatMulN
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,21 +23,63 @@ import numpy as np
 import onnx_ir as ir
 
 from export import metadata
-from export.graph.builder import Builder, GraphForm
+from export.graph.builder import FLOAT, HALF, INT8, INT64, UINT8, Builder, GraphForm
 from export.graph.calls import KernelCalls, KernelUse
-from export.graph.kernel_layers import EmittedLayer, add_calls, add_head
-from export.graph.kinds import half_builders
-from export.graph.layer import HalfBuilder, LayerBuilder, OrtLayerBuilder, Sequences, StandardLayerBuilder
-from export.graph.matmul import Matmul, StandardEmbedding, StandardMatmul
-from export.graph.weights import Weights
+from export.graph.feed_forward import Gated, Gelu, MixtureOfExperts
+from export.graph.grouped_query import OrtGroupedQuery, StandardGroupedQuery
+from export.graph.kernel_layers import EmittedLayer, add_head, add_layer
+from export.graph.latent import LatentAttention
+from export.graph.layer import LayerBuilder, SublayerBuilder
+from export.graph.lstm import LSTM
+from export.graph.selected import SelectedAttention
+from export.graph.weights import Matmul, Weights
 from export.paths import plain_files, web_files, web_precision
+from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, OUTPUT_NORMS, block_state, cached_shape
 from sportsllm.models.parts import HIDDEN, Matrix
 
-FLOAT, INT8, INT64 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.INT64
-_PACKED_TYPES = {ir.DataType.INT4, ir.DataType.UINT4, INT8, ir.DataType.UINT8}
+_PACKED_TYPES = {ir.DataType.INT4, ir.DataType.UINT4, INT8, UINT8}
+
+
+def _grouped_query(layers: LayerBuilder, part: str) -> SublayerBuilder:
+    return (StandardGroupedQuery if layers.form.standard else OrtGroupedQuery)(layers, part)
+
+
+BUILDERS: dict[str, Callable[[LayerBuilder, str], SublayerBuilder]] = {
+    "grouped_query": _grouped_query,
+    "latent": LatentAttention,
+    "lstm": LSTM,
+    "swiglu": Gated,
+    "geglu": Gated,
+    "gelu": Gelu,
+    "experts": MixtureOfExperts,
+    "selected": SelectedAttention,
+}
+"""How each kind of attention and feed-forward is written to a graph."""
+# Kinds of attention whose builder has such a cache in a graph that computes in float32.
+CACHE_KINDS = {"fp16": ("grouped_query",), "int8": ("grouped_query", "latent")}
+
+
+def check_kinds(config: ModelConfig, cache: str = "fp32") -> None:
+    """Refuse what cannot be exported.
+
+    Raises:
+        UsageError: a kind has no builder here, or none with such a cache.
+    """
+    for part, _ in config.runs():
+        for name, kind in (("attention", part.attention_kind), ("feed-forward", part.mlp_kind)):
+            if kind not in BUILDERS:
+                raise UsageError(f"{name} of kind {kind!r} has no ONNX graph; these do: {', '.join(BUILDERS)}")
+    if config.attention_kind not in CACHE_KINDS.get(cache, (config.attention_kind,)):
+        raise UsageError(f"--kv-cache {cache}: attention of kind {config.attention_kind!r} has none; leave it out")
+
+
+def computes_in_half(config: ModelConfig) -> bool:
+    """Whether all parts of a model are written in float16: LLaMA's, and sliding and unrotated attention."""
+    parts = (config.attention_kind, config.mlp_kind, config.norm_kind, config.output_norms, config.embedding_scale)
+    return parts == ("grouped_query", "swiglu", "rms", False, 1.0)
 
 
 @dataclass(frozen=True)
@@ -66,9 +108,14 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
     if form.operators == "onnx":
         facts[metadata.RUNTIME_KEY] = metadata.OLDEST_RUNTIME
     graph = Builder("sportsllm", facts)
-    tokens_BT, mask_BS, pasts = add_inputs(graph, config, form.cached)
+    tokens_BT = graph.input(metadata.INPUT_IDS, INT64, ["batch_size", "sequence_length"])
+    mask_BS = graph.input(metadata.ATTENTION_MASK, INT64, ["batch_size", "total_sequence_length"])
+    shapes, numbers = _cache_shapes(config, "past_sequence_length"), range(config.num_hidden_layers)
+    pasts = [
+        [graph.input(metadata.past_name(i, name), form.cached, shape) for name, shape in shapes.items()]
+        for i in numbers
+    ]
     keep = graph.input_with_default(metadata.KEEP_LOGITS, np.array([0], np.int64))
-    sequences = Sequences(tokens_BT, mask_BS, form)
     reasons = {
         "standard operators": form.standard,
         "a browser has none": form.web,
@@ -76,37 +123,28 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
         "--set inline=true": form.inline,
     }
     refused = next((reason for reason, given in reasons.items() if given), None)
-    calls = KernelCalls(graph, config.num_hidden_layers, refused)
-    layers: LayerBuilder
-    if form.standard:
-        matmul: Matmul = StandardMatmul(graph, weights, form)
-        layers = StandardLayerBuilder(graph, config, matmul, sequences, calls)
-    else:
-        matmul = (StandardEmbedding if form.web else Matmul)(graph, weights, form)
-        layers = OrtLayerBuilder(graph, config, matmul, sequences, calls)
+    calls, matmul = KernelCalls(graph, config.num_hidden_layers, refused), Matmul(graph, weights, form)
+    layers = LayerBuilder(graph, config, matmul, tokens_BT, mask_BS, form, calls)
     stream = add_layers(layers, pasts, keep)
-    table = Matrix(
-        EMBEDDING if config.tie_word_embeddings else HEAD,
-        config.vocab_size,
-        config.hidden_size,
-        "token",
-        HIDDEN,
-        HIDDEN,
-    )
+    head = EMBEDDING if config.tie_word_embeddings else HEAD
+    table = Matrix(head, config.vocab_size, config.hidden_size, "token", HIDDEN, HIDDEN)
     with graph.recording() as nodes:
         x_BTD, _ = layers.norm(LAST_NORM, stream.x_BTD, stream.residual_BTD)
         logits = matmul.product(HEAD, x_BTD, [table])
     logits = add_head(layers, (stream.x_BTD, stream.residual_BTD), table, nodes, logits)
     if form.in_half:
-        logits = graph.node("logits/float", "Cast", [logits], to=FLOAT.value)
+        logits = graph.node("logits/float", "Cast", logits, to=FLOAT.value)
     graph.output(logits, metadata.LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])
-    add_presents(graph, config, form.cached, stream.presents)
+    shapes = _cache_shapes(config, "total_sequence_length")
+    for layer, present in enumerate(stream.presents):
+        for (name, shape), value in zip(shapes.items(), present, strict=True):
+            graph.output(value, metadata.present_name(layer, name), form.cached, shape)
     bodies = (node for function in graph.functions for node in function)
     precision = graph_precision([*graph.nodes, *bodies], graph.weights)
     files = web_files(directory, web_precision(precision, form.in_half)) if form.web else plain_files(directory)
     files.graph.parent.mkdir(exist_ok=True)
     graph.write(files)
-    return WrittenGraph(precision, layers.calls.use)
+    return WrittenGraph(precision, calls.use)
 
 
 def graph_precision(nodes: Iterable[ir.Node], weights: Iterable[ir.Value]) -> str:
@@ -120,7 +158,7 @@ def graph_precision(nodes: Iterable[ir.Node], weights: Iterable[ir.Value]) -> st
             bits.add(node.attributes["bits"].as_int())
     if bits:
         return f"int{min(bits)}"
-    return "fp16" if ir.DataType.FLOAT16 in stored else "fp32"
+    return "fp16" if HALF in stored else "fp32"
 
 
 class Stream(NamedTuple):
@@ -134,27 +172,35 @@ class Stream(NamedTuple):
 def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: ir.Value) -> Stream:
     """Embedding and layers, which read what each has cached; `keep` positions are wanted behind the last layer, 0 for
     all."""
-    halves, graph = half_builders(layers), layers.graph
-    x_BTD = layers.embedding()
-    stream = Stream(x_BTD, None, [])
+    config, builders = layers.config, _sublayer_builders(layers)
+    stream = Stream(layers.embedding(), None, [])
     for layer, past in enumerate(pasts):
-        attention, mlp = halves[layer]
+        own = config.of_layer(layer)
+        attention, mlp = builders["self_attn", own.attention_kind], builders["mlp", own.mlp_kind]
         emitted = _emit(layers, attention, mlp, layer, stream, past, keep if layer == len(pasts) - 1 else None)
-        if layers.calls.allowed:
-            emitted = add_calls(layers, attention, mlp, emitted)
-        else:
-            graph.extend([*emitted.first, *emitted.router, *emitted.second])
+        add_layer(layers, attention, mlp, emitted)
         x_BTD = emitted.out
-        if layers.config.output_norms:
+        if config.output_norms:
             x_BTD, _ = layers.norm(f"model.layers.{layer}.{OUTPUT_NORMS['mlp']}", x_BTD, None)
         stream = Stream(x_BTD, emitted.residual, [*stream.presents, list(emitted.presents)])
     return stream
 
 
+def _sublayer_builders(layers: LayerBuilder) -> dict[tuple[str, str], SublayerBuilder]:
+    """A builder for each kind of attention and feed-forward that the model has, by module and kind."""
+    check_kinds(layers.config)
+    made: dict[tuple[str, str], SublayerBuilder] = {}
+    for config, _ in layers.config.runs():
+        for part, kind in (("self_attn", config.attention_kind), ("mlp", config.mlp_kind)):
+            if (part, kind) not in made:
+                made[part, kind] = BUILDERS[kind](layers.with_config(config), part)
+    return made
+
+
 def _emit(
     layers: LayerBuilder,
-    attention: HalfBuilder,
-    mlp: HalfBuilder,
+    attention: SublayerBuilder,
+    mlp: SublayerBuilder,
     layer: int,
     stream: Stream,
     past: Sequence[ir.Value],
@@ -166,7 +212,9 @@ def _emit(
         x_BTD, residual_BTD = layers.norm(f"{base}.{NORMS['self_attn']}", stream.x_BTD, stream.residual_BTD)
         x_BTD, presents = attention.emit(layer, x_BTD, past)
         if keep is not None:  # nothing reads what the rest of the last layer does with positions that are not kept
-            x_BTD, residual_BTD = _last_positions(graph, f"{base}.kept", keep, (x_BTD, residual_BTD))
+            at, end = graph.at(f"{base}.kept/"), graph.ints("kept/end", [np.iinfo(np.int64).max])
+            start = at("start", "Neg", keep)  # -0 is the first position
+            x_BTD, residual_BTD = (at(str(n), "Slice", x, start, end, 1) for n, x in enumerate((x_BTD, residual_BTD)))
         x_BTD = attention.output(layer, x_BTD)
         if layers.config.output_norms:
             x_BTD, _ = layers.norm(f"{base}.{OUTPUT_NORMS['self_attn']}", x_BTD, None)
@@ -178,36 +226,6 @@ def _emit(
         out = mlp.output(layer, out)
     read = (stream.x_BTD, stream.residual_BTD)
     return EmittedLayer(layer, first, router, second, read, past, keep, presents, normed, residual, routed, out)
-
-
-def _last_positions(graph: Builder, name: str, keep: ir.Value, values: Sequence[ir.Value]) -> list[ir.Value]:
-    """The last `keep` positions of (B, T, ...) values, all of them for 0."""
-    start = graph.node(f"{name}/start", "Neg", [keep])  # -0 is the first position
-    end = graph.constant("kept/end", np.array([np.iinfo(np.int64).max], np.int64))
-    return [
-        graph.node(f"{name}/{place}", "Slice", [value, start, end, graph.axis(1)]) for place, value in enumerate(values)
-    ]
-
-
-def add_inputs(
-    graph: Builder, config: ModelConfig, dtype: ir.DataType
-) -> tuple[ir.Value, ir.Value, list[list[ir.Value]]]:
-    """Token ids, attention mask, and what each layer has cached, of type `dtype`."""
-    tokens_BT = graph.input(metadata.INPUT_IDS, INT64, ["batch_size", "sequence_length"])
-    mask_BS = graph.input(metadata.ATTENTION_MASK, INT64, ["batch_size", "total_sequence_length"])
-    shapes, layers = _cache_shapes(config, "past_sequence_length"), range(config.num_hidden_layers)
-    pasts = [[graph.input(metadata.past_name(i, name), dtype, shape) for name, shape in shapes.items()] for i in layers]
-    return tokens_BT, mask_BS, pasts
-
-
-def add_presents(
-    graph: Builder, config: ModelConfig, dtype: ir.DataType, presents: Sequence[Sequence[ir.Value]]
-) -> None:
-    """What each layer caches, as outputs of type `dtype`."""
-    shapes = _cache_shapes(config, "total_sequence_length")
-    for layer, present in enumerate(presents):
-        for (name, shape), value in zip(shapes.items(), present, strict=True):
-            graph.output(value, metadata.present_name(layer, name), dtype, shape)
 
 
 def _cache_shapes(config: ModelConfig, length: str) -> dict[str, list[object]]:

@@ -1,29 +1,31 @@
-"""Which parts of a layer in ONNX Runtime's operators become calls of kernels: all of it, its halves, or none."""
+"""Which parts of a layer in ONNX Runtime's operators become calls of kernels: all of it, its sublayers, or none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from export.graph.calls import SUFFIXES, Attributes, Call, Inputs, Operand
 from export.graph.grouped_query import OrtGroupedQuery
-from export.graph.layer import HalfBuilder, LayerBuilder
+from export.graph.layer import LayerBuilder, SublayerBuilder
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import HEAD, LAST_NORM, NORMS
 from sportsllm.models.parts import HIDDEN, SHARED, Matrix, routed_names
 
+_Stream = tuple[ir.Value, ir.Value | None]
 
-@dataclass(frozen=True)
+
+@dataclass
 class EmittedLayer:
-    """The nodes of a layer, not yet in the graph, and the values between them."""
+    """The nodes of a layer, not yet in the graph, and the values between them; those of calls once they are added."""
 
     layer: int
     first: list[ir.Node]  # norm, attention and the norm behind it
     router: list[ir.Node]  # of experts
     second: list[ir.Node]  # the feed-forward
-    stream: tuple[ir.Value, ir.Value | None]  # what the layer reads, to be added up
+    stream: _Stream  # what the layer reads, to be added up
     past: Sequence[ir.Value]
     keep: ir.Value | None  # positions that are kept behind the last layer
     presents: Sequence[ir.Value]
@@ -33,43 +35,31 @@ class EmittedLayer:
     out: ir.Value  # what the feed-forward adds
 
 
-def add_calls(layers: LayerBuilder, attention: HalfBuilder, mlp: HalfBuilder, emitted: EmittedLayer) -> EmittedLayer:
-    """Add a layer to the graph, with calls where kernels compute it; returns it with the values that are there now."""
+def add_layer(layers: LayerBuilder, attention: SublayerBuilder, mlp: SublayerBuilder, emitted: EmittedLayer) -> None:
+    """Add a layer to the graph, with calls where kernels compute it."""
     calls, graph, config = layers.calls, layers.graph, attention.config
+    if not calls.allowed:
+        graph.extend([*emitted.first, *emitted.router, *emitted.second])
+        return
     reasons = list(_not_in_attention(config, emitted.layer))
     if not reasons and mlp.config.mlp_kind == "swiglu":
-        tried = len(calls.use.reasons)
         call = _attention_call(layers, attention, emitted, mlp)
-        outputs = None if isinstance(call, list) else calls.add(call, [*emitted.first, *emitted.second])
-        if outputs is not None:
+        if isinstance(call, Call) and calls.fold(call, [*emitted.first, *emitted.second]):
             calls.use.attention, calls.use.feed_forward = calls.use.attention + 1, calls.use.feed_forward + 1
-            presents = [outputs["key"], outputs["value"]]
-            return replace(emitted, out=outputs["out"], residual=outputs["residual_out"], presents=presents)
-        del calls.use.reasons[tried:]  # its halves may have names left
-    outputs = None
-    if not reasons:
-        call = _attention_call(layers, attention, emitted)
-        if isinstance(call, list):
-            reasons = call
-        else:
-            outputs = calls.add(call, emitted.first)
-    if outputs is None:
+            emitted.out, emitted.residual, *emitted.presents = call.outputs.values()
+            return
+    if config.attention_kind in ("latent", "selected"):  # those have calls within
         graph.extend(emitted.first)
-        if config.attention_kind not in ("latent", "selected"):  # those have calls within
-            calls.use.reasons += reasons
     else:
-        calls.use.attention += 1
-        presents = [outputs["key"], outputs["value"]]
-        emitted = replace(emitted, normed=outputs["out"], residual=outputs["residual_out"], presents=presents)
+        call = reasons or _attention_call(layers, attention, emitted)
+        if calls.add(call, emitted.first) and isinstance(call, Call):
+            calls.use.attention += 1
+            emitted.normed, emitted.residual, *emitted.presents = call.outputs.values()
     graph.extend(emitted.router)
-    call = _feed_forward_call(layers, mlp, emitted)
-    outputs = None if isinstance(call, list) else calls.add(call, emitted.second)
-    if outputs is None:
-        graph.extend(emitted.second)
-        calls.use.reasons += call if isinstance(call, list) else []
-        return emitted
-    calls.use.feed_forward += 1
-    return replace(emitted, out=outputs["out"])
+    call = _feed_forward_call(mlp, emitted)
+    if calls.add(call, emitted.second) and isinstance(call, Call):
+        calls.use.feed_forward += 1
+        emitted.out = call.outputs["out"]
 
 
 def _not_in_attention(config: ModelConfig, layer: int) -> Iterator[str]:
@@ -88,7 +78,7 @@ def _not_in_attention(config: ModelConfig, layer: int) -> Iterator[str]:
 
 
 def _attention_call(
-    layers: LayerBuilder, attention: HalfBuilder, emitted: EmittedLayer, mlp: HalfBuilder | None = None
+    layers: LayerBuilder, attention: SublayerBuilder, emitted: EmittedLayer, mlp: SublayerBuilder | None = None
 ) -> Call | list[str]:
     """The call of attention and the norm behind it, with `mlp` of the whole layer; or why there is none."""
     layer, config = emitted.layer, attention.config
@@ -118,13 +108,13 @@ def _attention_call(
     key, value = emitted.presents
     out = emitted.normed if mlp is None else emitted.out
     outputs = {"out": out, "residual_out": emitted.residual, "key": key, "value": value}
-    op = ("DecoderAttention" if mlp is None else "DecoderLayer") + SUFFIXES[layers.sequences.form.cached]
+    op = ("DecoderAttention" if mlp is None else "DecoderLayer") + SUFFIXES[layers.form.cached]
     return Call(op, attention.name(layer) if mlp is None else name, name, inputs, outputs, attributes)
 
 
-def _feed_forward_call(layers: LayerBuilder, mlp: HalfBuilder, emitted: EmittedLayer) -> Call | list[str]:
+def _feed_forward_call(mlp: SublayerBuilder, emitted: EmittedLayer) -> Call | list[str]:
     """The call of a feed-forward behind its norm, of experts behind their router; or why there is none."""
-    config, name = mlp.config, mlp.name(emitted.layer)
+    config, name, size = mlp.config, mlp.name(emitted.layer), mlp.config.intermediate_size
     if config.mlp_kind not in ("swiglu", "experts"):
         return [f"feed-forward {config.mlp_kind}"]
     experts = config.experts
@@ -136,24 +126,20 @@ def _feed_forward_call(layers: LayerBuilder, mlp: HalfBuilder, emitted: EmittedL
         "shared": 1 if experts is None else min(1, experts.shared),
     }
     chosen, weights = emitted.routed or (None, None)
-    inputs: Inputs = {"x": emitted.normed, "chosen": None, "weights": None}
+    inputs: Inputs = {"x": emitted.normed, "chosen": chosen, "weights": weights}
     reasons: list[str] = []
-    size = config.intermediate_size
     if experts is None:
-        own = _alike(mlp, emitted.layer, "shared", size, [""], inputs, reasons)
+        attributes |= _alike(mlp, emitted.layer, "shared", size, [""], inputs, reasons)
     else:
-        own = _alike(mlp, emitted.layer, "expert", size, routed_names(experts), inputs, reasons)
+        attributes |= _alike(mlp, emitted.layer, "expert", size, routed_names(experts), inputs, reasons)
         if experts.shared:
-            own |= _alike(mlp, emitted.layer, "shared", experts.shared * size, [SHARED], inputs, reasons)
-        inputs |= {"chosen": chosen, "weights": weights}
-    if reasons:
-        return reasons
+            attributes |= _alike(mlp, emitted.layer, "shared", experts.shared * size, [SHARED], inputs, reasons)
     base = f"model.layers.{emitted.layer}"
-    return Call("DecoderFeedForward", name, base, inputs, {"out": emitted.out}, attributes | own)
+    return reasons or Call("DecoderFeedForward", name, base, inputs, {"out": emitted.out}, attributes)
 
 
 def _alike(
-    mlp: HalfBuilder, layer: int, kind: str, size: int, modules: Sequence[str], inputs: Inputs, reasons: list[str]
+    mlp: SublayerBuilder, layer: int, kind: str, size: int, modules: Sequence[str], inputs: Inputs, reasons: list[str]
 ) -> Attributes:
     """Attributes of parts of a feed-forward that are stored alike; adds their matrices, or reasons if they are not."""
     found: list[Attributes] = []
@@ -175,33 +161,23 @@ def _alike(
     return found[0]
 
 
-def add_head(
-    layers: LayerBuilder,
-    stream: tuple[ir.Value, ir.Value | None],
-    table: Matrix,
-    nodes: list[ir.Node],
-    logits: ir.Value,
-) -> ir.Value:
+def add_head(layers: LayerBuilder, stream: _Stream, table: Matrix, nodes: list[ir.Node], logits: ir.Value) -> ir.Value:
     """Add the head's nodes to the graph, as a call if kernels compute it; returns its logits."""
-    calls, config = layers.calls, layers.config
-    outputs = None
-    if calls.allowed:
-        operand = layers.matmul.operand("head", HEAD, [table])
-        reasons = [operand] if isinstance(operand, str) else []
-        reasons += ["LayerNorm"] if config.norm_kind != "rms" else []
-        calls.use.reasons += reasons
-        if not reasons and isinstance(operand, Operand):
-            norm = layers.matmul.vector(f"{LAST_NORM}.weight", config.hidden_size)
-            inputs = {**_stream(stream), "norm": norm, **operand.inputs}
-            sizes: Attributes = {"hidden_size": config.hidden_size, "epsilon": config.rms_norm_eps}
-            call = Call("DecoderHead", HEAD, HEAD, inputs, {"logits": logits}, sizes | operand.attributes)
-            outputs = calls.add(call, nodes)
-    if outputs is None:
+    if not layers.calls.allowed:
         layers.graph.extend(nodes)
         return logits
-    calls.use.head = True
-    return outputs["logits"]
+    config, operand = layers.config, layers.matmul.operand("head", HEAD, [table])
+    reasons = [operand] if isinstance(operand, str) else []
+    reasons += ["LayerNorm"] if config.norm_kind != "rms" else []
+    call: Call | list[str] = reasons
+    if isinstance(operand, Operand) and not reasons:
+        norm = layers.matmul.vector(f"{LAST_NORM}.weight", config.hidden_size)
+        inputs = {**_stream(stream), "norm": norm, **operand.inputs}
+        sizes: Attributes = {"hidden_size": config.hidden_size, "epsilon": config.rms_norm_eps}
+        call = Call("DecoderHead", HEAD, HEAD, inputs, {"logits": logits}, sizes | operand.attributes)
+    layers.calls.use.head = layers.calls.add(call, nodes)
+    return call.outputs["logits"] if isinstance(call, Call) else logits
 
 
-def _stream(stream: tuple[ir.Value, ir.Value | None]) -> Inputs:
+def _stream(stream: _Stream) -> Inputs:
     return {"x": stream[0], "residual": stream[1]}

@@ -1,175 +1,234 @@
-"""Norms and activations, which layers of every kind are made of, in two operator sets; and the base of all halves of
-layers.
+"""What layers of every kind are made of, in two operator sets: norms, activations, embedding, lengths, places and
+rotary tables; and the base of all sublayers.
 
-Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, D hidden_size.
+Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, D hidden_size, E head_dim, X = E / 2.
 """
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
-from export.graph.builder import MS, Builder, GraphForm
+from export.graph.builder import BOOL, FLOAT, INT32, INT64, Builder, GraphForm
 from export.graph.calls import KernelCalls, Operand
-from export.graph.matmul import FLOAT, Matmul
-from export.graph.positions import places_by_mask, position_ids, sequence_lengths
+from export.graph.weights import Matmul
+from export.metadata import ROPE_CACHES
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, POSITIONS, sublayers
 from sportsllm.models.parts import HIDDEN, Matrix
+from sportsllm.models.rope import rope_tables
 
 
 @dataclass(frozen=True)
-class Sequences:
-    """What a graph reads: ids of the new tokens and the attention mask; and how it is written."""
+class LayerBuilder:
+    """Adds the parts of layers to a graph: in ONNX Runtime's own operators where it has faster ones, or in standard
+    ONNX operators alone (opset 21).
 
+    Attributes:
+        graph, config, matmul, calls: get the nodes; the layers' shape; products; calls of kernels.
+        tokens_BT, mask_BS: ids of the new tokens and the attention mask.
+        form: how the graph is written.
+    """
+
+    graph: Builder
+    config: ModelConfig
+    matmul: Matmul
     tokens_BT: ir.Value
     mask_BS: ir.Value
     form: GraphForm
+    calls: KernelCalls
 
-
-class LayerBuilder(ABC):
-    """Adds the parts of layers to a graph."""
-
-    standard: ClassVar[bool]  # whether all operators are ONNX's own
-
-    def __init__(
-        self, graph: Builder, config: ModelConfig, matmul: Matmul, sequences: Sequences, calls: KernelCalls
-    ) -> None:
-        self.graph, self.config, self.matmul, self.sequences, self.calls = graph, config, matmul, sequences, calls
-        self._epsilon = float(np.float32(config.rms_norm_eps))
-
-    def with_config(self, config: ModelConfig) -> Self:
-        """The same builder for layers of another config; itself for its own."""
-        if config is self.config:
-            return self
-        other = copy.copy(self)
-        other.config = config
-        return other
+    @property
+    def epsilon(self) -> float:
+        """Of norms, as float32 has it."""
+        return float(np.float32(self.config.rms_norm_eps))
 
     def norm(self, name: str, x: ir.Value, residual: ir.Value | None) -> tuple[ir.Value, ir.Value]:
         """The model's norm of x + residual; returns the normed values and the sum."""
-        gamma, beta = self.matmul.vector(f"{name}.weight", self.config.hidden_size), None
+        affine = [self.matmul.vector(f"{name}.weight", self.config.hidden_size)]
         if self.config.norm_kind == "layer":
-            beta = self.matmul.vector(f"{name}.bias", self.config.hidden_size)
+            affine.append(self.matmul.vector(f"{name}.bias", self.config.hidden_size))
+        if residual is not None and not self.form.standard:
+            op = "SkipSimplifiedLayerNormalization" if len(affine) == 1 else "SkipLayerNormalization"
+            inputs, outputs = [x, residual, *affine], (name, "", "", f"{name}/sum")
+            normed, _, _, total = self.graph.nodes_of(name, op, inputs, outputs, epsilon=self.epsilon)
+            return normed, total
         if residual is not None:
-            return self._add_and_norm(name, x, residual, gamma, beta)
-        return self.rms_norm(name, x, gamma) if beta is None else self.layer_norm(name, x, gamma, beta), x
-
-    def layer_norm(self, name: str, x: ir.Value, gamma: ir.Value, beta: ir.Value) -> ir.Value:
-        """(x - mean(x)) / sqrt(var(x) + eps) * gamma + beta."""
-        return self.graph.node(name, "LayerNormalization", [x, gamma, beta], epsilon=self._epsilon)
-
-    def gelu(self, name: str, x: ir.Value) -> ir.Value:
-        """x * Phi(x), Phi by its tanh form."""
-        return self.graph.node(name, "Gelu", [x], approximate="tanh")
-
-    def embedding(self) -> ir.Value:
-        """What the first layer reads, (B, T, D); see `sportsllm.models.language_model.embed`."""
-        config, graph, tokens_BT = self.config, self.graph, self.sequences.tokens_BT
-        table = Matrix(EMBEDDING, config.vocab_size, config.hidden_size, "token", HIDDEN, HIDDEN)
-        x_BTD = self.matmul.embedding(tokens_BT, table)
-        if config.embedding_scale != 1.0:
-            scale = graph.constant("embed/scale", np.array(config.embedding_scale, np.float32))
-            x_BTD = graph.node("embed/scaled", "Mul", [x_BTD, scale])
-        if not config.positions:
-            return x_BTD
-        positions = self.matmul.table(f"{POSITIONS}.weight", (config.positions, config.hidden_size))
-        rows_BTD = graph.node("embed/positions", "Gather", [positions, self.places()])
-        return graph.node("embed/placed", "Add", [x_BTD, rows_BTD])
-
-    @abstractmethod
-    def places(self) -> ir.Value:
-        """Where each new token stands, (B, T)."""
+            x = self.graph.node(f"{name}/sum", "Add", x, residual)
+        if len(affine) == 1:
+            return self.rms_norm(name, x, *affine), x
+        return self.graph.node(name, "LayerNormalization", x, *affine, epsilon=self.epsilon), x
 
     def rms_norm(self, name: str, x: ir.Value, gamma: ir.Value, eps: float | None = None) -> ir.Value:
         """x / sqrt(mean(x ** 2) + eps) * gamma in standard operators, which ONNX Runtime fuses into one.
 
         Its fused operator claims the standard domain, where `onnx.checker` does not know it. Squares are float32's.
         """
-        graph, real = self.graph, self.matmul.real
+        graph, at, real = self.graph, self.graph.at(f"{name}/"), self.matmul.real
         if real != FLOAT:
-            x = graph.node(f"{name}/wide", "Cast", [x], to=FLOAT.value)
-        two = graph.constant("norm/two", np.array(2.0, np.float32))
+            x = at("wide", "Cast", x, to=FLOAT.value)
+        two = graph.real("norm/two", 2.0)
         constant = "norm/epsilon" if eps is None else f"norm/epsilon_{eps:g}"
-        epsilon = graph.constant(constant, np.array(self._epsilon if eps is None else eps, np.float32))
-        squared = graph.node(f"{name}/squared", "Pow", [x, two])
-        mean = graph.node(f"{name}/mean", "ReduceMean", [squared, graph.axis(-1)], keepdims=1)
-        root = graph.node(f"{name}/root", "Sqrt", [graph.node(f"{name}/shifted", "Add", [mean, epsilon])])
-        scaled = graph.node(f"{name}/scaled", "Div", [x, root])
+        epsilon = graph.real(constant, self.epsilon if eps is None else eps)
+        mean = at("mean", "ReduceMean", at("squared", "Pow", x, two), -1, keepdims=1)
+        scaled = at("scaled", "Div", x, at("root", "Sqrt", at("shifted", "Add", mean, epsilon)))
         if real != FLOAT:
-            scaled = graph.node(f"{name}/narrow", "Cast", [scaled], to=real.value)
-        return graph.node(name, "Mul", [scaled, gamma])
+            scaled = at("narrow", "Cast", scaled, to=real.value)
+        return graph.node(name, "Mul", scaled, gamma)
 
     def silu(self, name: str, x: ir.Value) -> ir.Value:
-        """x * sigmoid(x)."""
-        return self.graph.node(name, "Mul", [x, self.graph.node(f"{name}/sigmoid", "Sigmoid", [x])])
+        """x * sigmoid(x); OpenVINO has no QuickGelu of float16."""
+        if self.form.standard or self.matmul.real != FLOAT:
+            return self.graph.node(name, "Mul", x, self.graph.node(f"{name}/sigmoid", "Sigmoid", x))
+        return self.graph.node(name, "QuickGelu", x, alpha=1.0)  # x * sigmoid(1.0 * x)
 
-    @abstractmethod
-    def _add_and_norm(
-        self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value, beta: ir.Value | None
-    ) -> tuple[ir.Value, ir.Value]:
-        """See `norm`; with beta it is LayerNorm."""
+    def gelu(self, name: str, x: ir.Value) -> ir.Value:
+        """x * Phi(x), Phi by its tanh form."""
+        return self.graph.node(name, "Gelu", x, approximate="tanh")
+
+    def embedding(self) -> ir.Value:
+        """What the first layer reads, (B, T, D); see `sportsllm.models.language_model.embed`."""
+        config, graph = self.config, self.graph
+        table = Matrix(EMBEDDING, config.vocab_size, config.hidden_size, "token", HIDDEN, HIDDEN)
+        x_BTD = self.matmul.embedding(self.tokens_BT, table)
+        if config.embedding_scale != 1.0:
+            x_BTD = graph.node("embed/scaled", "Mul", x_BTD, graph.real("embed/scale", config.embedding_scale))
+        if not config.positions:
+            return x_BTD
+        positions = self.matmul.table(f"{POSITIONS}.weight", (config.positions, config.hidden_size))
+        rows_BTD = graph.node("embed/positions", "Gather", positions, self.places("embed"))
+        return graph.node("embed/placed", "Add", x_BTD, rows_BTD)
+
+    def lengths(self) -> tuple[ir.Value, ir.Value]:
+        """Each sequence's tokens so far less 1, (B,), and S, both int32; the same values each time it is asked."""
+        graph, at = self.graph, self.graph.at("positions/")
+        last, total = graph.made("positions/seqlens_k"), graph.made("positions/total")
+        if last is not None and total is not None:
+            return last, total
+        lengths_B = at("lengths", "ReduceSum", self.mask_BS, 1, keepdims=0)
+        last_B = at("last", "Sub", lengths_B, graph.one)
+        width = graph.scalar("positions/mask_scalar", graph.size("positions/mask_width", self.mask_BS, 1))
+        return at("seqlens_k", "Cast", last_B, to=INT32.value), at("total", "Cast", width, to=INT32.value)
+
+    def places(self, name: str, last_B: ir.Value | None = None, x: ir.Value | None = None) -> ir.Value:
+        """Where each new token of x, (B, T, ...), stands, (B, T), given `lengths`; of the graph's own tokens if not.
+
+        As GroupQueryAttention counts, token t stands at max(length - T, 0) + t; in standard operators it is the number
+        of ones before it in the mask, wherever the padding is.
+        """
+        graph, at = self.graph, self.graph.at(f"{name}/positions/")
+        if self.form.standard:
+            return self._places_by_mask()
+        last_B = at("last", "Cast", self.lengths()[0] if last_B is None else last_B, to=INT64.value)
+        lengths_B = at("lengths", "Add", last_B, graph.one)
+        width_T = graph.size(f"{name}/positions/new_width", self.tokens_BT if x is None else x, 1)
+        first_B = at("first", "Max", at("before", "Sub", lengths_B, width_T), graph.zero)
+        first_B1 = at("first_column", "Unsqueeze", first_B, 1)
+        steps_T = at("steps", "Range", graph.zero, graph.scalar(f"{name}/positions/new_scalar", width_T), graph.one)
+        return at("ids", "Add", first_B1, steps_T)
+
+    def _places_by_mask(self) -> ir.Value:
+        graph, at = self.graph, self.graph.at("places/")
+        if (known := graph.made("places/new")) is not None:
+            return known
+        start, end = self.new_columns()
+        counted_BS = at("counted", "CumSum", self.mask_BS, graph.one)
+        # Padding before the first token has no position; 0 will do.
+        all_BS = at("all", "Max", at("before", "Sub", counted_BS, graph.one), graph.zero)
+        return at("new", "Slice", all_BS, start, end, 1)
+
+    def new_columns(self) -> tuple[ir.Value, ir.Value]:
+        """Start and end, (1,), of the new tokens among all columns: they are the last T."""
+        graph, end = self.graph, self.graph.ints("end", [np.iinfo(np.int64).max])
+        if (known := graph.made("places/start")) is not None:
+            return known, end
+        return graph.node("places/start", "Neg", graph.size("places/new_width", self.tokens_BT, 1)), end
+
+    def rows_and_places(self, name: str, places_BT: ir.Value, places_BT1: ir.Value) -> ir.Value:
+        """Where new tokens go in a cache of (B, L, ...), (B, T, 2): sequence and place, given in two shapes."""
+        graph, at = self.graph, self.graph.at(f"{name}/")
+        count = graph.scalar(f"{name}/count", graph.size(f"{name}/batch", places_BT, 0))
+        rows_B = at("rows", "Range", graph.zero, count, graph.one)
+        rows_B11 = at("row_column", "Reshape", rows_B, graph.ints(f"{name}/as_column", [-1, 1, 1]))
+        none_BT1 = at("nothing", "Sub", places_BT1, places_BT1)
+        return at("where", "Concat", at("row_of_each", "Add", none_BT1, rows_B11), places_BT1, axis=2)
+
+    def rotary_caches(self, layer: int) -> tuple[ir.Value, ir.Value]:
+        """A layer's cosine and sine tables, (context, E / 2), in the type that is computed in."""
+        config = self.config
+        local = config.rope_local_theta is not None and config.window(layer) is not None
+        tables = zip(ROPE_CACHES[2 * local :], rope_tables(config, config.max_position_embeddings, local), strict=False)
+        cos, sin = (self.graph.constant(name, table.astype(self.form.real.numpy())) for name, table in tables)
+        return cos, sin
+
+    def rotary_rows(self, layer: int, places_BT: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The new tokens' rows of `rotary_caches`, (B, T, 1, X); those of layers alike are the same."""
+        at, found = self.graph.at("places/"), []
+        for table in self.rotary_caches(layer):
+            part = str(table.name).removesuffix("_cache")
+            rows = self.graph.made(f"places/{part}")
+            found.append(
+                at(part, "Unsqueeze", at(f"{part}_rows", "Gather", table, places_BT), 2) if rows is None else rows
+            )
+        return found[0], found[1]
+
+    def seen_columns(self, window: int | None) -> ir.Value:
+        """Whether new token t attends to column s, (B, 1, T, S); the same value for layers alike."""
+        graph, name = self.graph, "places/seen" if window is None else f"places/seen_{window}"
+        if (known := graph.made(name)) is not None:
+            return known
+        at, (start, end) = graph.at(f"{name}/"), self.new_columns()
+        total = graph.scalar(f"{name}/total", graph.size(f"{name}/mask_width", self.mask_BS, 1))
+        columns_S = at("columns", "Range", graph.zero, total, graph.one)
+        own_T1 = at("own_column", "Unsqueeze", at("own_columns", "Slice", columns_S, start, end, 0), 1)
+        near_TS = at("earlier", "LessOrEqual", columns_S, own_T1)
+        real_BS = at("real", "Cast", self.mask_BS, to=BOOL.value)
+        real_B11S = at("real_row", "Unsqueeze", real_BS, graph.ints("axes_1_2", [1, 2]))
+        if window is None:
+            return graph.node(name, "And", near_TS, real_B11S)
+        # Columns of padding do not count: the window goes by places, the number of ones before a column.
+        counted_BS = at("counted", "CumSum", self.mask_BS, graph.one)
+        counted_B1S = at("counted_row", "Unsqueeze", counted_BS, 1)
+        own_BT1 = at("own_counted_column", "Unsqueeze", at("own_counted", "Slice", counted_BS, start, end, 1), 2)
+        first_BT1 = at("first", "Sub", own_BT1, graph.ints(f"window_{window}", window))
+        inside_B1TS = at("inside_heads", "Unsqueeze", at("inside", "Greater", counted_B1S, first_BT1), 1)
+        return graph.node(name, "And", at("causal", "And", near_TS, real_B11S), inside_B1TS)
+
+    def rotated(self, name: str, x_BTHE: ir.Value, tables: tuple[ir.Value, ir.Value] | None) -> ir.Value:
+        """Each pair of channels, half a head apart, turned by the angle of its place; nothing without tables."""
+        if tables is None:
+            return x_BTHE
+        graph, at, (cos, sin) = self.graph, self.graph.at(f"{name}/"), tables
+        outputs = [f"{name}/first", f"{name}/second"]
+        first, second = graph.nodes_of(f"{name}/halves", "Split", [x_BTHE], outputs, axis=-1, num_outputs=2)
+        first_cos, second_sin = at("first_cos", "Mul", first, cos), at("second_sin", "Mul", second, sin)
+        turned_first = at("turned_first", "Sub", first_cos, second_sin)
+        second_cos, first_sin = at("second_cos", "Mul", second, cos), at("first_sin", "Mul", first, sin)
+        turned_second = at("turned_second", "Add", second_cos, first_sin)
+        return at("turned", "Concat", turned_first, turned_second, axis=-1)
+
+    def with_config(self, config: ModelConfig) -> LayerBuilder:
+        """The same builder for layers of another config."""
+        return replace(self, config=config)
 
 
-class OrtLayerBuilder(LayerBuilder):
-    """ONNX Runtime's own operators where it has faster ones."""
+class SublayerBuilder(ABC):
+    """Adds attention or the feed-forward of layers to a graph; made once, before the layers, for nodes that all of them
+    share."""
 
-    standard = False
-
-    def silu(self, name: str, x: ir.Value) -> ir.Value:
-        if self.matmul.real != FLOAT:  # OpenVINO has no QuickGelu of float16
-            return super().silu(name, x)
-        return self.graph.node(name, "QuickGelu", [x], MS, alpha=1.0)  # x * sigmoid(1.0 * x)
-
-    def places(self) -> ir.Value:
-        last_B, _ = sequence_lengths(self.graph, self.sequences.mask_BS)
-        return position_ids(self.graph, "embed", last_B, self.sequences.tokens_BT)
-
-    def _add_and_norm(
-        self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value, beta: ir.Value | None
-    ) -> tuple[ir.Value, ir.Value]:
-        op = "SkipSimplifiedLayerNormalization" if beta is None else "SkipLayerNormalization"
-        inputs = [x, residual, gamma] if beta is None else [x, residual, gamma, beta]
-        outputs = (name, "", "", f"{name}/sum")
-        normed, _, _, total = self.graph.node_with_outputs(name, op, inputs, outputs, MS, epsilon=self._epsilon)
-        return normed, total
-
-
-class StandardLayerBuilder(LayerBuilder):
-    """Standard ONNX operators alone (opset 21), for runtimes that have no others."""
-
-    standard = True
-
-    def places(self) -> ir.Value:
-        return places_by_mask(self.graph, self.sequences.tokens_BT, self.sequences.mask_BS)
-
-    def _add_and_norm(
-        self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value, beta: ir.Value | None
-    ) -> tuple[ir.Value, ir.Value]:
-        total = self.graph.node(f"{name}/sum", "Add", [x, residual])
-        normed = self.rms_norm(name, total, gamma) if beta is None else self.layer_norm(name, total, gamma, beta)
-        return normed, total
-
-
-class HalfBuilder(ABC):
-    """Adds one half of every layer to a graph; made once, before the layers, for nodes that all of them share."""
-
-    def __init__(self, layers: LayerBuilder, half: str) -> None:
-        """Read from the kind of `half`, the module `self_attn` or `mlp`, which matrices it has and what it caches."""
-        self.layers, self.graph, self.config, self.half = layers, layers.graph, layers.config, half
-        kind = sublayers(self.config)[half]
-        self._matrices, self._vectors = kind.matrices, kind.vectors
-        self.states = kind.state
+    def __init__(self, layers: LayerBuilder, part: str) -> None:
+        """Read from the kind of `part`, the module `self_attn` or `mlp`, which matrices it has and what it caches."""
+        self.layers, self.graph, self.config, self.part = layers, layers.graph, layers.config, part
+        kind = sublayers(self.config)[part]
+        self._matrices, self._vectors, self.states = kind.matrices, kind.vectors, kind.state
 
     @abstractmethod
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
-        """Add the half of one layer up to the matrix that writes to the residual stream, which `output` adds.
+        """Add the sublayer of one layer up to the matrix that writes to the residual stream, which `output` adds.
 
         Args:
             layer: its number.
@@ -185,18 +244,22 @@ class HalfBuilder(ABC):
         return ()
 
     def name(self, layer: int) -> str:
-        """The half's module in one layer."""
-        return f"model.layers.{layer}.{self.half}"
+        """The module in one layer."""
+        return f"model.layers.{layer}.{self.part}"
 
     def products(self, layer: int, read: str, x: ir.Value, split: bool = True) -> list[ir.Value]:
         """`Matmul.products` of a layer's matrices whose `Matrix.input` is `read`, the name of x."""
         name, matrices = self._reading(layer, read)
         return self.layers.matmul.products(name, x, matrices, split)
 
+    def output(self, layer: int, x: ir.Value) -> ir.Value:
+        """The product with the matrix that writes to the residual stream, (B, T, D)."""
+        matrix = self._writing(layer)
+        return self.layers.matmul.product(matrix.name, x, [matrix])
+
     def operand(self, key: str, layer: int, read: str) -> Operand | str:
         """`Matmul.operand` of the matrices of `products`."""
-        name, matrices = self._reading(layer, read)
-        return self.layers.matmul.operand(key, name, matrices)
+        return self.layers.matmul.operand(key, *self._reading(layer, read))
 
     def output_operand(self, key: str, layer: int) -> Operand | str:
         """`Matmul.operand` of the matrix of `output`."""
@@ -215,11 +278,6 @@ class HalfBuilder(ABC):
     def _writing(self, layer: int) -> Matrix:
         (matrix,) = (matrix for matrix in self._matrices if matrix.writes_residual)
         return matrix._replace(name=f"{self.name(layer)}.{matrix.name}")
-
-    def output(self, layer: int, x: ir.Value) -> ir.Value:
-        """The product with the matrix that writes to the residual stream, (B, T, D)."""
-        matrix = self._writing(layer)
-        return self.layers.matmul.product(matrix.name, x, [matrix])
 
 
 def _joined(names: Sequence[str]) -> str:

@@ -1,24 +1,38 @@
-"""The matrices of a checkpoint as an exported graph stores them: dense, half precision, or packed.
+"""A checkpoint's matrices and vectors in a graph: how they are stored, and products and embeddings with them, for every
+weight format and in two operator sets.
 
-N rows (outputs), K columns (inputs), G blocks a row. Several matrices that read the same input are stacked
-by rows into one, which costs one call instead of several; packed bytes are copied as they are.
+Several matrices that read the same input are stacked by rows into one, which costs one call instead of several; packed
+bytes are copied as they are.
+Shape suffixes: B sequences, T tokens, N rows (outputs), K columns (inputs), G blocks a row, X anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 
-from export.graph.builder import Array
+from export.graph.builder import FLOAT, HALF, INT8, UINT8, Array, Builder, GraphForm
+from export.graph.calls import Operand
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import read_packed
-from sportsllm.formats.packed import ROW_BITS
+from sportsllm.formats.packed import ROW_BITS, unpack
 from sportsllm.formats.safetensors import TensorFiles
+from sportsllm.models.parts import Matrix
+
+# MatMulNBits: 4 rounds activations to int8 block by block, the only level with fast kernels; 0 is float32.
+FAST_ACCURACY = 4
+# Rounds its whole input to 8 bits and multiplies whole numbers.
+PER_ROW_PRODUCT = "DynamicQuantizeMatMul"
+_KERNEL_BLOCKS = (32, 64, 128, 256)
+FLAT = "_flat"  # suffix of a packed table whose rows are not divided into blocks
+# A block around zero needs no zero points as signed numbers, which more runtimes take.
+_BLOCK_TYPES = {4: (ir.DataType.INT4, ir.DataType.UINT4), 8: (INT8, UINT8)}  # [asymmetric]
 
 
 @dataclass(frozen=True)
@@ -57,11 +71,11 @@ class Weights:
             self._packings[module] = found
         return self._packings[module]
 
-    def read(self, name: str, shape: Sequence[int]) -> npt.NDArray[np.float32]:
-        """One dense tensor in float32.
+    def read(self, name: str, shape: Sequence[int], half: bool = False) -> Array:
+        """One dense tensor in float32, or rounded to float16.
 
         Raises:
-            ArtifactError: it is missing, of another shape, or not finite.
+            ArtifactError: it is missing, of another shape, not finite, or beyond float16's range.
         """
         if name not in self._tensors:
             stored = self._tensors.stored_name(name)
@@ -72,7 +86,12 @@ class Weights:
                 f"{self._directory}: tensor {name!r} has shape {tuple(tensor.shape)}, "
                 f"config.json asks for {tuple(shape)}"
             )
-        return cast(npt.NDArray[np.float32], tensor.float().numpy())
+        full = tensor.float().numpy()
+        if half and full.size and float(np.abs(full).max()) > float(np.finfo(np.float16).max):
+            raise ArtifactError(
+                f"{self._directory}: tensor {name!r} has numbers beyond float16's 65,504; export it as fp32"
+            )
+        return full.astype(np.float16) if half else full
 
     def read_dequantized(self, module: str, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
         """A matrix's numbers, packed or dense, (N, K) float32."""
@@ -80,25 +99,9 @@ class Weights:
             return self.read(f"{module}.weight", shape)
         return read_packed(self._tensors, module, shape, self._directory).dequantize()
 
-    def read_half(self, name: str, shape: Sequence[int]) -> npt.NDArray[np.float16]:
-        """One dense tensor rounded to float16.
-
-        Raises:
-            ArtifactError: as `read`, or a number lies beyond float16's range.
-        """
-        return self._rounded_to_half(name, self.read(name, shape))
-
-    def _rounded_to_half(self, name: str, full: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
-        if full.size and float(np.abs(full).max()) > float(np.finfo(np.float16).max):
-            raise ArtifactError(
-                f"{self._directory}: tensor {name!r} has numbers beyond float16's 65,504; export it as fp32"
-            )
-        return full.astype(np.float16)
-
     def read_stacked(self, shapes: Mapping[str, tuple[int, int]], half: bool) -> Array:
         """Dense matrices, given as (N, K) by module with equal K, one under the other."""
-        read = self.read_half if half else self.read
-        return _stack([read(f"{name}.weight", shape) for name, shape in shapes.items()])
+        return _stack([self.read(f"{name}.weight", shape, half) for name, shape in shapes.items()])
 
     def read_packed(self, modules: Sequence[str], part: str) -> Array:
         """One part, `packed`, `scale` or `zero_point`, of matrices with equal packing, one under the other."""
@@ -109,9 +112,240 @@ class Weights:
         signed = self.read_packed(modules, "packed")[:, 0].astype(np.int16) - 2 ** (ROW_BITS - 1)
         return np.ascontiguousarray(signed.astype(np.int8).T)
 
-    def read_per_row_scales(self, modules: Sequence[str]) -> npt.NDArray[np.float16]:
-        """The scales of `read_per_row`'s matrices, (N,)."""
-        return cast(npt.NDArray[np.float16], self.read_packed(modules, "scale")[:, 0])
+    def read_columns(self, modules: Sequence[str], part: str, packing: Packing, count: int) -> Array:
+        """Packed numbers by columns, (count, N), without the padding at the end of each row."""
+        bytes_N = self.read_packed(modules, part)
+        numbers_NK = unpack(bytes_N.reshape(len(bytes_N), -1), packing.bits)[:, :count]
+        if not packing.asymmetric:
+            numbers_NK = numbers_NK.astype(np.int16) - 2 ** (packing.bits - 1)
+        dtype = _BLOCK_TYPES[packing.bits][packing.asymmetric]
+        return np.ascontiguousarray(numbers_NK.T).astype(dtype.numpy())
+
+
+class Matmul:
+    """Adds products with a checkpoint's matrices to a graph.
+
+    Dense matrices stay in Hugging Face's (N, K) layout: FusedMatMul reads it transposed, at the same speed as a
+    MatMul of a transposed copy, so that a tied embedding and head are one tensor. In float16 it is Transpose and
+    MatMul, which more GPUs have; the runtime transposes once, when it loads the graph.
+
+    Standard operators multiply packed matrices behind DequantizeLinear. They are stored by columns, (K, N): only then
+    does ONNX Runtime run both as one MatMulNBits, in 0.2 instead of 12 ms for N = 4,096, K = 768 at 4 bits. The
+    embedding is stored by rows, so a packed tied matrix is stored twice.
+    """
+
+    def __init__(self, graph: Builder, weights: Weights, form: GraphForm) -> None:
+        """Add nothing yet."""
+        self._graph, self._weights, self._form = graph, weights, form
+        self._half, self.real = form.half or form.in_half, form.real
+
+    def vector(self, name: str, size: int) -> ir.Value:
+        """A norm's weight or a bias, in the type that is computed in."""
+        return self._graph.weight(
+            name, self.real, (size,), partial(self._weights.read, name, (size,), self.real == HALF)
+        )
+
+    def table(self, name: str, shape: tuple[int, int]) -> ir.Value:
+        """A table that is never packed, float32."""
+        return self._graph.weight(name, FLOAT, shape, partial(self._weights.read, name, shape))
+
+    def dequantized(self, module: str, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+        """A matrix's numbers, packed or dense, rounded as dense ones are stored."""
+        found = self._weights.read_dequantized(module, shape)
+        return found.astype(np.float16).astype(np.float32) if self._half else found
+
+    def embedding(self, tokens_BT: ir.Value, table: Matrix) -> ir.Value:
+        """Rows of a table by token id, (B, T, K) as computed in."""
+        graph, packing = self._graph, self._packing(table)
+        if packing is not None and self._form.operators != "onnx":
+            return self._unpacked_rows(tokens_BT, table, packing)
+        if packing is not None:
+            return self._packed_rows(tokens_BT, table, packing)
+        found = graph.node("embed/rows", "Gather", self._dense(table.name, [table]), tokens_BT)
+        stored = HALF if self._half else FLOAT
+        return found if stored == self.real else graph.node("embed/float", "Cast", found, to=FLOAT.value)
+
+    def _packed_rows(self, tokens_BT: ir.Value, table: Matrix, packing: Packing) -> ir.Value:
+        graph, width = self._graph, table.columns
+        packed, scales, zero_points = self._packed(table.name, [table], packing)
+        scales = self._real("embed/scales", scales)
+        count = -(-width // packing.block_size) * packing.block_size * packing.bits // 8
+        flat = graph.alias(f"{table.name}.weight_packed{FLAT}", packed, (table.rows, count))
+        sizes = {"bits": packing.bits, "block_size": packing.block_size, "gather_axis": 0, "quantize_axis": 1}
+        found = graph.node("embed/rows", "GatherBlockQuantized", flat, tokens_BT, scales, *zero_points, **sizes)
+        if width % packing.block_size == 0:
+            return found
+        return graph.node(
+            "embed/unpadded", "Slice", found, graph.ints("embed/start", [0]), graph.ints("embed/end", [width]), 2
+        )
+
+    def _unpacked_rows(self, tokens_BT: ir.Value, table: Matrix, packing: Packing) -> ir.Value:
+        """(q - zero_point) * scale in standard operators, which browsers have too; the stored bytes are the same.
+
+        The standard's Gather takes no 4-bit numbers, so packed rows are gathered as bytes.
+        """
+        graph, at, groups = self._graph, self._graph.at("embed/"), -(-table.columns // packing.block_size)
+        packed, scales, zero_points = self._packed(table.name, [table], packing)
+        numbers = self._numbers("embed/numbers", packed, tokens_BT, packing.bits)
+        if zero_points:
+            all_zeros = self._numbers("embed/zero_points", zero_points[0], tokens_BT, packing.bits)
+            middle = at("zero_points/column", "Unsqueeze", self._cut("embed/zero_points", all_zeros, groups), -1)
+        else:
+            middle = graph.constant("embed/middle", np.array(2.0 ** (packing.bits - 1), self.real.numpy()))
+        column = at(
+            "scale/column", "Unsqueeze", at("scale", "Gather", self._real("embed/scales", scales), tokens_BT), -1
+        )
+        apart = graph.ints("embed/block_shape", [0, 0, groups, packing.block_size])
+        scaled = at("scaled", "Mul", at("centred", "Sub", at("blocks", "Reshape", numbers, apart), middle), column)
+        flat = at("padded", "Reshape", scaled, graph.ints("embed/flat_shape", [0, 0, -1]))
+        return self._cut("embed/found", flat, table.columns)
+
+    def _numbers(self, name: str, table: ir.Value, tokens_BT: ir.Value, bits: int) -> ir.Value:
+        """The packed numbers of the tokens' rows, padding included, (B, T, count) as computed in."""
+        graph, at = self._graph, self._graph.at(f"{name}/")
+        found = at("packed", "Gather", table, tokens_BT)
+        if bits == 4:
+            low_bits, shift = (graph.constant(f"embed/{n}", np.array(n, np.uint8)) for n in (15, 4))
+            low, high = (
+                at("low", "BitwiseAnd", found, low_bits),
+                at("high", "BitShift", found, shift, direction="RIGHT"),
+            )
+            pair = [at(f"{part}/column", "Unsqueeze", x, -1) for part, x in (("low", low), ("high", high))]
+            found = at("pairs", "Concat", *pair, axis=-1)
+        flat = at("flat", "Reshape", found, graph.ints("embed/flat_shape", [0, 0, -1]))
+        return graph.node(name, "Cast", flat, to=self.real.value)
+
+    def _cut(self, name: str, x_BTX: ir.Value, count: int) -> ir.Value:
+        """The first `count` of each row; the rest pads the last block or byte."""
+        start, end = (self._graph.ints(f"to_{i}", [i]) for i in (0, count))
+        return self._graph.node(f"{name}/unpadded", "Slice", x_BTX, start, end, 2)
+
+    def products(self, name: str, x: ir.Value, matrices: Sequence[Matrix], split: bool = True) -> list[ir.Value]:
+        """x W^T + b for matrices that read the same input: one product, called `name`, where they are stored alike.
+
+        Returns:
+            One value for each matrix; or a single one with all rows, without `split` and where they are joined.
+        """
+        if len(matrices) == 1 or len({(self._packing(matrix), matrix.bias) for matrix in matrices}) > 1:
+            return [self.product(matrix.name, x, [matrix]) for matrix in matrices]
+        y = self.product(name, x, matrices)
+        if not split:
+            return [y]
+        sizes, parts = [matrix.rows for matrix in matrices], [f"{matrix.name}/part" for matrix in matrices]
+        return self._graph.split(f"{name}/split", y, sizes, parts)
+
+    def product(self, name: str, x: ir.Value, matrices: Sequence[Matrix]) -> ir.Value:
+        """x W^T + b, W being matrices of one format, one under the other."""
+        stored, packing = name if len(matrices) > 1 else matrices[0].name, self._packing(matrices[0])
+        multiply = self._dense_product if packing is None else partial(self._packed_product, packing)
+        y = multiply(name, stored, x, matrices)
+        return self._graph.node(f"{name}/biased", "Add", y, self._bias(name, matrices)) if matrices[0].bias else y
+
+    def _bias(self, name: str, matrices: Sequence[Matrix]) -> ir.Value:
+        def read() -> Array:
+            half = self.real == HALF
+            return np.concatenate([self._weights.read(f"{each.name}.bias", (each.rows,), half) for each in matrices])
+
+        return self._graph.weight(f"{name}.bias", self.real, (_shape(matrices)[0],), read)
+
+    def _dense_product(self, name: str, stored: str, x: ir.Value, matrices: Sequence[Matrix]) -> ir.Value:
+        at, matrix_NK = self._graph.at(f"{name}/"), self._dense(stored, matrices)
+        if self._half and self.real == FLOAT:
+            matrix_NK = at("float", "Cast", matrix_NK, to=FLOAT.value)
+        if self.real == FLOAT and not self._form.standard:
+            return at("product", "FusedMatMul", x, matrix_NK, transB=1)
+        return at("product", "MatMul", x, at("columns", "Transpose", matrix_NK, perm=[1, 0]))
+
+    def _packed_product(
+        self, packing: Packing, name: str, stored: str, x: ir.Value, matrices: Sequence[Matrix]
+    ) -> ir.Value:
+        graph, modules, (rows, columns) = self._graph, [matrix.name for matrix in matrices], _shape(matrices)
+        if packing.per_row:
+            read = partial(self._weights.read_per_row, modules)
+            matrix = graph.weight(f"{stored}.weight_rows", INT8, (columns, rows), read)
+            scale = graph.weight(
+                f"{stored}.weight_rows_scale", HALF, (rows,), lambda: self._weights.read_packed(modules, "scale")[:, 0]
+            )
+            return graph.node(f"{name}/product", PER_ROW_PRODUCT, x, matrix, self._real(f"{name}/scale", scale))
+        if self._form.standard:
+            packed, scales, *zero_points = self._packed_columns(stored, matrices, packing)
+            parts = [packed, self._real(f"{name}/scale", scales), *zero_points]
+            matrix = graph.node(f"{name}/matrix", "DequantizeLinear", *parts, axis=0, block_size=packing.block_size)
+            return graph.node(f"{name}/product", "MatMul", x, matrix)
+        packed, scales, zero_points = self._packed(stored, matrices, packing)
+        scales = self._real(f"{name}/scale", scales)
+        sizes = {"N": rows, "K": columns, "block_size": packing.block_size, "bits": packing.bits}
+        sizes["accuracy_level"] = FAST_ACCURACY
+        return graph.node(f"{name}/product", "MatMulNBits", x, packed, scales, *zero_points, **sizes)
+
+    def operand(self, key: str, name: str, matrices: Sequence[Matrix]) -> Operand | str:
+        """The matrix of the product `name`, which the graph has, as kernels read it; or why they do not."""
+        if len({(self._packing(matrix), matrix.bias) for matrix in matrices}) > 1:
+            return "matrices in unlike formats"
+        stored, packing = name if len(matrices) > 1 else matrices[0].name, self._packing(matrices[0])
+        if packing is None:
+            return "dense matrices"
+        if packing.per_row:
+            return "INT8 per row"
+        if packing.bits not in (4, 8) or packing.block_size not in _KERNEL_BLOCKS:
+            return f"{packing.bits} bits in blocks of {packing.block_size}"
+        packed, scales, zero_points = self._packed(stored, matrices, packing)
+        bias = self._bias(name, matrices) if matrices[0].bias else None
+        inputs = {"packed": packed, "scale": scales, "zero_point": next(iter(zero_points), None), "bias": bias}
+        return Operand(
+            {f"{key}_{part}": value for part, value in inputs.items()},
+            {f"{key}_bits": packing.bits, f"{key}_block_size": packing.block_size},
+        )
+
+    def _packing(self, matrix: Matrix) -> Packing | None:
+        return self._weights.packing(matrix.name, (matrix.rows, matrix.columns))
+
+    def _dense(self, stored: str, matrices: Sequence[Matrix]) -> ir.Value:
+        shapes = {matrix.name: (matrix.rows, matrix.columns) for matrix in matrices}
+        dtype, read = HALF if self._half else FLOAT, partial(self._weights.read_stacked, shapes, self._half)
+        return self._graph.weight(f"{stored}.weight", dtype, _shape(matrices), read)
+
+    def _packed(
+        self, stored: str, matrices: Sequence[Matrix], packing: Packing
+    ) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
+        """Packed numbers (N, G, bytes), scales (N, G), and zero points if there are any, one under the other."""
+        rows, columns = _shape(matrices)
+        groups, modules = -(-columns // packing.block_size), [matrix.name for matrix in matrices]
+
+        def part(name: str, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
+            read = partial(self._weights.read_packed, modules, name)
+            return self._graph.weight(f"{stored}.weight_{name}", dtype, shape, read)
+
+        packed = part("packed", UINT8, (rows, groups, packing.block_size * packing.bits // 8))
+        scales = part("scale", HALF, (rows, groups))
+        if not packing.asymmetric:
+            return packed, scales, []
+        return packed, scales, [part("zero_point", UINT8, (rows, -(-groups * packing.bits // 8)))]
+
+    def _packed_columns(self, stored: str, matrices: Sequence[Matrix], packing: Packing) -> list[ir.Value]:
+        """The same by columns: numbers (K, N), scales (G, N), and zero points (G, N) if there are any."""
+        graph, modules, (rows, width) = self._graph, [matrix.name for matrix in matrices], _shape(matrices)
+        groups, dtype = -(-width // packing.block_size), _BLOCK_TYPES[packing.bits][packing.asymmetric]
+
+        def columns(part: str, count: int) -> ir.Value:
+            read = partial(self._weights.read_columns, modules, part, packing, count)
+            return graph.weight(f"{stored}.weight_{part}_columns", dtype, (count, rows), read)
+
+        def read_scales() -> Array:
+            return np.ascontiguousarray(self._weights.read_packed(modules, "scale").T)
+
+        packed = columns("packed", width)
+        scales = graph.weight(f"{stored}.weight_scale_columns", HALF, (groups, rows), read_scales)
+        return [packed, scales, columns("zero_point", groups)] if packing.asymmetric else [packed, scales]
+
+    def _real(self, name: str, scales: ir.Value) -> ir.Value:
+        """Scales in the type that is computed in; the runtime converts them once, when it loads the graph."""
+        return scales if self.real == HALF else self._graph.node(name, "Cast", scales, to=self.real.value)
+
+
+def _shape(matrices: Sequence[Matrix]) -> tuple[int, int]:
+    """(N, K) of matrices one under the other."""
+    return sum(matrix.rows for matrix in matrices), matrices[0].columns
 
 
 def _stack(arrays: Sequence[Array]) -> Array:

@@ -38,7 +38,7 @@ from export import metadata
 from export.cache_scales import CacheScales, HalfCache, RoundedCache, Rounding
 from export.graph.builder import with_branches
 from export.graph.decoder import graph_precision
-from export.graph.matmul import FLAT, PER_ROW_PRODUCT
+from export.graph.weights import FLAT, PER_ROW_PRODUCT
 from export.kernels.library import VARIANT_VARIABLE, library_of, variant_of
 from export.parity.comparison import (
     DEPLOYED,

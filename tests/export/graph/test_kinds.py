@@ -12,8 +12,8 @@ import onnx_ir as ir
 import pytest
 
 import sportsllm
-from export.graph.kinds import HALF_BUILDERS, check_kinds
-from export.graph.layer import HalfBuilder
+from export.graph.decoder import BUILDERS, check_kinds
+from export.graph.layer import SublayerBuilder
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
@@ -23,19 +23,19 @@ from tests.support import gelu_kind
 from tests.support.export_models import TINY, Exports, save, tiny_model
 
 
-class Gelu(HalfBuilder):
+class Gelu(SublayerBuilder):
     """gelu(up(x)) in a standard operator."""
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         (up,) = self.products(layer, HIDDEN, x_BTD)
-        return self.graph.node(f"{self.name(layer)}/gelu", "Gelu", [up]), ()
+        return self.graph.node(f"{self.name(layer)}/gelu", "Gelu", up), ()
 
 
 @pytest.fixture
 def gelu(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The kind's name."""
     with gelu_kind.registered() as name:
-        monkeypatch.setitem(HALF_BUILDERS, name, Gelu)
+        monkeypatch.setitem(BUILDERS, name, Gelu)
         yield name
 
 
@@ -90,7 +90,7 @@ def test_a_kind_without_a_builder_is_refused_by_name(tmp_path: Path, monkeypatch
             sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
     monkeypatch.setitem(ATTENTION, "other", ATTENTION["grouped_query"])
-    monkeypatch.setitem(HALF_BUILDERS, "other", HALF_BUILDERS["grouped_query"])
+    monkeypatch.setitem(BUILDERS, "other", BUILDERS["grouped_query"])
     check_kinds(TINY.with_changes(attention_kind="other"))
     for cache in ("fp16", "int8"):
         with pytest.raises(UsageError, match=f"--kv-cache {cache}: attention of kind 'other'"):
