@@ -6,6 +6,7 @@ Shape suffixes: B samples, T tokens of one, D hidden_size, K channels that stay.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,22 +15,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.layerwise import LayerPair, LayerStates, ResidualPair, blocks_of, fit_block, run_layer
-from compress.least_squares import RIDGE, LeastSquares
+from compress.layerwise import (
+    RIDGE,
+    LayerPair,
+    LayerStates,
+    LeastSquares,
+    ResidualPair,
+    blocks_of,
+    fit_block,
+    run_layer,
+)
 from compress.pruning.experts import dense_config, dense_model
-from compress.pruning.heads import heads_change, reduce_heads
+from compress.pruning.heads import HEADS, reduce_heads
 from compress.pruning.hidden import rotate
-from compress.pruning.scores import IMPORTANCES, Scores, measure_scores
-from compress.pruning.shapes import Shape
-from compress.pruning.units import KeptUnits, LayerRun, choose_units, kept_layers, slice_model
+from compress.pruning.scores import IMPORTANCES, Scores, choose_in_layer, measure_scores
+from compress.pruning.shapes import Shape, unit_span
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import DIMENSIONS, ModelConfig
-from sportsllm.models.kinds import adds_to_residual, block_matrices
+from sportsllm.models.kinds import EMBEDDING, HEAD, adds_to_residual, block_matrices, block_units
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.parts import HIDDEN, Matrix
+from sportsllm.training.loss import cross_entropy
 
 SAMPLE_LENGTH = 512
 """Tokens of a calibration sample."""
+_RUNS_TRIED, _RUN_SAMPLES = 3, 64  # all runs read the same text, so little of it tells them apart
+_LAYER = re.compile(r"^(model\.layers\.)(\d+)\.")
 # Fields that decide which tensors there are, or what a token is; a cut cannot change them.
 _SAME = (
     "vocab_size", "attention_kind", "mlp_kind", "qk_norm", "attention_bias", "attention_output_bias", "mlp_bias",
@@ -55,12 +67,48 @@ class PruneConfig:
             raise UsageError(f"--importance {self.importance!r} is not known; use one of {', '.join(IMPORTANCES)}")
 
 
+class LayerRun(NamedTuple):
+    """A run of layers left out on trial: its `distance` (see `Scores`), and nats a token without it."""
+
+    first_dropped: int
+    distance: float
+    loss: float
+
+
 class PrunedModel(NamedTuple):
     """A smaller model, the layers that were kept, and the runs of layers that were left out on trial."""
 
     model: SportsLLM
     layers: list[int]
     tried: list[LayerRun]
+
+
+@dataclass(frozen=True)
+class KeptUnits:
+    """What stays of a model, as indices into the full one. Of the residual stream the first channels stay.
+
+    Attributes:
+        full, config: configs of the full model and of what stays.
+        layers: rising.
+        units: for each kept layer its units by name.
+    """
+
+    full: ModelConfig
+    config: ModelConfig
+    layers: list[int]
+    units: list[dict[str, Tensor]]
+
+    def of_matrix(self, matrix: Matrix, layer: int) -> tuple[Tensor, Tensor]:
+        """Rows and columns of a matrix of kept layer number `layer` that stay."""
+        units = block_units(self.full.of_layer(self.layers[layer]))
+
+        def side(name: str, length: int) -> Tensor:
+            span = unit_span(matrix, units[name], length)
+            hidden = torch.arange(self.config.hidden_size)
+            kept = hidden if name == HIDDEN else self.units[layer][name]
+            return (kept[:, None] * span + torch.arange(span)).flatten()
+
+        return side(matrix.row_unit, matrix.rows), side(matrix.column_unit, matrix.columns)
 
 
 def prune_model(
@@ -84,6 +132,12 @@ def prune_model(
     if refit:
         refit_layers(pruned, model, kept, samples, reduced, into)
     return PrunedModel(pruned, layers, tried)
+
+
+def heads_change(full: ModelConfig, smaller: ModelConfig) -> bool:
+    """Whether the heads of a pruned model are more than a choice among the full model's heads."""
+    merged = Shape.of(smaller).merges_kv_heads(full)
+    return merged or any(getattr(full, name) != getattr(smaller, name) for name in HEADS[2:])
 
 
 def cut_to_config(
@@ -120,6 +174,87 @@ def check_cut(full: ModelConfig, smaller: ModelConfig) -> None:
         if theirs > ours:
             raise UsageError(f"{name} is {theirs}, more than the full model's {ours}; a cut makes nothing larger")
     Shape.of(smaller).applied_to(full)
+
+
+def kept_layers(
+    model: SportsLLM, scores: Scores, count: int, samples: Sequence[Tensor]
+) -> tuple[list[int], list[LayerRun]]:
+    """Indices of the `count` layers that stay when a contiguous run is dropped, and the runs that were tried.
+
+    Distance alone can mislead. So the three runs that move the residual stream least are left out on trial, and the one
+    that costs the first calibration samples the least loss is dropped. A mixture's first layers without experts stay.
+    """
+    layers = list(range(model.config.num_hidden_layers))
+    dropped = len(layers) - count
+    if dropped == 0:
+        return layers, []
+    starts = range(model.config.dense_layers, count + 1)
+    distances = {start: float(scores.layer_distance[start, start + dropped]) for start in starts}
+    tried = []
+    for start in sorted(starts, key=distances.__getitem__)[:_RUNS_TRIED]:
+        loss = loss_per_token(model, samples[:_RUN_SAMPLES], layers[:start] + layers[start + dropped :])
+        tried.append(LayerRun(start, distances[start], loss))
+    best = min(tried, key=lambda run: run.loss).first_dropped
+    return layers[:best] + layers[best + dropped :], tried
+
+
+@torch.inference_mode()
+def loss_per_token(model: SportsLLM, samples: Sequence[Tensor], layers: Sequence[int] | None = None) -> float:
+    """Mean next-token cross-entropy in nats over samples of token ids, each (1, T); of some layers only, if given."""
+    blocks = model.model.layers
+    if layers is not None:
+        model.model.layers = nn.ModuleList(blocks[layer] for layer in layers)
+    total = 0.0
+    try:
+        for tokens in samples:
+            total += float(cross_entropy(model.hidden(tokens[:, :-1]), model.head_weight, tokens[:, 1:]))
+    finally:
+        model.model.layers = blocks
+    return total / sum(tokens[:, 1:].numel() for tokens in samples)
+
+
+def choose_units(
+    config: ModelConfig, scores: Scores, smaller: ModelConfig, layers: Sequence[int] | None = None
+) -> KeptUnits:
+    """The most important units of a model that fill a smaller config, in the given layers or else in the first ones.
+
+    Heads are chosen among the model's own; `compress.pruning.heads` makes others before.
+
+    Raises:
+        UsageError: a unit that has no scores.
+    """
+    chosen = list(range(smaller.num_hidden_layers) if layers is None else layers)
+    units = [
+        choose_in_layer(config.of_layer(layer), smaller.of_layer(new), scores.of_layer(layer))
+        for new, layer in enumerate(chosen)
+    ]
+    types = config.with_layers(chosen).layer_types
+    return KeptUnits(config, smaller.with_changes(layer_types=types), chosen, units)
+
+
+def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
+    """A new model of the kept units of a float32 model; keeping everything changes nothing.
+
+    Matrices of blocks lose the rows and columns of units that go. Of every other tensor the first entries stay:
+    `compress.pruning.hidden` makes the first channels of the residual stream the ones that hold most.
+    """
+    full, pruned = model.state_dict(), SportsLLM(kept.config)
+    chosen: dict[str, tuple[Tensor, ...]] = {}
+    for new, old in enumerate(kept.layers):
+        for matrix in block_matrices(kept.full.of_layer(old)):
+            rows, columns = kept.of_matrix(matrix, new)
+            name = f"model.layers.{new}.{matrix.name}"
+            chosen |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+    state: dict[str, Tensor] = {}
+    for name, ours in pruned.state_dict().items():
+        old_name = _LAYER.sub(lambda found: f"{found[1]}{kept.layers[int(found[2])]}.", name)
+        source = full[f"{EMBEDDING}.weight" if name == f"{HEAD}.weight" and name not in full else old_name]
+        if name in chosen:
+            for dimension, indices in enumerate(chosen[name]):
+                source = source.index_select(dimension, indices)
+        state[name] = source[tuple(map(slice, ours.shape))]
+    pruned.load_state_dict(state)
+    return pruned.eval()
 
 
 @torch.no_grad()

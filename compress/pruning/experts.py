@@ -21,10 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.layerwise import LayerStates, after_sublayer, blocks_of
-from compress.least_squares import LeastSquares
-from compress.pruning.scores import pick_order
-from compress.pruning.units import top_indices
+from compress.layerwise import LayerStates, LeastSquares, after_sublayer, blocks_of
+from compress.pruning.scores import pick_order, top_indices
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig

@@ -27,22 +27,14 @@ import torch
 from torch import Tensor
 
 from compress.layerwise import blocks_of, run_layer, second_moment, summed
-from compress.pruning.scores import Scores
-from compress.pruning.shapes import Shape
-from compress.pruning.units import choose_in_layer, top_indices
+from compress.pruning.scores import Scores, choose_in_layer, top_indices
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import inverse_frequencies
 
 _DAMPING = 1e-6
 _READ = ("q_proj", "k_proj", "v_proj")
-_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling")
-
-
-def heads_change(full: ModelConfig, smaller: ModelConfig) -> bool:
-    """Whether the heads of a pruned model are more than a choice among the full model's heads."""
-    merged = Shape.of(smaller).merges_kv_heads(full)
-    return merged or any(getattr(full, name) != getattr(smaller, name) for name in _HEADS[2:])
+HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling")
 
 
 @torch.no_grad()
@@ -53,7 +45,7 @@ def reduce_heads(model: SportsLLM, smaller: ModelConfig, scores: Scores, samples
     ids, (B, T) each.
     """
     config = model.config
-    reduced = SportsLLM(config.with_changes(**{name: getattr(smaller, name) for name in _HEADS}))
+    reduced = SportsLLM(config.with_changes(**{name: getattr(smaller, name) for name in HEADS}))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for layer, moments in enumerate(_moments(model, samples)):
         prefix = f"model.layers.{layer}.self_attn."

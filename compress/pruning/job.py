@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig
+from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig, loss_per_token
 from compress.pruning.experts import reduce_experts
 from compress.pruning.scores import Scores, load_scores, measure_scores
 from compress.pruning.shapes import Shape, fewer_experts
-from compress.pruning.units import loss_per_token
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.artifact import Stage

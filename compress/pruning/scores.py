@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from compress.layerwise import Statistic, blocks_of, input_moment, run_layer, summed
 from compress.pruning.hidden import Directions, directions_from, watched_norms
 from sportsllm.console import progress_bar
-from sportsllm.errors import ArtifactError
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices, block_units
@@ -272,3 +272,34 @@ def load_scores(path: Path, config: ModelConfig) -> Scores:
     per_unit = by_unit({(name, layer): tensors[f"{name}.{layer}"] for name, layer in counts}, layers)
     directions = Directions(*(tensors[f"directions.{name}"] for name in Directions._fields))
     return Scores(directions, per_unit, tensors["layer_distance"])
+
+
+def choose_in_layer(full: ModelConfig, smaller: ModelConfig, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Units of one layer: the strongest groups, and in each group the strongest of the units it groups."""
+    kept: dict[str, Tensor] = {}
+    units, left = block_units(full), {name: unit.count for name, unit in block_units(smaller).items()}
+    del units[HIDDEN]
+    for unit in units.values():
+        members = [score for name, score in scores.items() if name in units and units[name].group == unit.name]
+        if left[unit.name] == unit.count and unit.group is None:
+            kept[unit.name] = torch.arange(unit.count)
+            continue
+        if unit.name in scores:
+            own = scores[unit.name]
+        elif members:  # a group is worth what it groups
+            own = torch.stack([score.view(unit.count, -1).sum(dim=1) for score in members]).sum(dim=0)
+        else:
+            raise UsageError(f"unit {unit.name!r} is neither a matrix's columns nor a group of units: it has no scores")
+        if unit.group is None:
+            kept[unit.name] = top_indices(own, left[unit.name])
+            continue
+        parts = own.view(units[unit.group].count, -1)
+        each = left[unit.name] // left[unit.group]
+        chosen = [int(group) * parts.shape[1] + top_indices(parts[group], each) for group in kept[unit.group]]
+        kept[unit.name] = torch.cat(chosen)
+    return kept
+
+
+def top_indices(scores: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest scores, in their old order; ties keep the lower index."""
+    return torch.sort(torch.argsort(scores, descending=True, stable=True)[:count]).values

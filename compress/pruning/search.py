@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compress.pruning.cut import prune_model
+from compress.pruning.cut import loss_per_token, prune_model
 from compress.pruning.job import Calibration
 from compress.pruning.scores import SCORES_FILE
 from compress.pruning.shapes import (
@@ -25,7 +25,6 @@ from compress.pruning.shapes import (
     block_counter,
     candidate_shapes,
 )
-from compress.pruning.units import loss_per_token
 from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.files import atomic_write_text

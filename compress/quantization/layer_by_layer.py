@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from compress.layerwise import (
     LayerPair,
     LayerStates,
+    LeastSquares,
     ResidualPair,
     fit_block,
     input_squares,
@@ -27,7 +28,6 @@ from compress.layerwise import (
     second_moment,
     summed,
 )
-from compress.least_squares import LeastSquares
 from compress.quantization.channel_scaling import scale_block
 from compress.quantization.config import UNPACKED
 from compress.quantization.gptq import gptq_weight

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from compress.pruning.heads import heads_change, nearest_pairs, reduce_heads
+from compress.pruning.cut import heads_change
+from compress.pruning.heads import nearest_pairs, reduce_heads
 from sportsllm.models.config_records import RopeScaling
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import inverse_frequencies

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from compress.pruning.cut import choose_units, slice_model
 from compress.pruning.hidden import rotate
 from compress.pruning.scores import measure_scores
-from compress.pruning.units import choose_units, slice_model
 from sportsllm.models.kinds import NORMS
 from sportsllm.models.language_model import SportsLLM
 from tests.support import gelu_kind

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.least_squares import RIDGE
-from compress.pruning.cut import refit_layers
+from compress.layerwise import RIDGE
+from compress.pruning.cut import KeptUnits, choose_units, loss_per_token, refit_layers, slice_model
 from compress.pruning.hidden import rotate
 from compress.pruning.scores import measure_scores
 from compress.pruning.shapes import Shape
-from compress.pruning.units import KeptUnits, choose_units, loss_per_token, slice_model
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models.config import ModelConfig

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from compress.pruning.cut import choose_units, kept_layers, slice_model
 from compress.pruning.scores import Scores, measure_scores
 from compress.pruning.shapes import Shape
-from compress.pruning.units import choose_units, kept_layers, slice_model
 from sportsllm.models.language_model import SportsLLM
 from tests.support import gelu_kind
 from tests.support.models import tiny_model
