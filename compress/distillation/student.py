@@ -28,7 +28,7 @@ from sportsllm.training.loop import train_model
 from sportsllm.training.lora import add_adapters, merge_adapters
 from sportsllm.training.rate_trial import choose_rates
 from sportsllm.training.settings import Adapters, TrainConfig, check_sequence
-from sportsllm.training.validation import validation
+from sportsllm.training.state import validation
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ Source: ONNX Runtime contrib operators, MatMulNBits. Algorithms that choose q li
 """
 
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +81,7 @@ def pack(quants: ByteArray, bits: int) -> ByteArray:
         return quants
     if quants.shape[-1] % 2:
         quants = np.concatenate([quants, np.zeros_like(quants[..., :1])], axis=-1)
-    return cast(ByteArray, quants[..., 0::2] | (quants[..., 1::2] << 4))
+    return quants[..., 0::2] | (quants[..., 1::2] << np.uint8(4))
 
 
 def unpack(packed: ByteArray, bits: int) -> ByteArray:

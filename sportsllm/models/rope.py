@@ -6,7 +6,6 @@ Sources: RoFormer (https://arxiv.org/abs/2104.09864); llama3 scaling as publishe
 
 import math
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +47,8 @@ def _share_kept(inverse: _Array, scaling: RopeScaling, config: ModelConfig) -> _
     context = scaling.original_max_position_embeddings
     if scaling.rope_type == "llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        return cast(_Array, np.clip((context * inverse / (2 * math.pi) - low) / (high - low), 0.0, 1.0))
+        kept: _Array = np.clip((context * inverse / (2 * math.pi) - low) / (high - low), 0.0, 1.0)
+        return kept
     if config.rope_theta <= 1:
         raise UsageError(f"config: rope_theta is {config.rope_theta}; YaRN needs one above 1")
 
@@ -60,7 +60,8 @@ def _share_kept(inverse: _Array, scaling: RopeScaling, config: ModelConfig) -> _
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.head_dim - 1)
     width = last - first or 0.001  # as `transformers` has it
-    return cast(_Array, 1.0 - np.clip((np.arange(len(inverse)) - first) / width, 0.0, 1.0))
+    stretched: _Array = np.clip((np.arange(len(inverse)) - first) / width, 0.0, 1.0)
+    return 1.0 - stretched
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:

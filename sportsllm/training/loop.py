@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 from torch import Tensor
 
 from sportsllm.console import log, progress_bar
-from sportsllm.errors import ArtifactError, DivergedError, InterruptedRun, UsageError
-from sportsllm.formats.json_files import parse_json
+from sportsllm.errors import ArtifactError, DivergedError, UsageError
+from sportsllm.formats.json_files import JsonObject, parse_json
 from sportsllm.models.experts import balance_biases, pop_expert_load
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
@@ -26,8 +26,7 @@ from sportsllm.text.packing import IGNORE, Batch, PackedSequences
 from sportsllm.training.loss import cross_entropy
 from sportsllm.training.optimizers import Schedule, build_optimizers, computes_in_bfloat16
 from sportsllm.training.settings import TrainConfig
-from sportsllm.training.state import RunState
-from sportsllm.training.validation import BestStep, Validation
+from sportsllm.training.state import RunState, Validation
 
 # (model, batch) -> loss summed over the batch's scored tokens, in nats
 Loss = Callable[[SportsLLM, Batch], Tensor]
@@ -62,7 +61,7 @@ class LoopResult:
     seconds: float
     peak_rss_bytes: int
 
-    def record(self, model: SportsLLM, batches: PackedSequences) -> dict[str, Any]:
+    def record(self, model: SportsLLM, batches: PackedSequences) -> JsonObject:
         """What every training verb reports, by the names of `sportsllm.results.TrainingResult`."""
         parameters = model.config.parameters
         return {
@@ -120,7 +119,7 @@ def train_model(
         state.load()
         _drop_metrics_after(directory / METRICS, state.step)
         log(f"resumed at step {state.step:,} of {config.steps:,}")
-    best = None if validation is None or not config.steps else BestStep(model, validation, state)
+    validation = validation if config.steps else None
     first_step, paused = state.step, 0.0  # seconds of scoring and saving
     last_save = started = time.perf_counter()
     model.checkpoint_activations = config.checkpoint_activations
@@ -140,42 +139,29 @@ def train_model(
         _interrupt_flag() as interrupted,
         batch_threads(config.parallel_batches) as run.threads,
     ):
-        if best is not None and state.step == 0 and (score := best.start()) is not None:
+        if validation is not None and state.step == 0 and (score := state.start(validation)) is not None:
             run.write(valid_bits_per_byte=score)
             paused += time.perf_counter() - started
         while state.step < config.steps:
-            if (taken := run.try_step(batches, loss)) is None:
+            try:
+                step_loss, learning_rate, norm = run.take_step(batches, loss)
+            except DivergedError as error:
+                if state.best_step is None:
+                    raise
+                log(f"{error}; training ends here")
                 break
-            step_loss, learning_rate, norm = taken
             last, rate = state.step == config.steps, tokens_per_s()
             bar.advance(config.tokens_per_step, f"{shown(step_loss)} · {rate:,.0f} tokens/s")
-            if state.step % config.log_every == 0 or last:
-                run.write_step(loss=state.mean_loss, lr=learning_rate, grad_norm=norm, tokens_per_s=round(rate, 1))
             pause = time.perf_counter()
-            if best is not None and (last or run.validates()):
-                run.write(valid_bits_per_byte=best.consider())
+            run.log_step(last, validation, lr=learning_rate, grad_norm=norm, tokens_per_s=round(rate, 1))
             if interrupted.is_set() and not last:
-                raise run.interrupted()
+                raise state.interrupted()
             if time.perf_counter() - last_save > _SAVE_EVERY_S:
                 state.save()
                 last_save = time.perf_counter()
             paused += time.perf_counter() - pause
     model.eval()
-    speed = tokens_per_s()
-    return LoopResult(
-        steps=state.step,
-        tokens=state.step * config.tokens_per_step,
-        tokens_per_s=speed,
-        loss=state.mean_loss,
-        valid_bits_per_byte=None if best is None else best.finish(),
-        best_step=state.best_step,
-        best_bits_per_byte=state.best_bits_per_byte,
-        bits_per_byte_before=state.bits_per_byte_before,
-        learning_rate=config.learning_rate,
-        muon_learning_rate=config.muon_learning_rate,
-        seconds=time.perf_counter() - started,
-        peak_rss_bytes=peak_rss_bytes(),
-    )
+    return run.result(tokens_per_s(), validation, started)
 
 
 class _Run:
@@ -203,32 +189,33 @@ class _Run:
         step = {"step": self.state.step, "tokens": self.state.step * self.config.tokens_per_step}
         self.metrics.write(json.dumps(step | record) + "\n")
 
-    def write_step(self, **record: float | None) -> None:
-        """`write`, and for a mixture a line with each expert's fraction of the tokens, by layer."""
-        self.write(**record)
-        if shares := pop_expert_load(self.model):
-            self.write(expert_shares=shares)
+    def log_step(self, last: bool, validation: Validation | None, **figures: float) -> None:
+        """Log every few steps, and score held-out text when it is time, both after the `last` step too."""
+        step, every = self.state.step, self.config.validate_every
+        if step % self.config.log_every == 0 or last:
+            self.write(loss=self.state.mean_loss, **figures)
+            if shares := pop_expert_load(self.model):  # each expert's fraction of the tokens, by layer
+                self.write(expert_shares=shares)
+        if validation is not None and (last or (every and step % every == 0)):
+            self.write(valid_bits_per_byte=self.state.consider(validation))
 
-    def interrupted(self) -> InterruptedRun:
-        """Save the state and return the error that reports it."""
-        self.state.save()
-        at = f"interrupted after step {self.state.step} of {self.config.steps}; the state is saved in"
-        return InterruptedRun(f"{at} {self.state.directory}, run the same command with --resume to continue")
-
-    def validates(self) -> bool:
-        """Whether held-out text is scored after this step, which is not the last."""
-        every = self.config.validate_every
-        return bool(every and self.state.step % every == 0)
-
-    def try_step(self, batches: PackedSequences, loss: Loss) -> tuple[float, float, float] | None:
-        """`take_step`; None if it diverges and there is a scored step to go back to."""
-        try:
-            return self.take_step(batches, loss)
-        except DivergedError as error:
-            if self.state.best_step is None:
-                raise
-            log(f"{error}; training ends here")
-            return None
+    def result(self, tokens_per_s: float, validation: Validation | None, started: float) -> LoopResult:
+        """Give the model its best weights and report the run."""
+        state, config = self.state, self.config
+        return LoopResult(
+            steps=state.step,
+            tokens=state.step * config.tokens_per_step,
+            tokens_per_s=tokens_per_s,
+            loss=state.mean_loss,
+            valid_bits_per_byte=None if validation is None else state.finish(validation),
+            best_step=state.best_step,
+            best_bits_per_byte=state.best_bits_per_byte,
+            bits_per_byte_before=state.bits_per_byte_before,
+            learning_rate=config.learning_rate,
+            muon_learning_rate=config.muon_learning_rate,
+            seconds=time.perf_counter() - started,
+            peak_rss_bytes=peak_rss_bytes(),
+        )
 
     def take_step(self, batches: PackedSequences, loss: Loss) -> tuple[float, float, float]:
         """One optimizer step; returns its loss in nats per token, the learning rate and the gradient norm."""
@@ -302,11 +289,8 @@ class _Run:
 
 def _drop_metrics_after(path: Path, step: int) -> None:
     """Drop lines that a killed run logged after its last saved step; these steps are trained and logged again."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = []
-    for line in lines:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else ():
         with suppress(ArtifactError):  # a killed run may leave half a line
             record = parse_json(line, path)
             if isinstance(record, dict) and isinstance(logged := record.get("step"), int) and logged <= step:
@@ -321,8 +305,7 @@ def _check_parallel(model: SportsLLM, device: torch.device) -> None:
     if model.config.dropout:
         raise UsageError("parallel_batches would draw dropout in another order each time; leave one of the two out")
     if model.config.experts is not None or model.config.selection is not None:
-        what = "experts add" if model.config.experts is not None else "selection adds"
-        raise UsageError(f"parallel_batches: {what} a loss of one batch at a time; leave it out")
+        raise UsageError("parallel_batches: experts and selection add a loss of one batch at a time; leave it out")
 
 
 @contextmanager

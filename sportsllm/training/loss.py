@@ -13,7 +13,7 @@ Shape suffixes: N tokens, C tokens of a chunk, D hidden_size, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +102,8 @@ def head_loss(
         A float32 scalar; its gradient reaches hidden states and weight, once.
     """
     size = chunk or loss_chunk_tokens(weight_VD.shape[0], hidden_ND.device.type)
-    return cast(Tensor, cast(Any, _HeadLoss).apply(hidden_ND, weight_VD, chunk_loss, size, exact))
+    apply: Callable[..., Tensor] = _HeadLoss.apply
+    return apply(hidden_ND, weight_VD, chunk_loss, size, exact)
 
 
 def softmax_into(out_CV: Tensor, logits_CV: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,8 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad_dtype = torch.bfloat16 if bits == 16 else parameter.dtype
-    for_muon = _matrices_for_muon(model) if config.optimizer == "muon" else set()
+    # Without routers: each of their rows is an expert, not a direction among others.
+    for_muon = {id(weight) for weight in block_weights(model, routers=False)} if config.optimizer == "muon" else set()
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     matrices = [parameter for parameter in trained if id(parameter) in for_muon]
     others = [parameter for parameter in trained if parameter.ndim >= 2 and id(parameter) not in for_muon]
@@ -85,16 +86,12 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.
     return optimizers
 
 
-def _matrices_for_muon(model: nn.Module) -> set[int]:
-    """Ids of the blocks' matrices, without routers: each of their rows is an expert, not a direction among others."""
-    return {id(weight) for weight in block_weights(model, routers=False)}
-
-
 def _adamw(groups: list[dict[str, Any]], learning_rate: float, bits: int) -> torch.optim.Optimizer:
     if bits == 8:
         from bitsandbytes.optim import AdamW8bit
 
-        return cast(torch.optim.Optimizer, AdamW8bit(groups, lr=learning_rate, betas=_BETAS))
+        optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=learning_rate, betas=_BETAS)
+        return optimizer
     if bits == 16:
         return Bfloat16AdamW(groups, lr=learning_rate, betas=_BETAS)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, foreach=True)

@@ -22,7 +22,7 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import Loss, train_model
 from sportsllm.training.settings import TrainConfig
-from sportsllm.training.validation import Validate
+from sportsllm.training.state import Validate
 
 RATES = "rates.json"
 _FACTOR = 3.0

@@ -1,8 +1,12 @@
-"""The state of an interrupted run on disk; a CPU run continues from it bit for bit."""
+"""What a run changes, saved when it is interrupted: a CPU run continues bit for bit.
+
+Held-out text is scored on the way; the model keeps the weights of the best step.
+"""
 
 import json
+import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,15 +14,66 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.console import log
+from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
 from sportsllm.formats.artifact import STATE_DIRECTORY, replace_state
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.formats.json_files import read_json
+from sportsllm.inference.scoring import score_documents
+from sportsllm.inference.torch_decoder import TorchDecoder
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.text.documents import TextSplit
+from sportsllm.text.tokenizer import TextTokenizer
+from sportsllm.training.settings import TrainConfig
 
 _PROGRESS = ("step", "losses", "best_step", "best_bits_per_byte", "last_bits_per_byte", "bits_per_byte_before")
 _BEST = "best.safetensors"
+_REPORT_TOKENS = 65_536
+_SELECTION_TOKENS = 4_096, 32_768
+Validate = Callable[[SportsLLM], float]  # bits per byte of held-out text
+
+
+@dataclass(frozen=True)
+class Validation:
+    """How a run is scored.
+
+    Attributes:
+        selection: chooses the best step and the learning rates.
+        report: other text, for the figure that is reported.
+        keep_start: the start has useful weights: score it too, and keep it if no step is better.
+    """
+
+    selection: Validate
+    report: Validate
+    keep_start: bool = False
+
+
+def validation(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig, keep_start: bool) -> Validation | None:
+    """How a run is scored; None if it has no steps.
+
+    Choices are made on as many tokens as a sixteenth of the run, in windows of the training sequence: positions beyond
+    it are never trained. The report has windows of the whole context.
+    """
+    if not config.steps:
+        return None
+    least, most = _SELECTION_TOKENS
+    tokens = min(most, max(least, config.steps * config.tokens_per_step // 16))
+    selection_split, report_split = corpus.parts()
+    if selection_split == report_split:
+        log("the held-out text is one short document: the best step is chosen on the text that is reported")
+    selection = _scorer(selection_split, tokenizer, tokens, config.sequence)
+    return Validation(selection, _scorer(report_split, tokenizer, _REPORT_TOKENS), keep_start)
+
+
+def _scorer(documents: Sequence[str], tokenizer: TextTokenizer, tokens: int, window: int | None = None) -> Validate:
+    def validate(model: SportsLLM) -> float:
+        return score_documents(
+            TorchDecoder(model), tokenizer, documents, max_tokens=tokens, window=window, description="validate"
+        ).bits_per_byte
+
+    return validate
 
 
 @dataclass
@@ -35,11 +90,11 @@ class RunState:
     """
 
     directory: Path
-    model: nn.Module
+    model: SportsLLM
     optimizers: Sequence[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
     identity: str
-    config: Any
+    config: TrainConfig
     step: int = 0
     losses: list[float] = field(default_factory=list)
     best_step: int | None = None
@@ -47,6 +102,41 @@ class RunState:
     last_bits_per_byte: float | None = None
     bits_per_byte_before: float | None = None
     best: dict[str, Tensor] | None = None
+
+    def start(self, validation: Validation) -> float | None:
+        """Score weights that are useful before the first step: for the report, and as step 0."""
+        if not validation.keep_start:
+            return None
+        log("scoring held-out text before training")
+        self.bits_per_byte_before = validation.report(self.model)
+        return self.consider(validation)
+
+    def consider(self, validation: Validation) -> float:
+        """Score the current weights and keep them if they are the best; returns the score."""
+        bits_per_byte = validation.selection(self.model)
+        if self.best_bits_per_byte is None or bits_per_byte < self.best_bits_per_byte:
+            self.best_step, self.best_bits_per_byte = self.step, bits_per_byte
+            self.best = {name: weight.detach().clone() for name, weight in self._trained().items()}
+        self.last_bits_per_byte = bits_per_byte
+        return bits_per_byte
+
+    @torch.no_grad()
+    def finish(self, validation: Validation) -> float:
+        """Give the model its best weights, say so if those are not the last ones, and return the reported figure."""
+        if self.best_step not in (None, self.step):
+            last = math.nan if self.last_bits_per_byte is None else self.last_bits_per_byte
+            figures = f"{self.best_bits_per_byte:.4f} bits per byte, {last:.4f} when last scored"
+            if self.best_step == 0:
+                log(f"no step was better than the start on held-out text ({figures}): the start is kept")
+            else:
+                log(f"step {self.best_step} of {self.step} was the best on held-out text ({figures}): it is kept")
+            trained = self._trained()
+            for name, weight in (self.best or {}).items():
+                trained[name].copy_(weight)
+        return validation.report(self.model)
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     @property
     def mean_loss(self) -> float | None:
@@ -78,6 +168,12 @@ class RunState:
         state |= {name: getattr(self, name) for name in _PROGRESS}
         (fresh / "state.json").write_text(json.dumps(state), encoding="utf-8")
         replace_state(self.directory, fresh)
+
+    def interrupted(self) -> InterruptedRun:
+        """Save, and return the error that reports it."""
+        self.save()
+        at = f"interrupted after step {self.step} of {self.config.steps}; the state is saved in {self.directory}"
+        return InterruptedRun(f"{at}, run the same command with --resume to continue")
 
     def load(self) -> None:
         """Restore what `save` wrote, in place.

@@ -191,7 +191,7 @@ def _make(job: _Job, directory: Path, stage: Stage) -> dict[str, Any]:
     from sportsllm.text.documents import load_corpus
     from sportsllm.text.packing import PackedSequences, tokenize
     from sportsllm.training.loop import language_model_loss, train_model
-    from sportsllm.training.validation import validation
+    from sportsllm.training.state import validation
 
     log(f"{job.out}: reading {', '.join(map(str, job.corpus))}")
     texts = load_corpus(job.corpus, job.valid, job.left_out)

@@ -19,7 +19,7 @@ from sportsllm.simulator import simulate
 from sportsllm.text.documents import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.settings import TrainConfig
-from sportsllm.training.validation import validator
+from sportsllm.training.state import validation
 from tests.support.models import tiny_model
 
 
@@ -137,5 +137,5 @@ def test_the_stage_recovers_quality_and_stays_on_the_grid(checkpoint: Path, corp
     assert recorded["method"] == "rtn+qad" and len(recorded["modules"]) == 14
     assert (tmp_path / "out" / "metrics.jsonl").exists()
     # The trained model's own score is that of the file it became.
-    score = validator(load_corpus((corpus_file,), ()), words)(trained)
+    score = validation(load_corpus((corpus_file,), ()), words, TrainConfig(steps=1), False).report(trained)
     assert score == pytest.approx(results.valid_bits_per_byte, rel=1e-5)

@@ -17,7 +17,7 @@ from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import METRICS, language_model_loss, train_model
 from sportsllm.training.optimizers import Muon, Schedule, build_optimizers, newton_schulz
 from sportsllm.training.settings import TrainConfig
-from sportsllm.training.validation import Validation
+from sportsllm.training.state import Validation
 from tests.support.models import fresh, tiny_config, weights
 
 CONFIG = TrainConfig(

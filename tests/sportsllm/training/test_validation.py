@@ -15,7 +15,7 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.settings import TrainConfig
-from sportsllm.training.validation import Validation
+from sportsllm.training.state import Validation
 from tests.support.models import fresh, weights
 
 CONFIG = TrainConfig(
