@@ -17,6 +17,7 @@ from sportsllm.verbs.data import DEFAULT_CORPUS, SIMULATED_MEGABYTES, simulate
 
 if TYPE_CHECKING:
     from sportsllm.formats.artifact import Stage
+    from sportsllm.formats.json_files import JsonObject
     from sportsllm.models.config import ModelConfig
     from sportsllm.models.language_model import SportsLLM
     from sportsllm.text.documents import TextSplit
@@ -91,14 +92,25 @@ def train(
         if not path.exists():
             raise ArtifactError(f"{path}: not found; give existing files or folders of text")
 
-    from sportsllm.console import output
-    from sportsllm.formats.artifact import run_stage
+    from dataclasses import asdict
+
+    from sportsllm.console import log, output
+    from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.huggingface import load_config
     from sportsllm.models.presets import changed_shape
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.processors import use_processor
-    from sportsllm.text.provenance import left_out
-    from sportsllm.training.settings import DOCUMENTED_DROPOUT, Run, Start, adapter_settings, shape_of, train_config
+    from sportsllm.text.documents import load_corpus
+    from sportsllm.text.provenance import held_out_setting, left_out
+    from sportsllm.training.settings import (
+        DOCUMENTED_DROPOUT,
+        Run,
+        Start,
+        adapter_settings,
+        check_sequence,
+        shape_of,
+        train_config,
+    )
 
     use_processor(threads, device)
     if found.get("documented") and checkpoint is None:
@@ -109,98 +121,66 @@ def train(
     given = {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
     run = Run(Start.RANDOM if checkpoint is None else Start.TRAINED, shape, lora_rank is not None)
     config = train_config(run, tokens, pick(found, TRAINING) | given, seed=seed, parallel=True)
+    adapters = adapter_settings(lora_rank, found.get("lora_targets"), found.get("lora_alpha"), config.optimizer)
     if not corpus:
         corpus, valid = [DEFAULT_CORPUS / "train.jsonl"], valid or [DEFAULT_CORPUS / "valid.jsonl"]
         _simulate_default()
-    valid = valid or []
-    job = _Job(
-        checkpoint=checkpoint,
-        model=model,
-        shape=shape,
-        changes=changes,
-        tokenizer=tokenizer,
-        digits=found.get("digits", "grouped"),
-        corpus=corpus,
-        valid=valid,
-        left_out=left_out(valid, checkpoint) if checkpoint is not None else tuple(valid),
-        rope_scaling=rope_scaling,
-        config=config,
-        adapters=adapter_settings(lora_rank, found.get("lora_targets"), found.get("lora_alpha"), config.optimizer),
-        resume=resume,
-        out=out or _default_out(checkpoint, model, changes),
-    )
-    stage = job.stage()
-    result = TrainResult.of(run_stage(job.out, stage, lambda directory: _make(job, directory, stage), resume))
+    training, held_out = corpus, valid or []
+    unread = left_out(held_out, checkpoint) if checkpoint is not None else tuple(held_out)
+    record = {
+        "corpus": list(map(str, training)),
+        "valid": list(map(str, held_out)),
+        **_given(rope_scaling=rope_scaling),
+    }
+    inputs = [*training, *unread]
+    if checkpoint is not None:
+        check_sequence(config.sequence, shape)
+        record |= held_out_setting(held_out, unread)
+        record |= {"init": str(checkpoint), "lora": adapters and asdict(adapters)}
+        inputs = [checkpoint, *inputs]
+    else:
+        record |= {"model": model, "tokenizer": tokenizer and str(tokenizer)} | ({"shape": changes} if changes else {})
+        record |= {"digits": found["digits"]} if found.get("digits", "grouped") != "grouped" else {}
+        inputs += [*([tokenizer / "tokenizer.json"] if tokenizer else []), *shape_of(str(model))[1]]
+    stage = Stage("train", record | asdict(config), inputs, seed=seed)
+    out = out or _default_out(checkpoint, model, changes)
+
+    def make(directory: Path) -> JsonObject:
+        log(f"{out}: reading {', '.join(map(str, training))}")
+        texts = load_corpus(training, held_out, unread)
+        if checkpoint is not None:
+            start, words = _checkpoint(checkpoint, shape, adapters, seed)
+        else:
+            digits = found.get("digits", "grouped")
+            start, words = _new_model(str(model), shape, texts, config, directory, tokenizer, digits)
+        return _fit(start, words, texts, config, directory, stage, checkpoint, resume)
+
+    result = TrainResult.of(run_stage(out, stage, make, resume))
     output().print(result.line(), markup=False)
     return result
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What to train: a model of a preset's shape, or a checkpoint; the text, the settings, and where it goes."""
-
-    checkpoint: Path | None
-    model: str | None
-    shape: ModelConfig
-    changes: Mapping[str, object]
-    tokenizer: Path | None
-    digits: str
-    corpus: list[Path]
-    valid: list[Path]
-    left_out: tuple[Path, ...]
-    rope_scaling: str | None
-    config: TrainConfig
-    adapters: Adapters | None
-    resume: bool
-    out: Path
-
-    def stage(self) -> Stage:
-        """Settings and inputs, for the manifest."""
-        from dataclasses import asdict
-
-        from sportsllm.formats.artifact import Stage
-        from sportsllm.formats.safetensors import quantization_config
-        from sportsllm.training.settings import check_sequence, shape_of
-
-        record: dict[str, Any] = {"corpus": list(map(str, self.corpus)), "valid": list(map(str, self.valid))}
-        record |= _given(rope_scaling=self.rope_scaling)
-        inputs = [*self.corpus, *self.left_out]
-        if self.checkpoint is not None:
-            if quantization_config(self.checkpoint) is not None:
-                raise ArtifactError(
-                    f"{self.checkpoint}: is quantized; fine-tune the unquantized checkpoint, then quantize"
-                )
-            from sportsllm.text.provenance import held_out_setting
-
-            check_sequence(self.config.sequence, self.shape)
-            record |= held_out_setting(self.valid, self.left_out)
-            record |= {"init": str(self.checkpoint), "lora": self.adapters and asdict(self.adapters)}
-            return Stage("train", record | asdict(self.config), [self.checkpoint, *inputs], seed=self.config.seed)
-        record |= {"model": self.model, "tokenizer": self.tokenizer and str(self.tokenizer)}
-        record |= {"shape": dict(self.changes)} if self.changes else {}
-        record |= {"digits": self.digits} if self.digits != "grouped" else {}
-        inputs += [*([self.tokenizer / "tokenizer.json"] if self.tokenizer else []), *shape_of(str(self.model))[1]]
-        return Stage("train", record | asdict(self.config), inputs, seed=self.config.seed)
-
-
-def _make(job: _Job, directory: Path, stage: Stage) -> dict[str, Any]:
-    """Read the text, prepare the model, minimise next-token cross-entropy, and write the checkpoint."""
-    from sportsllm.console import log
+def _fit(
+    model: SportsLLM,
+    tokenizer: TextTokenizer,
+    texts: TextSplit,
+    config: TrainConfig,
+    directory: Path,
+    stage: Stage,
+    checkpoint: Path | None,
+    resume: bool,
+) -> JsonObject:
+    """Minimise next-token cross-entropy, and write the checkpoint."""
     from sportsllm.formats.checkpoint import save_checkpoint
     from sportsllm.processors import training_device
-    from sportsllm.text.documents import load_corpus
     from sportsllm.text.packing import PackedSequences, tokenize
     from sportsllm.training.loop import language_model_loss, train_model
     from sportsllm.training.state import validation
 
-    log(f"{job.out}: reading {', '.join(map(str, job.corpus))}")
-    texts = load_corpus(job.corpus, job.valid, job.left_out)
-    model, tokenizer = _new_model(job, texts, directory) if job.checkpoint is None else _checkpoint(job)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     model.to(training_device())
-    config = job.config
     batches = PackedSequences(tokenize(texts.train, tokenizer), config.sequence, config.batch_size, config.seed)
-    scored = validation(texts, tokenizer, config, keep_start=job.checkpoint is not None)
+    scored = validation(texts, tokenizer, config, keep_start=checkpoint is not None)
     if config.try_rates and scored is not None:
         from sportsllm.training.rate_trial import choose_rates
 
@@ -213,19 +193,27 @@ def _make(job: _Job, directory: Path, stage: Stage) -> dict[str, Any]:
         directory,
         validation=scored,
         identity=stage.fingerprint(),
-        resume=job.resume,
-        description=str(job.checkpoint or job.model),
+        resume=resume,
+        description=str(checkpoint or stage.settings["model"]),
     )
-    if job.adapters is not None:
+    if stage.settings.get("lora"):
         from sportsllm.training.lora import merge_adapters
 
         merge_adapters(model)
-    save_checkpoint(directory, model, job.checkpoint)
+    save_checkpoint(directory, model, checkpoint)
     return {**result.record(model, batches), "trained_parameters": trained}
 
 
-def _new_model(job: _Job, texts: TextSplit, directory: Path) -> tuple[SportsLLM, TextTokenizer]:
-    """A model with random weights, and its tokenizer, which is trained unless given."""
+def _new_model(
+    model: str,
+    shape: ModelConfig,
+    texts: TextSplit,
+    config: TrainConfig,
+    directory: Path,
+    source: Path | None,
+    digits: str,
+) -> tuple[SportsLLM, TextTokenizer]:
+    """A model with random weights, and its tokenizer: that of `source`, else a new one."""
     from sportsllm.console import log
     from sportsllm.formats.checkpoint import copy_tokenizer
     from sportsllm.models.language_model import SportsLLM
@@ -233,36 +221,37 @@ def _new_model(job: _Job, texts: TextSplit, directory: Path) -> tuple[SportsLLM,
     from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
     from sportsllm.training.settings import check_sequence, fit_vocabulary
 
-    if job.tokenizer is not None:
-        copy_tokenizer(job.tokenizer, directory)
+    if source is not None:
+        copy_tokenizer(source, directory)
     elif not (directory / "tokenizer.json").exists():
-        log(f"training a tokenizer of {job.shape.vocab_size:,} entries")
-        train_tokenizer(texts.train, job.shape.vocab_size, directory, job.digits)
+        log(f"training a tokenizer of {shape.vocab_size:,} entries")
+        train_tokenizer(texts.train, shape.vocab_size, directory, digits)
     tokenizer = load_tokenizer(directory)
-    shape = fit_vocabulary(job.shape, tokenizer.vocab_size, str(job.model)).with_changes(
+    shape = fit_vocabulary(shape, tokenizer.vocab_size, model).with_changes(
         bos_token_id=tokenizer.begin_id, eos_token_id=tokenizer.end_id, pad_token_id=tokenizer.pad_id
     )
-    check_sequence(job.config.sequence, shape)
-    log(f"{job.out}: {described_shape(shape)}")
-    model = SportsLLM(shape)
-    model.initialize(job.config.seed)
-    return model, tokenizer
+    check_sequence(config.sequence, shape)
+    log(f"{model}: {described_shape(shape)}")
+    made = SportsLLM(shape)
+    made.initialize(config.seed)
+    return made, tokenizer
 
 
-def _checkpoint(job: _Job) -> tuple[SportsLLM, TextTokenizer]:
+def _checkpoint(
+    checkpoint: Path, shape: ModelConfig, adapters: Adapters | None, seed: int
+) -> tuple[SportsLLM, TextTokenizer]:
     """The model of the checkpoint, with adapters if asked for, and its tokenizer."""
     from sportsllm.formats.checkpoint import load_checkpoint
     from sportsllm.formats.model_directory import checkpoint_with
     from sportsllm.text.tokenizer import load_tokenizer
 
-    assert job.checkpoint is not None
-    with checkpoint_with(job.checkpoint, job.shape) as source:
+    with checkpoint_with(checkpoint, shape) as source:
         model = load_checkpoint(source)
-    if (adapters := job.adapters) is not None:
+    if adapters is not None:
         from sportsllm.training.lora import add_adapters
 
-        add_adapters(model, adapters.rank, adapters.targets, adapters.alpha, job.config.seed)
-    return model, load_tokenizer(job.checkpoint, job.shape)
+        add_adapters(model, adapters.rank, adapters.targets, adapters.alpha, seed)
+    return model, load_tokenizer(checkpoint, shape)
 
 
 def _default_out(checkpoint: Path | None, model: str | None, changes: Mapping[str, object]) -> Path:
@@ -287,6 +276,7 @@ def _start(
 ) -> str | None:
     """The model to train from scratch, None if a checkpoint is fine-tuned; refuses options that do not go together."""
     from sportsllm.files import require_directory
+    from sportsllm.formats.safetensors import quantization_config
     from sportsllm.models.presets import DEFAULT_PRESET, preset
 
     if checkpoint is None and model is None and changes:
@@ -300,6 +290,8 @@ def _start(
             names = ", ".join(changes)
             raise UsageError(f"{names}: {checkpoint} has its shape already; give --model {checkpoint} for a new model")
         require_directory(checkpoint, "a checkpoint directory")
+        if quantization_config(checkpoint) is not None:
+            raise ArtifactError(f"{checkpoint}: is quantized; fine-tune the unquantized checkpoint, then quantize")
     elif not Path(str(model)).is_dir():
         preset(str(model))
     if checkpoint is None and lora_rank is not None:
