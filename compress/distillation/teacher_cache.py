@@ -16,7 +16,6 @@ Shape suffixes: R rows, N tokens, C tokens of a chunk, V vocabulary, K stored id
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -173,15 +172,11 @@ def open_teacher_cache(training: StudentTraining, wanted: CacheInfo, directory: 
 
 
 class CachedBatches(PackedSequences):
-    """Rows 0 to `rows` - 1 of a packed corpus, over and over: batch i holds rows (i * batch_size + position) % rows.
-
-    Row r is row r of `PackedSequences` with the same documents, length and seed, whatever its batch size.
-    """
+    """Rows 0 to `rows` - 1 of a packed corpus, over and over: batch i holds rows (i * batch_size + position) % rows."""
 
     def __init__(self, documents: TokenizedDocuments, length: int, batch_size: int, seed: int, rows: int) -> None:
         super().__init__(documents, length, batch_size, seed)
         self.rows = rows
-        self._single = PackedSequences(documents, length, 1, seed)
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -191,13 +186,6 @@ class CachedBatches(PackedSequences):
     def batch(self, index: int) -> Batch:
         """Batch number `index`."""
         return self.gather(cached_rows(index, self.batch_size, self.rows), index)
-
-    def gather(self, rows: Sequence[int], index: int = 0) -> Batch:
-        """A batch of the given rows."""
-        parts = [self._single.batch(row) for row in rows]
-        ends = [place * self.length + end for place, part in enumerate(parts) for end in part.documents]
-        tokens, targets = torch.cat([part.tokens for part in parts]), torch.cat([part.targets for part in parts])
-        return Batch(tokens, targets, tuple(ends), index)
 
 
 def cached_rows(index: int, count: int, rows: int) -> list[int]:

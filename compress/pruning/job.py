@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -96,11 +96,6 @@ class PruneJob:
         }
 
 
-class _FullModel(NamedTuple):
-    model: SportsLLM
-    samples: list[Tensor]
-
-
 @dataclass
 class Calibration:
     """What every cut of a job starts from, each made when first asked for, and once.
@@ -114,12 +109,12 @@ class Calibration:
     @property
     def model(self) -> SportsLLM:
         """The full model, with the experts of `PruneJob.model_config`."""
-        return self._full.model
+        return self._full[0]
 
     @property
     def samples(self) -> list[Tensor]:
         """Calibration token ids, (1, T) each."""
-        return self._full.samples
+        return self._full[1]
 
     @cached_property
     def scores(self) -> Scores:
@@ -129,7 +124,7 @@ class Calibration:
         return measure_scores(self.model, self.samples, self.job.config.importance)
 
     @cached_property
-    def _full(self) -> _FullModel:
+    def _full(self) -> tuple[SportsLLM, list[Tensor]]:
         job, recovery = self.job, self.job.recovery
         model = load_checkpoint(job.checkpoint)
         length = SAMPLE_LENGTH if recovery is None else recovery.config.sequence
@@ -142,4 +137,4 @@ class Calibration:
         if job.cuts_experts:
             fewer = fewer_experts(model.config, job.experts, job.experts_per_token)
             model = reduce_experts(model, fewer, samples, job.config.refit)
-        return _FullModel(model, samples)
+        return model, samples

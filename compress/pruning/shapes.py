@@ -86,18 +86,17 @@ class Shape:
         if self.merges_kv_heads(config) and not can_merge_kv_heads(config):
             kind = f"{config.attention_kind} attention" + " with q/k norms" * config.qk_norm
             raise UsageError(f"--kv-heads: {kind} cannot merge key/value heads; cut --heads as much as --kv-heads")
-        if self.experts not in (0, full.experts):
-            config = fewer_experts(config, self.experts, None)
-        if not config.dense_layers:
-            return config.with_changes(**{field: getattr(self, name) for name, field in DIMENSIONS.items()})
         if self.layers <= config.dense_layers:
             raise UsageError(
                 f"--layers is {self.layers}; the first {config.dense_layers} of {full.layers} have no experts and "
                 f"stay, choose {config.dense_layers + 1} to {full.layers}"
             )
-        dense = dense_width(config, self.intermediate)
+        if self.experts not in (0, full.experts):
+            config = fewer_experts(config, self.experts, None)
         changes = {field: getattr(self, name) for name, field in DIMENSIONS.items()}
-        return config.with_changes(**changes, dense_intermediate_size=dense)
+        if config.dense_layers:
+            changes["dense_intermediate_size"] = dense_width(config, self.intermediate)
+        return config.with_changes(**changes)
 
 
 def dense_width(config: ModelConfig, intermediate: int) -> int:
@@ -217,12 +216,11 @@ def shape_for_share(config: ModelConfig, share: float) -> Shape:
     _check_share(share)
     full, count, target = Shape.of(config), block_counter(config), share * config.block_parameters
     heads = [pair for pair in head_counts(config) if pair[0] * full.kv_heads == pair[1] * full.heads]
-    grid = product(hidden_sizes(config), heads, widths(full.intermediate))
-    shapes = (
-        replace(full, hidden=hidden, heads=query, kv_heads=key, intermediate=width)
-        for hidden, (query, key), width in grid
-    )
-    sizes = {shape: size for shape in shapes if (size := count(shape)) <= target}
+    sizes: dict[Shape, int] = {}
+    for hidden, (query, key), width in product(hidden_sizes(config), heads, widths(full.intermediate)):
+        shape = replace(full, hidden=hidden, heads=query, kv_heads=key, intermediate=width)
+        if (size := count(shape)) <= target:
+            sizes[shape] = size
     if not sizes:
         raise UsageError(f"--params {share:g}: no width that small is left; cut --layers too")
 

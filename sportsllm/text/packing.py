@@ -164,9 +164,13 @@ class PackedSequences:
 
     def batch(self, index: int) -> Batch:
         """Batch number `index`, counted from 0 over all epochs."""
+        return self.gather(range(index * self.batch_size, (index + 1) * self.batch_size), index)
+
+    def gather(self, numbers: Sequence[int], index: int = 0) -> Batch:
+        """A batch of the given rows, counted from 0 over all epochs."""
         rows, targets, ends = [], [], []
-        for position in range(self.batch_size):
-            ids, boundaries = self._row(*divmod(index * self.batch_size + position, self.rows_per_epoch))
+        for position, number in enumerate(numbers):
+            ids, boundaries = self._row(*divmod(number, self.rows_per_epoch))
             target = ids[1:].astype(np.int64)
             inside = [end for end in boundaries if 0 < end <= self.length]
             target[[end - 1 for end in inside]] = IGNORE  # the next document's begin token
