@@ -143,10 +143,8 @@ TRAINING_STEP: Group = {
 }
 FIT: Group = {
     "search_tokens": Setting(int, "Tokens of a candidate's brief recovery", "a tenth of --tokens", 1),
-    "sequence": Setting(int, "Tokens of one training sequence", "up to 512", 2),
-    "batch_size": Setting(int, "Sequences in memory at once", "up to 4", 1),
-    "accumulation": Setting(int, "Batches of one optimizer step", "200 steps or more", 1),
-    "learning_rate": Setting(float, "Peak learning rate of AdamW", "by short trial runs", 0),
+    "accumulation": TRAINING["accumulation"],
+    **STEPS,
 }
 TOKENIZER: Group = {
     "digits": Setting(

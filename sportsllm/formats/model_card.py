@@ -36,14 +36,6 @@ _FORMS = {
 
 
 @dataclass(frozen=True)
-class QuestionScore:
-    """Accuracy on a file of questions."""
-
-    accuracy: float
-    questions: int
-
-
-@dataclass(frozen=True)
 class BudgetOutcome:
     """How a model does in a budget; each limit has a name and a verdict."""
 
@@ -62,7 +54,6 @@ class Measured:
     bits_per_byte: float | None = None
     teacher: str | None = None
     teacher_bits_per_byte: float | None = None
-    question_files: dict[str, QuestionScore] = field(default_factory=dict)
     ttft_ms: dict[str, float | None] = field(default_factory=dict)
     tpot_ms: dict[str, dict[str, float | None]] = field(default_factory=dict)
     peak_rss_bytes: float | None = None
@@ -164,7 +155,6 @@ def render_card(
         stored=f"INT{bits}" if bits else manifest.results.get("precision") or manifest.text("dtype"),
         chain=[(_name(one), one.manifest) for one in chain],
         scores=list(dict.fromkeys([*_scores_of_training(chain, shown), *_scores(shown)])),
-        answered=[each for each in shown if each.question_files],
         parity=manifest.results.get("parity"),
         benches=[each for each in shown if each.tpot_ms and each.is_of(place)],
         kind=kind,

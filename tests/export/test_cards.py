@@ -106,8 +106,7 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dic
     before = digest(onnx)
     bench, scored = tmp_path / "bench.json", tmp_path / "eval.json"
     bench.write_text(json.dumps({**BENCH, "directory": str(onnx), "teacher": "runs/large"}), encoding="utf-8")
-    asked = {"questions.jsonl": {"accuracy": 0.5, "questions": 20}}
-    figures = {"bits_per_byte": 1.5, "text": ["wiki/valid.jsonl"], "question_files": asked}
+    figures = {"bits_per_byte": 1.5, "text": ["wiki/valid.jsonl"]}
     scored.write_text(json.dumps({"directory": str(line["tuned"]), **figures}), encoding="utf-8")
     fields = write_card(onnx, [bench, scored], license="mit", base_model="me/mine", language=["en"])
     assert (fields["license"], fields["base_model"], fields["language"]) == ("mit", "me/mine", ["en"])
@@ -118,7 +117,6 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dic
     )
     assert "| `tuned` | 1.5000 | `wiki/valid.jsonl` |" in card
     assert "a part of" not in card, "a training's figure, on less text, makes way for a measurement"
-    assert "| `tuned` | 50.0% | 20 | `questions.jsonl` |" in card
     assert "Budget of raspberry-pi-5: fail, by prediction; it misses file_mb." in card
     assert (front(onnx)["license"], front(onnx)["base_model"], front(onnx)["language"]) == ("mit", "me/mine", ["en"])
     assert verify_directory(onnx)[1] == [] and digest(onnx) == before
