@@ -163,7 +163,7 @@ def measure_against(
 
 def _failure(runtime: Runtime, failure: ChildFailure) -> dict[str, Any]:
     if failure.exit_code == worker.NOT_INSTALLED:
-        own = f"in an environment of its own, then --against {runtime.name},python=ENVIRONMENT/bin/python"
+        own = f"in an environment of its own, then --against {runtime.name}={runtime.directory},python=PYTHON"
         return {"status": "not installed", "install": f"{INSTALL.get(runtime.kind, INSTALL[OTHER])}, {own}"}
     return {"status": f"failed: {failure}"}
 
