@@ -24,7 +24,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, adds_to_residual, input_groups
 from sportsllm.models.language_model import Block, SportsLLM, first_positions
@@ -181,9 +180,6 @@ def fit_block(pair: LayerPair, streams: ResidualPair, between_BTD: Sequence[Tens
 
     Returns:
         The residual stream after the changed layer.
-
-    Raises:
-        UsageError: several matrices of a sublayer write to the residual stream, so that none has its own target.
     """
     changed_BTD = streams.changed
     for sublayer, full_BTD, after_BTD in zip(
@@ -191,11 +187,7 @@ def fit_block(pair: LayerPair, streams: ResidualPair, between_BTD: Sequence[Tens
     ):
         groups = [group for group in input_groups(pair.config) if group[0].name.startswith(f"{sublayer}.")]
         writers = [matrix.name for group in groups for matrix in group if adds_to_residual(pair.config, matrix)]
-        if len(writers) > 1:
-            raise UsageError(
-                f"{' and '.join(writers)}: a refit needs one matrix that writes to the residual stream; "
-                "leave it out with --set refit=false"
-            )
+        assert len(writers) <= 1, f"{writers}: of a sublayer one matrix writes to the residual stream"
         following: list[Tensor] | None = None
         for group in groups:
             following = _fit_group(pair, sublayer, group, ResidualPair(full_BTD, changed_BTD, after_BTD), solve)

@@ -216,13 +216,7 @@ def loss_per_token(model: SportsLLM, samples: Sequence[Tensor], layers: Sequence
 def choose_units(
     config: ModelConfig, scores: Scores, smaller: ModelConfig, layers: Sequence[int] | None = None
 ) -> KeptUnits:
-    """The most important units of a model that fill a smaller config, in the given layers or else in the first ones.
-
-    Heads are chosen among the model's own; `compress.pruning.heads` makes others before.
-
-    Raises:
-        UsageError: a unit that has no scores.
-    """
+    """The most important units of a model that fill a smaller config, in the given layers or else in the first ones."""
     chosen = list(range(smaller.num_hidden_layers) if layers is None else layers)
     units = [
         choose_in_layer(config.of_layer(layer), smaller.of_layer(new), scores.of_layer(layer))

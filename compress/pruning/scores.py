@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from compress.layerwise import Statistic, blocks_of, input_moment, run_layer, summed
 from compress.pruning.hidden import Directions, directions_from, watched_norms
 from sportsllm.console import progress_bar
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices, block_units
@@ -286,10 +286,9 @@ def choose_in_layer(full: ModelConfig, smaller: ModelConfig, scores: Mapping[str
             continue
         if unit.name in scores:
             own = scores[unit.name]
-        elif members:  # a group is worth what it groups
+        else:  # a group is worth what it groups
+            assert members, f"unit {unit.name!r} is neither a matrix's columns nor a group of units"
             own = torch.stack([score.view(unit.count, -1).sum(dim=1) for score in members]).sum(dim=0)
-        else:
-            raise UsageError(f"unit {unit.name!r} is neither a matrix's columns nor a group of units: it has no scores")
         if unit.group is None:
             kept[unit.name] = top_indices(own, left[unit.name])
             continue

@@ -136,11 +136,7 @@ def fewer_experts(config: ModelConfig, count: int | None, active: int | None) ->
 
 def unit_span(matrix: Matrix, unit: Unit, length: int) -> int:
     """How many of the `length` rows or columns of a matrix belong to one of its units."""
-    if length % unit.count:
-        raise UsageError(
-            f"{matrix.name}: {length} rows or columns are not divided evenly among {unit.count} of unit "
-            f"{unit.name!r}; pruning has no rule for it"
-        )
+    assert length % unit.count == 0, f"{matrix.name}: {length} rows or columns, {unit.count} of unit {unit.name!r}"
     return length // unit.count
 
 

@@ -143,14 +143,6 @@ def test_a_file_size_is_met(run: Pruning, tmp_path: Path, capsys: pytest.Capture
     assert kept <= 0.7 and (kept > 0.686 or f"{kept:.1%} of the non-embedding parameters is kept, 70.0% was" in said)
 
 
-def test_key_value_heads_are_merged_if_all_query_heads_stay(run: Pruning, tmp_path: Path) -> None:
-    result = run(tmp_path / "out", kv_heads=1)
-    assert result.shape == {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 1, "layers": 2, "head_dim": 16}
-    assert load_config(tmp_path / "out").num_key_value_heads == 1
-    run(tmp_path / "smaller", kv_heads=1, head_dim=8, hidden=32)
-    assert load_checkpoint(tmp_path / "smaller").model.layers[0].self_attn.k_proj.weight.shape == (8, 32)
-
-
 def test_saved_scores_give_the_same_cut_without_measuring(run: Pruning, tmp_path: Path) -> None:
     run(tmp_path / "a", intermediate=32)
     run(tmp_path / "b", {"scores": tmp_path / "a"}, intermediate=32)

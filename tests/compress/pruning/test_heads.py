@@ -175,17 +175,6 @@ def test_smaller_values_are_the_best_that_their_size_can_give() -> None:
         torch.testing.assert_close((found - wanted).square().sum(), least, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(2, 1, 16), (6, 3, 8), (5, 1, 4), (3, 3, 16), (8, 2, 12)], ids=str
-)
-def test_every_count_and_size_can_be_made(heads: int, kv_heads: int, head_dim: int) -> None:
-    model = model_with()
-    changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-    smaller = model.config.with_changes(**changes)
-    made = reduce_heads(model, smaller, random_scores(model, samples()), samples())
-    assert made.config == smaller and bool(logits(made).isfinite().all())
-
-
 def test_one_shared_head_is_read_by_the_strongest_of_all() -> None:
     """Four query heads of two groups on one key/value head: exact where all the others write nothing."""
     model = model_with()

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -15,12 +14,10 @@ from compress.pruning.cut import KeptUnits, choose_units, loss_per_token, refit_
 from compress.pruning.hidden import rotate
 from compress.pruning.scores import measure_scores
 from compress.pruning.shapes import Shape
-from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices
-from sportsllm.models.language_model import FEED_FORWARD_MODULES, SportsLLM
-from sportsllm.models.parts import FEED_FORWARD, Matrix, Sublayer, plain
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.parts import Matrix
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support import gelu_kind
@@ -140,16 +137,3 @@ def test_a_trained_model_predicts_held_out_text_better(stories: Path, shape: Sha
     lost = plain - loss_per_token(model, held_out)
     # At least a tenth of what the cut has cost comes back: far more than 8 stories differ by.
     assert plain - loss_per_token(fitted, held_out) > 0.1 * lost > 0
-
-
-def test_two_writers_in_one_half_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def both_write(config: ModelConfig) -> Sublayer:
-        found = plain(config)
-        return replace(found, matrices=tuple(matrix._replace(writes_residual=True) for matrix in found.matrices))
-
-    monkeypatch.setitem(FEED_FORWARD, "both", both_write)
-    monkeypatch.setitem(FEED_FORWARD_MODULES, "both", FEED_FORWARD_MODULES["gelu"])
-    model = tiny_model(mlp_kind="both")
-    pruned, kept, _ = cut(model, Shape.of(model.config))
-    with pytest.raises(UsageError, match=r"mlp\.up_proj and mlp\.down_proj: a refit needs one matrix"):
-        refit_layers(pruned, model, kept, samples())

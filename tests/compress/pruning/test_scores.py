@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.pruning.scores import _explained, load_scores, measure_scores, pick_order, save_scores
+from compress.pruning.scores import load_scores, measure_scores, pick_order, save_scores
 from sportsllm.models.config_records import Experts
 from tests.support.models import tiny_model
 from tests.support.scores import random_scores
@@ -130,13 +130,6 @@ def test_many_units_are_picked_several_at_once(monkeypatch: pytest.MonkeyPatch) 
     together = pick_order(inputs.T @ inputs, weight, 1)
     assert sorted(together.tolist()) == sorted(one_by_one.tolist()) == [float(n) for n in range(1, 13)]
     assert together.argmax() == one_by_one.argmax()
-
-
-def test_picked_units_are_not_divided_by_again() -> None:
-    """Rounding leaves a picked unit's inputs with any values, here two that are the same: a singular block."""
-    blocks = torch.stack([torch.full((2, 2), 4.0), torch.eye(2)]).double()
-    gain = _explained(blocks, torch.ones(5, 4, dtype=torch.float64), torch.tensor([False, True]))
-    assert gain.tolist() == [-torch.inf, pytest.approx(10.0)]  # 5 outputs x 2 inputs of size 1
 
 
 @torch.no_grad()

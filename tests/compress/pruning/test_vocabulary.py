@@ -149,23 +149,6 @@ def source(request: pytest.FixtureRequest) -> Path:
     return Path(request.getfixturevalue(request.param))
 
 
-def test_saved_tokens_by_hand() -> None:
-    """`abc` is made of `ab` and `c`: what is counted once as `abc` was made as `ab` on the way."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: number for number, token in enumerate([*alphabet, "ab", "abc", "cd"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("ab", "c"), ("c", "d")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    vocabulary = read_vocabulary(json.loads(tokenizer.to_str()), "hand")
-    counts = np.zeros(260, dtype=np.int64)  # one row has no token
-    ids = tokenizer.encode("abcabcabcd").ids
-    np.add.at(counts, ids, 1)
-    saved = saved_tokens(vocabulary, counts)
-    assert [tokenizer.id_to_token(number) for number in ids] == ["abc", "abc", "abc", "d"]
-    assert saved[256:].tolist() == [3, 3, 0, -1]
-    assert (saved[vocab["a"]], saved[vocab["c"]], saved[vocab["d"]], saved[vocab["e"]]) == (3, 3, 1, 0)
-    assert kept_tokens(vocabulary, saved, 257, vocabulary.fixed)[-1] == 256, "the older of two equals"
-
-
 def test_no_closed_choice_saves_more() -> None:
     """All closed choices of so many tokens, each tried on the text, by brute force."""
     merges = [("t", "h"), ("th", "e"), ("a", "n"), ("an", "d"), ("i", "n"), ("in", "g"), ("o", "f"), ("the", "m")]
