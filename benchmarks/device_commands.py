@@ -88,7 +88,7 @@ def calibrate(
         typer.Option(min=1, help="Fresh processes per model; the median of each timing is used."),
     ] = 3,
 ) -> CalibrateResult:
-    """Time small models here, in about two minutes, and write this machine as a device file."""
+    """Time small models here, in a few minutes, and write this machine as a device file."""
     from benchmarks.predict.calibrate import run_calibrate
 
     result = run_calibrate(out, name, threads, limits_from, rounds)

@@ -169,30 +169,22 @@ class Limits(Strict):
     tpot_p95_ms: float = Field(ge=0.01, le=3.6e6)
     quality_loss_percent: float = Field(gt=0, le=100)
 
-    @field_validator("peak_memory_mb")
+    @field_validator("peak_memory_mb", "tpot_p50_ms", "tpot_p95_ms")
     @classmethod
-    def _holds_the_file(cls, value: float, info: ValidationInfo) -> float:
-        return _at_least(value, info, "file_mb", "the file is read into that memory")
-
-    @field_validator("tpot_p50_ms")
-    @classmethod
-    def _one_token_is_less_than_a_prompt(cls, value: float, info: ValidationInfo) -> float:
-        prompt = info.data.get("ttft_ms")
-        if prompt is not None and value > prompt:
-            raise ValueError(f"{value:g} contradicts ttft_ms {prompt:g}: one token cannot take longer than a prompt")
+    def _agrees(cls, value: float, info: ValidationInfo) -> float:
+        """The file is read into that memory; one token takes no longer than a prompt; percentiles rise."""
+        other, sign, why = _ORDER[str(info.field_name)]
+        bound = info.data.get(other)
+        if bound is not None and sign * value < sign * bound:
+            raise ValueError(f"{value:g} contradicts {other} {bound:g}: {why}")
         return value
 
-    @field_validator("tpot_p95_ms")
-    @classmethod
-    def _percentiles_rise(cls, value: float, info: ValidationInfo) -> float:
-        return _at_least(value, info, "tpot_p50_ms", "the 95th percentile cannot be below the 50th")
 
-
-def _at_least(value: float, info: ValidationInfo, other: str, why: str) -> float:
-    lower = info.data.get(other)
-    if lower is not None and value < lower:
-        raise ValueError(f"{value:g} contradicts {other} {lower:g}: {why}")
-    return value
+_ORDER = {
+    "peak_memory_mb": ("file_mb", 1, "the file is read into that memory"),
+    "tpot_p50_ms": ("ttft_ms", -1, "one token cannot take longer than a prompt"),
+    "tpot_p95_ms": ("tpot_p50_ms", 1, "the 95th percentile cannot be below the 50th"),
+}
 
 
 class Recognise(Strict):

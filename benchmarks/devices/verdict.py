@@ -129,13 +129,6 @@ def misses(figures: Figures, device: Device) -> dict[str, float]:
     return found
 
 
-def verdict_of(value: float, limit: float, low: float, high: float) -> Verdict:
-    """`pass` if the whole interval is at most the limit, `fail` if it is above it, else `uncertain`."""
-    if high <= limit:
-        return "pass"
-    return "fail" if low > limit or math.isnan(value) else "uncertain"
-
-
 def judge(
     device: Device,
     measured: Figures,
@@ -166,10 +159,10 @@ def judge(
         elif value is None and (value := predicted.figures.get(name)) is not None:
             factor = predicted.band.get(name, 1.0)
             source, ends = "predicted", (value / factor, value * factor)
-        verdict: Verdict = "uncertain"
-        if value is not None and ends is not None:
-            verdict = verdict_of(value, limit, *ends)
         low, high = ends or (None, None)
+        verdict: Verdict = "uncertain"
+        if value is not None and low is not None and high is not None:
+            verdict = "pass" if high <= limit else "fail" if low > limit or math.isnan(value) else "uncertain"
         known = None if value is None else source
         found.append(LimitVerdict(name, limit, words.unit, value, known, low, high, verdict, reason))
     return BudgetVerdict(device.name, tuple(found))
@@ -200,11 +193,9 @@ def judge_budget(
     """The `budget` part of a bench result: by the measurement on the device itself, else by the prediction.
 
     Args:
-        device: the budget.
+        device, on_device: the budget, and whether this machine is it, recognised or not.
         result: figures as `run_bench` collects them; `placement`, if there is one, says what processor they are of.
-        config: the model's shape.
-        directory: the model's files.
-        on_device: this machine is the device, whether it is recognised or not.
+        config, directory: the model.
         predict: makes the predictions for another device; without it only the files' own figures are known there.
 
     Returns:
@@ -212,17 +203,19 @@ def judge_budget(
         `measured_here`, and `efficiency`, what a prediction that decides was made with.
     """
     lengths = limit_lengths(device.limits, config.max_position_embeddings)
-    measured, processor = measured_figures(result, lengths), (result.get("placement") or {}).get("processor", "cpu")
-    here = on_device or is_this_machine(device, processor)
-    exported = not str(result.get("runtime", "")).startswith("torch")
-    here = here and exported  # PyTorch's figures are no export's
+    (measured, intervals), processor = (
+        _measured(result, lengths),
+        (result.get("placement") or {}).get("processor", "cpu"),
+    )
+    exported = not str(result.get("runtime", "")).startswith("torch")  # PyTorch's figures are no export's
+    here = exported and (on_device or is_this_machine(device, processor))
     predicted = None if predict is None or (here and processor != "gpu") else predict(device, config, directory)
     deciding = dict(measured) if here else {name: measured[name] for name in MACHINE_INDEPENDENT}
     if processor == "gpu":  # the card's memory was not measured, the process's was
         deciding.pop("peak_memory_mb", None)
     if here and predicted is not None:
         predicted = replace(predicted, figures={"peak_memory_mb": predicted.figures.get("peak_memory_mb")})
-    outcome = judge(device, deciding, predicted, measured_intervals(result, lengths))
+    outcome = judge(device, deciding, predicted, intervals)
     return {
         **({} if predicted is None else {"efficiency": dict(predicted.made_with)}),
         **outcome.to_json(),
@@ -233,34 +226,36 @@ def judge_budget(
     }
 
 
-def measured_figures(result: Mapping[str, Any], lengths: Lengths) -> dict[str, float | None]:
-    """A bench result's figures by the limits' names; None where the context is too short for one."""
-    per_token = result["tpot_ms"].get(str(lengths.tpot_depth), {})
-    return {
+def _measured(
+    result: Mapping[str, Any], lengths: Lengths
+) -> tuple[dict[str, float | None], dict[str, Interval | None]]:
+    """A bench result's figures by the limits' names, None if the context is too short for one, and their confidence
+    intervals, None if one round gives none.
+
+    Memory is a maximum of few processes that agree within a percent: it counts as it is, as the file's size does.
+    """
+    depth, prompt = str(lengths.tpot_depth), str(lengths.ttft_prompt)
+    per_token = result["tpot_ms"].get(depth, {})
+    figures = {
         "file_mb": result["file_bytes"] / 1e6,
         "peak_memory_mb": result["peak_rss_bytes"] / 1e6,
-        "ttft_ms": result["ttft_ms"].get(str(lengths.ttft_prompt)),
+        "ttft_ms": result["ttft_ms"].get(prompt),
         "tpot_p50_ms": per_token.get("p50"),
         "tpot_p95_ms": per_token.get("p95"),
         "quality_loss_percent": result["quality_loss_percent"],
     }
-
-
-def measured_intervals(result: Mapping[str, Any], lengths: Lengths) -> dict[str, Interval | None]:
-    """The confidence intervals of a bench result's figures by the limits' names; None where one round gives none.
-
-    Memory is a maximum of few processes that agree within a percent: it counts as it is, as the file's size does.
-    """
-    names = {
-        "ttft_ms": f"ttft_ms.{lengths.ttft_prompt}",
-        "tpot_p50_ms": f"tpot_ms.{lengths.tpot_depth}.p50",
-        "tpot_p95_ms": f"tpot_ms.{lengths.tpot_depth}.p95",
+    keys = {
+        "ttft_ms": f"ttft_ms.{prompt}",
+        "tpot_p50_ms": f"tpot_ms.{depth}.p50",
+        "tpot_p95_ms": f"tpot_ms.{depth}.p95",
     }
-    found: dict[str, Interval | None] = {}
-    for name, key in names.items():
-        if (one := result.get("noise", {}).get(key)) is not None:
-            found[name] = None if one["rounds"] == 1 else (one["low"], one["high"])
+    noise = {name: result.get("noise", {}).get(key) for name, key in keys.items()}
+    intervals: dict[str, Interval | None] = {
+        name: None if one["rounds"] == 1 else (one["low"], one["high"])
+        for name, one in noise.items()
+        if one is not None
+    }
     if result.get("quality_loss_percent") is not None:
-        interval = result.get("quality_interval_percent")
-        found["quality_loss_percent"] = None if interval is None else (interval[0], interval[1])
-    return found
+        ends = result.get("quality_interval_percent")
+        intervals["quality_loss_percent"] = None if ends is None else (ends[0], ends[1])
+    return figures, intervals

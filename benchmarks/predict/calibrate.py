@@ -1,7 +1,7 @@
 """Measure this machine: time small models of several shapes and formats, and fit the coefficients to them.
 
-The models are untrained decoders, exported as `export` writes them and run as `bench` runs them, each in fresh
-processes. The fit minimises
+The models are untrained decoders, exported as `export` writes them and measured as `fit` measures candidates, each in
+fresh processes. The fit minimises
 
     sum of ln(predicted / measured)^2  +  RIDGE * sum of ln(coefficient / start)^2
 
@@ -19,10 +19,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import psutil
@@ -30,7 +30,8 @@ from pydantic import ValidationError
 
 from benchmarks.devices.load import list_devices, load_device, write_device
 from benchmarks.devices.schema import FORMAT, Coefficients, Device
-from benchmarks.measure.bench import LARGEST_WORKING_SET_BYTES
+from benchmarks.devices.verdict import limit_lengths
+from benchmarks.measure.bench import LARGEST_WORKING_SET_BYTES, short_bench
 from benchmarks.measure.machine import choose_cpus, default_threads, machine, this_machine
 from benchmarks.measure.process import QUIET_CORES, run_child, wait_for_quiet, worker_turn
 from benchmarks.predict.latency import CALIBRATED_BAND, KNOWN_BYTES, Formulas, Terms, costs, resolve, total
@@ -47,9 +48,8 @@ ROUNDS, TIMEOUT_S = 3, 300.0
 SHARE_OF_MEMORY = 0.1  # of what is free, for the float32 weights of a shape
 RIDGE = 0.03  # coefficients are known within a factor of 2 (ln 2 = 0.7), models deviate by 12%: (0.12 / 0.7)^2
 MOST_CHANGE, ITERATIONS = 6.0, 50  # of a coefficient, as a factor: more is noise
-CONTEXT, PROMPTS, DEPTHS, STEPS, WARM_UP_STEPS = 1_024, (128, 512), (32, 900), 48, 6
-SHORT_BENCH = {"seed": 0, "prompts": PROMPTS, "depths": DEPTHS, "steps": STEPS, "warm_up_steps": WARM_UP_STEPS,
-               "repeats": 3, "seconds_per_figure": 0.1, "context_tokens": CONTEXT, "memory_steps": 8}  # fmt: skip
+CONTEXT = 1_024
+Kind = Literal["tpot", "ttft", "memory"]
 
 
 def shape(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
@@ -70,7 +70,7 @@ INT8_CACHE = ModelFormat("int4", 128, cache="int8")
 class Figure:
     """One measured figure of a model: `tpot` (ms at depth `tokens`), `ttft` (ms for `tokens`) or `memory` (bytes)."""
 
-    kind: Literal["tpot", "ttft", "memory"]
+    kind: Kind
     config: ModelConfig
     stored: ModelFormat
     tokens: int
@@ -82,52 +82,42 @@ class Figure:
         return {"tpot": formulas.tpot, "ttft": formulas.ttft, "memory": formulas.memory}[self.kind](self.tokens)
 
 
-@dataclass(frozen=True)
-class MeasuredModel:
-    """An export that is measured: its figures so far, one a round, by kind and tokens."""
+class Probe(NamedTuple):
+    """An export that is measured."""
 
     config: ModelConfig
     stored: ModelFormat
     directory: Path
-    rounds: dict[tuple[Literal["tpot", "ttft", "memory"], int], list[float]] = field(default_factory=dict)
-
-    def figures(self) -> list[Figure]:
-        """The median of the rounds, which is what `bench` reports."""
-        found = self.rounds.items()
-        return [
-            Figure(kind, self.config, self.stored, tokens, statistics.median(each)) for (kind, tokens), each in found
-        ]
-
-    def measure(self, mode: str, threads: int) -> float:
-        """Add the figures of a fresh process, medians pinned to processors as in `bench`; returns the cores that other
-        programs used beside it."""
-        asked = {**SHORT_BENCH, "directory": str(self.directory), "threads": threads, "cpus": choose_cpus(threads)}
-        measured = run_child(worker_turn(asked, mode), TIMEOUT_S)
-        if mode == "memory":
-            self.rounds.setdefault(("memory", CONTEXT), []).append(float(measured["peak_rss_bytes"]))
-            return float(measured["other_cpu_cores"])
-        for prompt in PROMPTS:
-            times = measured["ttft_ms"][str(prompt)]
-            self.rounds.setdefault(("ttft", prompt), []).append(percentile(times, 50))
-        for depth in DEPTHS:
-            steps = [step for sweep in measured["step_ms"][str(depth)] for step in sweep]
-            self.rounds.setdefault(("tpot", depth), []).append(percentile(steps, 50))
-        return float(measured["other_cpu_cores"])
 
 
-def measure_models(models: Sequence[MeasuredModel], threads: int, rounds: int) -> tuple[list[Figure], float]:
-    """Every figure of every model, and the most cores that other programs used beside one.
+def measure_models(models: Sequence[Probe], threads: int, rounds: int) -> tuple[list[Figure], float]:
+    """Every figure of every model, the median of the rounds, and the most cores that other programs used beside one.
 
     Each round goes through the models in an order of its own: a machine that is slow for a while is so for all alike.
     """
-    busiest = 0.0
+    host, busiest = load_device("host"), 0.0
+    seen: dict[tuple[Probe, str], list[float]] = {}
     wait_for_quiet(cpus=choose_cpus(threads))
-    with progress_bar("small models", len(models) * (rounds + 1)) as progress:
-        for turn, mode in enumerate(["speed"] * rounds + ["memory"]):
+    with progress_bar("small models", len(models) * rounds) as progress:
+        for turn in range(rounds):
             for model in random.Random(turn).sample(models, len(models)):
-                busiest = max(busiest, model.measure(mode, threads))
-                progress.advance(1, f"{mode} of {model.directory.name}")
-    return [figure for model in models for figure in model.figures()], busiest
+                measured = short_bench(model.directory, host, threads)
+                busiest = max(busiest, measured.other_cores)
+                for name, value in measured.figures.items():
+                    if value is not None:
+                        seen.setdefault((model, name), []).append(value)
+                progress.advance(1, model.directory.name)
+    figures = []
+    for model in models:
+        prompt, depth, context = limit_lengths(host.limits, model.config.max_position_embeddings)
+        kinds: list[tuple[Kind, str, int | None, float]] = [("ttft", "ttft_ms", prompt, 1.0)]
+        kinds += [("tpot", "tpot_p50_ms", depth, 1.0), ("memory", "peak_memory_mb", context, 1e6)]
+        figures += [
+            Figure(kind, model.config, model.stored, tokens, scale * statistics.median(seen[model, name]))
+            for kind, name, tokens, scale in kinds
+            if tokens is not None
+        ]
+    return figures, busiest
 
 
 def fit(figures: Sequence[Figure], start: Coefficients) -> Coefficients:
@@ -206,15 +196,15 @@ def export_untrained(config: ModelConfig, stored: ModelFormat, directory: Path, 
         shutil.copyfile(source / "config.json", directory / "config.json")
 
 
-def write_models(folder: Path, wanted: Iterable[tuple[ModelConfig, ModelFormat]]) -> list[MeasuredModel]:
+def write_models(folder: Path, wanted: Iterable[tuple[ModelConfig, ModelFormat]]) -> list[Probe]:
     """An export with random weights of each shape and format, run by what an export would be run by here."""
     problem = problem_of(VERSION)
     if problem:
         log(f"calibrating ONNX Runtime's operators alone: {problem}")
     models = []
     for number, (config, stored) in enumerate(wanted):
-        models.append(MeasuredModel(config, stored, folder / f"{number}-{config.parameters / 1e6:.0f}m-{stored.name}"))
-        export_untrained(config, stored, models[-1].directory, inline=bool(problem))
+        models.append(Probe(config, stored, folder / f"{number}-{config.parameters / 1e6:.0f}m-{stored.name}"))
+        export_untrained(*models[-1], inline=bool(problem))
     return models
 
 
@@ -252,6 +242,8 @@ def run_calibrate(
     if out.exists():
         raise ConflictError(f"{out}: exists already; choose another --out or move it away")
     name = name or re.sub(r"[^a-z0-9.-]+", "-", out.stem.lower()).strip("-.")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+        raise UsageError(f"--name {name!r}: use small letters, digits, dots and hyphens, for example my-machine")
     if name in list_devices():
         raise UsageError(f"--name {name}: is a shipped device's; choose another --name")
     decided, started = load_device(limits_from), time.perf_counter()
@@ -305,7 +297,7 @@ def this_device(name: str, threads: int, decided: Device) -> Device:
     It is recognised by processor, instruction set and memory; not at all if the system names no processor.
 
     Raises:
-        UsageError: an invalid name, or limits that cannot hold here.
+        UsageError: limits that cannot hold here.
     """
     here, hardware = machine(), this_machine(threads)
     rule, memory_mb = None, hardware.memory_total.value
@@ -317,7 +309,4 @@ def this_device(name: str, threads: int, decided: Device) -> Device:
     try:
         return Device.model_validate(fields | {"description": f"Measured by `calibrate` on {here['system']}."})
     except ValidationError as error:
-        if any(each["loc"] == ("name",) for each in error.errors()):
-            advice = "use small letters, digits, dots and hyphens, for example my-machine"
-            raise UsageError(f"--name {name!r}: {advice}") from None
         raise UsageError(f"--limits-from {decided.name}: {describe(error)}; choose another device's limits") from None

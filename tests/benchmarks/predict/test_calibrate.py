@@ -7,14 +7,13 @@ import json
 import platform
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.devices.load import is_this_machine, load_device, processor_name
 from benchmarks.devices.schema import Coefficients
-from benchmarks.measure.process import Turn
+from benchmarks.measure.bench import ShortBench
 from benchmarks.plan import plan
 from benchmarks.predict import calibrate
 from benchmarks.predict.calibrate import (
@@ -23,7 +22,7 @@ from benchmarks.predict.calibrate import (
     MOST_CHANGE,
     SHAPES,
     Figure,
-    MeasuredModel,
+    Probe,
     band_of,
     choose_threads,
     fit,
@@ -52,7 +51,7 @@ def _planted(noise: float = 0.0) -> list[Figure]:
     """What the true machine would show of every model that is measured."""
     random, found = np.random.default_rng(0), list[Figure]()
     for config, stored in [*product(SHAPES, FORMATS), *((config, INT8_CACHE) for config in SHAPES[:2])]:
-        for kind, tokens in (("ttft", 128), ("ttft", 512), ("tpot", 62), ("tpot", 930), ("memory", 1_024)):
+        for kind, tokens in (("ttft", 512), ("tpot", 512), ("memory", 1_024)):
             exact = total(Figure(kind, config, stored, tokens, 1.0).terms(), costs(TRUE))
             found.append(Figure(kind, config, stored, tokens, exact * float(np.exp(noise * random.standard_normal()))))
     return found
@@ -137,23 +136,18 @@ def test_the_band_holds_nine_tenths() -> None:
     assert band_of(TRUE, figures) == {one.kind: pytest.approx(1.9 * (2.0 / 1.9) ** 0.1, abs=0.01)}
 
 
-def test_medians_of_rounds_and_of_steps_count_as_in_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, round_times = MeasuredModel(SHAPES[0], FORMATS[0], tmp_path), [3.0, 1.0, 2.0]
+def test_medians_of_rounds_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, times = Probe(SHAPES[0], FORMATS[0], tmp_path), [3.0, 1.0, 2.0]
 
-    def run(turn: Turn, timeout_s: float) -> dict[str, Any]:
-        if turn.name == "memory":
-            return {"peak_rss_bytes": 80_000_000, "other_cpu_cores": 0.5}
-        slowest = round_times.pop(0)
-        steps = [[slowest * (1 + step / 10) for step in range(11)]]  # the median is 1.5 times the first
-        times = {"ttft_ms": {"128": steps[0], "512": steps[0]}, "step_ms": {"32": steps, "900": steps}}
-        return {**times, "other_cpu_cores": 0.1}
+    def measured(*_: object) -> ShortBench:
+        figures = {"ttft_ms": 10 * times[0], "tpot_p50_ms": times.pop(0), "peak_memory_mb": 80.0}
+        return ShortBench({**figures, "quality_loss_percent": None}, other_cores=0.5)
 
-    monkeypatch.setattr(calibrate, "run_child", run)
+    monkeypatch.setattr(calibrate, "short_bench", measured)
     monkeypatch.setattr(calibrate, "wait_for_quiet", lambda cpus=None: None)
     figures, busiest = calibrate.measure_models([model], threads=1, rounds=3)
     values = {(figure.kind, figure.tokens): figure.value for figure in figures}
-    assert values["tpot", 32] == values["ttft", 128] == pytest.approx(1.5 * 2.0)
-    assert values["memory", 1_024] == 80_000_000 and busiest == 0.5
+    assert values == {("ttft", 512): 20.0, ("tpot", 512): 2.0, ("memory", 1_024): 80e6} and busiest == 0.5
 
 
 @pytest.fixture
@@ -193,13 +187,8 @@ def test_limits_that_cannot_hold_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_machine")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two tiny models in real processes; the file is read back, recognised and used."""
-    tiny = shape(256, 128, 128, 1, 2, 1).with_changes(max_position_embeddings=128)
-    monkeypatch.setattr(calibrate, "SHAPES", (tiny,))
+    monkeypatch.setattr(calibrate, "SHAPES", (shape(256, 128, 128, 1, 2, 1),))
     monkeypatch.setattr(calibrate, "FORMATS", FORMATS[:1])
-    monkeypatch.setattr(calibrate, "PROMPTS", (32,))
-    monkeypatch.setattr(calibrate, "DEPTHS", (16,))
-    short = {"prompts": (32,), "depths": (16,), "context_tokens": 100, "seconds_per_figure": 0.0}
-    monkeypatch.setattr(calibrate, "SHORT_BENCH", {**calibrate.SHORT_BENCH, **short})
     out = tmp_path / "new" / "mine.toml"
     flags = ["--name", "bench-2", "--threads", "1", "--limits-from", "raspberry-pi-5", "--rounds", "1", "--json"]
     with pytest.raises(SystemExit) as stop:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.predict import calibrate
 from benchmarks.predict.calibrate import SHAPES, shape
 from benchmarks.predict.latency import resolve
 from benchmarks.studies import prediction_error
@@ -34,15 +33,10 @@ def test_the_shapes_are_drawn_once_and_none_is_fitted() -> None:
 
 @pytest.fixture
 def two_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = shape(256, 128, 128, 1, 2, 1).with_changes(max_position_embeddings=128)
-    monkeypatch.setattr(prediction_error, "random_shapes", lambda: [tiny])
+    monkeypatch.setattr(prediction_error, "random_shapes", lambda: [shape(256, 128, 128, 1, 2, 1)])
     monkeypatch.setattr(prediction_error, "this_machine", lambda threads: DEVICE.hardware)
     monkeypatch.setattr(prediction_error, "calibrate", lambda threads, rounds: (resolve(DEVICE), 0.0))
     monkeypatch.setattr(prediction_error, "default_threads", lambda: 1)
-    monkeypatch.setattr(calibrate, "PROMPTS", (32,))
-    monkeypatch.setattr(calibrate, "DEPTHS", (16,))
-    short = {"prompts": (32,), "depths": (16,), "context_tokens": 100, "seconds_per_figure": 0.0}
-    monkeypatch.setattr(calibrate, "SHORT_BENCH", {**calibrate.SHORT_BENCH, **short})
 
 
 @pytest.mark.usefixtures("two_tiny_models")
