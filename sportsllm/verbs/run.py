@@ -68,16 +68,15 @@ class Recipe:
     stages: tuple[RecipeStage, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StageRow:
-    """One stage of a run. `cpu_seconds` is processor time over all cores."""
+    """One stage of a run."""
 
     name: str
     command: str
     out: str | None
     cached: bool
     seconds: float
-    cpu_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +113,7 @@ def run(
     with tokens:
         for number, stage in enumerate(chosen, start=1):
             log(f"[{number}/{len(chosen)}] {stage.name}: {stage.command}")
-            started, worked = time.perf_counter(), sum(os.times()[:4])  # of this process and its children
+            started = time.perf_counter()
             try:
                 with silenced(stage.command == "bench"):  # the report's table has its figures
                     result = _run_stage(checked, stage, threads)
@@ -126,15 +125,8 @@ def run(
             if result["exit_code"] and not stage.optional:
                 missed[stage.name] = result["exit_code"]
             bench = result if stage.command == "bench" else bench
-            row = StageRow(
-                name=stage.name,
-                command=stage.command,
-                out=result.get("out"),
-                cached=result.get("cached", False),
-                seconds=round(time.perf_counter() - started, 2),
-                cpu_seconds=round(sum(os.times()[:4]) - worked, 2),
-            )
-            rows.append(row)
+            seconds, cached = round(time.perf_counter() - started, 2), result.get("cached", False)
+            rows.append(StageRow(stage.name, stage.command, result.get("out"), cached, seconds))
     seconds = time.perf_counter() - began
     output().print(f"{checked.name}: {len(rows)} stages in {seconds:.0f} s")
     return RunResult(

@@ -52,7 +52,6 @@ def test_stages_run_once_are_kept_and_told_apart_when_changed(tmp_path: Path) ->
         run(path, out, only="nowhere")
     first = run(path, out)
     assert [row.cached for row in first.stages] == [True, False, False]
-    assert all(row.cpu_seconds > 0 for row in first.stages[1:])
     second = run(path, out)
     assert [row.cached for row in second.stages] == [True, True, True]
     kept = json.loads((out / "score.json").read_text(encoding="utf-8"))
