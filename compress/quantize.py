@@ -266,7 +266,7 @@ def quantize_checkpoint(
     from sportsllm.formats.checkpoint import write_checkpoint
     from sportsllm.formats.safetensors import bitsandbytes_kind
     from sportsllm.inference.calibration import CalibrationText
-    from sportsllm.text.provenance import tokens_per_parameter
+    from sportsllm.text.documents import tokens_per_parameter
 
     config, text = config or QuantizationConfig(), text or CalibrationText()
     name = resolve_method(method, config, text, budget, tokens_per_parameter(checkpoint) == 0)
@@ -348,7 +348,7 @@ class QuantizationPlan:
 
     def settings(self) -> dict[str, Any]:
         """For the manifest."""
-        from sportsllm.text.provenance import held_out_setting, left_out, manifest_setting
+        from sportsllm.text.documents import held_out_setting, left_out, manifest_setting
 
         settings: dict[str, Any] = {
             "checkpoint": str(self.checkpoint),

@@ -83,8 +83,7 @@ def held_out_text(source: Source, directory: Path) -> HeldOut:
     Raises:
         ArtifactError: the corpus is empty or a single document.
     """
-    from sportsllm.text.documents import load_corpus
-    from sportsllm.text.provenance import held_out_files
+    from sportsllm.text.documents import held_out_files, load_corpus
 
     parts = load_corpus(source.corpus, source.valid, held_out_files(source.teacher)).parts()
     paths = directory / "choosing.jsonl", directory / "reporting.jsonl"

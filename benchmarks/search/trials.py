@@ -248,7 +248,7 @@ class Trials:
     def _pieces(self) -> int:
         """Pieces of calibration text that the teacher reads."""
         from sportsllm.inference.calibration import calibration_samples
-        from sportsllm.text.provenance import left_out
+        from sportsllm.text.documents import left_out
         from sportsllm.text.tokenizer import load_tokenizer
 
         source, words = self.source, load_tokenizer(self.source.teacher, self._config)

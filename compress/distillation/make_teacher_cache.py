@@ -22,9 +22,8 @@ from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import JsonObject, read_json
 from sportsllm.formats.manifest import directory_bytes
-from sportsllm.text.documents import load_corpus
+from sportsllm.text.documents import held_out_setting, load_corpus
 from sportsllm.text.packing import tokenize
-from sportsllm.text.provenance import held_out_setting
 from sportsllm.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from sportsllm.errors import UsageError
 from sportsllm.formats.json_files import JsonObject
 from sportsllm.models.config import ModelConfig
-from sportsllm.text.provenance import tokens_per_parameter
+from sportsllm.text.documents import tokens_per_parameter
 from sportsllm.training.settings import Start
 
 DIVERGENCES: dict[str, float | None] = {

@@ -19,7 +19,7 @@ from sportsllm.inference.calibration import calibration_samples
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS, preset
-from sportsllm.text.provenance import manifest_setting
+from sportsllm.text.documents import manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training import settings
 from sportsllm.training.settings import fit_vocabulary, shape_of

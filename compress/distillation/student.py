@@ -20,9 +20,8 @@ from sportsllm.formats.json_files import JsonObject
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.processors import training_device
-from sportsllm.text.documents import TextSplit, load_corpus
+from sportsllm.text.documents import TextSplit, held_out_setting, left_out, load_corpus
 from sportsllm.text.packing import PackedSequences, TokenizedDocuments, tokenize
-from sportsllm.text.provenance import held_out_setting, left_out
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 from sportsllm.training.loop import train_model
 from sportsllm.training.lora import add_adapters, merge_adapters

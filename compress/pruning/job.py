@@ -26,7 +26,7 @@ from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.text.provenance import HELD_OUT, held_out_files, manifest_setting
+from sportsllm.text.documents import HELD_OUT, held_out_files, manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

@@ -41,9 +41,8 @@ from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.text.documents import read_documents, training_side
+from sportsllm.text.documents import held_out_files, manifest_setting, read_documents, training_side
 from sportsllm.text.packing import TokenizedDocuments, tokenize
-from sportsllm.text.provenance import held_out_files, manifest_setting
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
 MAP_FILE = "vocabulary_map.json"

@@ -18,8 +18,7 @@ from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.inference.batch_sampling import self_generated_text
 from sportsllm.models.config import ModelConfig
-from sportsllm.text.documents import cut_text, training_side
-from sportsllm.text.provenance import held_out_files, manifest_setting
+from sportsllm.text.documents import cut_text, held_out_files, manifest_setting, training_side
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
 SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16

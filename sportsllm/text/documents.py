@@ -1,4 +1,4 @@
-"""Documents from files and folders, and their split into training and held-out text.
+"""Documents from files and folders, their split into training and held-out text, and what a model was made from.
 
 Files are .txt, .md, .jsonl (a `text` field), each also as .gz, and .parquet. A document is held out by the hash of its
 own text, so the split survives renamed and reordered files, and two copies of a document never end up on both sides.
@@ -12,11 +12,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.json_files import clip, parse_json
+from sportsllm.formats.manifest import ancestors, manifest_of
 
 _SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 _CHUNK_BYTES = 16_384  # a long plain file is cut near this size, at blank lines, so that it can be split
@@ -24,6 +25,8 @@ _NO_TEXT = ("readme", "license", "licence", "notice", "changelog")  # files of a
 HELD_OUT_FRACTION = 0.02
 _ENOUGH_FOR_TWO = 4  # documents of which two are held out
 _SHOWN_NAMES = 5
+HELD_OUT = "held_out"
+"""In a manifest: all held-out text, if that is more than `valid`."""
 
 
 class Chunk(NamedTuple):
@@ -262,3 +265,61 @@ _source_digest = functools.lru_cache(maxsize=1)(document_digest)  # chunks of on
 def _cut(documents: Iterable[str]) -> Iterable[str]:
     chunks = (chunk for text in documents for chunk in cut_text(text))
     return sorted((chunk for chunk in chunks if chunk.strip()), key=document_digest)
+
+
+def manifest_setting(directory: Path, key: str) -> Any:
+    """A setting that a directory's manifest records, or None."""
+    return manifest_of(directory).settings.get(key)
+
+
+def tokens_per_parameter(directory: Path) -> float | None:
+    """Tokens per parameter that a checkpoint of `train` has read; None if that is not known."""
+    manifest = manifest_of(directory)
+    from_scratch = manifest.command == "train" and not manifest.text("init")
+    return manifest.figure("tokens_per_parameter") if from_scratch else None
+
+
+def held_out_files(directory: Path) -> list[Path]:
+    """Held-out text that a directory's manifest names, if it exists."""
+    manifest = manifest_of(directory)
+    named = manifest.paths(HELD_OUT) or manifest.paths("valid")
+    return [path for path in map(Path, named) if path.exists()]
+
+
+def left_out(valid: Sequence[Path], *checkpoints: Path) -> tuple[Path, ...]:
+    """Held-out text of a training, and of the checkpoints that it starts from or learns from."""
+    return tuple(dict.fromkeys([*valid, *(path for one in checkpoints for path in held_out_files(one))]))
+
+
+def held_out_setting(valid: Sequence[Path], left: Sequence[Path]) -> dict[str, list[str]]:
+    """The manifest's entry for `left_out`, if that is more than `valid`."""
+    return {HELD_OUT: [str(path) for path in left]} if set(left) - set(valid) else {}
+
+
+def trained_on(directory: Path, documents: Sequence[str]) -> int:
+    """How many documents were trained on, by a model or the models that it was made from.
+
+    Documents are compared by hash. Training text that is gone is not compared.
+    """
+    asked, found, manifest = {document_digest(text) for text in documents}, set[bytes](), manifest_of(directory)
+    manifests = [manifest, *(each.manifest for each in ancestors(manifest, directory))]
+    for made in {str(each.settings): each for each in manifests}.values():
+        corpus = [path for path in map(Path, made.paths("corpus")) if path.exists()]
+        named = made.paths(HELD_OUT) or made.paths("valid")
+        if corpus:
+            held_out = [path for path in map(Path, named) if path.exists()]
+            chunks = without(list(read_chunks(corpus)), read_documents(held_out))
+            texts = [chunk.text for chunk in chunks] if named else split_documents(chunks).train
+            found |= asked & {document_digest(text) for text in texts}
+    return sum(document_digest(text) in found for text in documents)
+
+
+def warn_if_trained_on(directory: Path, documents: Sequence[str]) -> int:
+    """Log how many of the documents to score were trained on, if any; returns their number."""
+    count = trained_on(directory, documents)
+    if count:
+        log(
+            f"{count} of {len(documents)} documents are training text of {directory}: their score says little about "
+            "other text; score held-out text"
+        )
+    return count

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from sportsllm.console import log, progress_bar
@@ -71,15 +71,24 @@ def tokenize(documents: Sequence[str], tokenizer: TextTokenizer) -> TokenizedDoc
     size = sum(len(text.encode()) for text in documents)
     if _kept is None:
         return _tokenize(documents, tokenizer, size)
-    path = _kept / f"{_fingerprint(documents, tokenizer)}.safetensors"
+    digest = hashlib.sha256(tokenizer.fingerprint().encode())
+    for text in documents:
+        digest.update(f"{len(text)}:{text}".encode())
+    path = _kept / f"{digest.hexdigest()}.safetensors"
     if path.exists():
         try:
-            with safe_open(str(path), framework="numpy") as tensors:
-                return TokenizedDocuments(tensors.get_tensor("ids"), tensors.get_tensor("ends"), size)
+            tensors = load_file(str(path))
+            return TokenizedDocuments(tensors["ids"], tensors["ends"], size)
         except (SafetensorError, KeyError, OSError) as error:
             log(f"{path}: damaged ({error}); the corpus is tokenized again")
     found = _tokenize(documents, tokenizer, size)
-    _write(path, found)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two runs may write the same at once
+    try:
+        save_file({"ids": found.ids, "ends": found.ends}, str(fresh))
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
     return found
 
 
@@ -99,24 +108,6 @@ def kept_tokens(directory: Path) -> Iterator[None]:
         yield
     finally:
         _kept = before
-
-
-def _fingerprint(documents: Sequence[str], tokenizer: TextTokenizer) -> str:
-    digest = hashlib.sha256(tokenizer.fingerprint().encode())
-    for text in documents:
-        digest.update(f"{len(text)}:".encode())
-        digest.update(text.encode())
-    return digest.hexdigest()
-
-
-def _write(path: Path, documents: TokenizedDocuments) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two runs may write the same at once
-    try:
-        save_file({"ids": documents.ids, "ends": documents.ends}, str(fresh))
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def _tokenize(documents: Sequence[str], tokenizer: TextTokenizer, size: int) -> TokenizedDocuments:

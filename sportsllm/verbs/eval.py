@@ -97,8 +97,7 @@ def eval(
     from sportsllm.files import require_directory
     from sportsllm.inference.decoder import log_runtime
     from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents, wilson_interval
-    from sportsllm.text.documents import read_documents
-    from sportsllm.text.provenance import warn_if_trained_on
+    from sportsllm.text.documents import read_documents, warn_if_trained_on
     from sportsllm.text.tokenizer import load_tokenizer
 
     require_directory(directory, "a checkpoint or an export")

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from sportsllm.formats.manifest import Manifest
-from sportsllm.text import provenance
-from sportsllm.text.documents import load_corpus
-from sportsllm.text.provenance import (
+from sportsllm.text import documents as provenance
+from sportsllm.text.documents import (
     HELD_OUT,
     held_out_files,
     held_out_setting,
     left_out,
+    load_corpus,
     trained_on,
     warn_if_trained_on,
 )
