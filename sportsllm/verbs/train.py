@@ -100,8 +100,7 @@ def train(
     from sportsllm.models.presets import changed_shape
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.processors import use_processor
-    from sportsllm.text.documents import load_corpus
-    from sportsllm.text.provenance import held_out_setting, left_out
+    from sportsllm.text.documents import held_out_setting, left_out, load_corpus
     from sportsllm.training.settings import (
         DOCUMENTED_DROPOUT,
         Run,
