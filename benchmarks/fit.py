@@ -6,7 +6,6 @@ one if it misses the budget, and say what was chosen and how sure that is.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -276,20 +275,18 @@ def failed_limits(result: Mapping[str, Any]) -> dict[str, float]:
 
 def complaint(result: FitResult) -> str:
     """One line about a finished model that does not pass: by how much, and what to do."""
+    from benchmarks.reporting.bench_tables import verdict_line
+    from benchmarks.reporting.measured import as_budget
+
     assert result.bench is not None
-    failed = [one for one in result.bench["budget"]["limits"] if one["verdict"] == "fail"]
+    failed = list(failed_limits({"bench": result.bench}))
     if not failed:
-        open_ = [one["name"] for one in result.bench["budget"]["limits"] if one["verdict"] == "uncertain"]
-        return (
-            f"{result.chosen}: uncertain {', '.join(open_)}; measure it on the device (bench --on-device), "
-            "or give more held-out text for the quality"
-        )
-    words = ", ".join(f"{one['name']} {one['value']:.4g} of {one['limit']:g} {one['unit']}" for one in failed)
-    if [one["name"] for one in failed] == [_QUALITY]:
+        advice = "measure it on the device (bench --on-device), or give more held-out text for the quality"
+    elif failed == [_QUALITY]:
         advice = "raise --tokens, relax that limit, or relax the limits that rule out larger models"
     else:
-        advice = f"relax {', '.join(one['name'] for one in failed)}, or repeat it on a quiet machine"
-    return f"{result.chosen}: the best found misses {words}; {advice}"
+        advice = f"relax {', '.join(failed)}, or repeat it on a quiet machine"
+    return f"{result.chosen}: the best found; {verdict_line(as_budget(result.bench['budget']))}; {advice}"
 
 
 def _warn_of_little_text(text: HeldOut) -> None:
@@ -303,35 +300,22 @@ def _warn_of_little_text(text: HeldOut) -> None:
 
 
 def _claim(out: Path, source: Source, target: Target, effort: Effort, vocabularies: Sequence[int]) -> None:
-    """Write the search's settings into `out`, or check that the search there has the same but for the time limit."""
+    """Write the search's identity into `out`, or check that the search there has the same but for the time limit."""
     from sportsllm.console import log
     from sportsllm.files import atomic_write_text
+    from sportsllm.formats.artifact import Stage
     from sportsllm.formats.json_files import read_json
-    from sportsllm.formats.manifest import digest
 
     inputs = [source.teacher, *source.corpus, *source.calibration, *source.valid]
-    if Path(target.device).is_file():
-        inputs.append(Path(target.device))
-    settings: dict[str, Any] = {
-        "teacher": str(source.teacher),
-        **{name: [str(path) for path in getattr(source, name)] for name in ("corpus", "calibration", "valid")},
-        **{name: value for name, value in asdict(target).items() if name != "processor"},
-        **{name: value for name, value in asdict(effort).items() if name != "minutes"},
-        "vocabularies": list(vocabularies),
-        "seed": source.seed,
-        "training": dict(source.settings),
-        "inputs": hashlib.sha256("".join(map(digest, inputs)).encode()).hexdigest(),
-    }
-    kept = out / SETTINGS
+    inputs += [Path(target.device)] if Path(target.device).is_file() else []
+    settings = {**asdict(source), **asdict(target), **asdict(effort), "vocabularies": list(vocabularies)}
+    settings = {name: value for name, value in settings.items() if name not in ("minutes", "threads", "processor")}
+    identity, kept = Stage("fit", settings, inputs).fingerprint(), out / SETTINGS
     if kept.exists():
-        old = read_json(kept)
-        changed = sorted(key for key in settings if old.get(key) != settings[key])
-        if changed:
-            raise ConflictError(
-                f"{out}: holds a search with other {', '.join(changed)}; choose another --out, or remove it"
-            )
+        if read_json(kept).get("fingerprint") != identity:
+            raise ConflictError(f"{out}: holds a search with other settings or inputs; choose another --out")
         log(f"{out}: resuming the search there")
         return
     if out.exists() and any(out.iterdir()):
         raise ConflictError(f"{out}: exists and holds no search; choose another --out")
-    atomic_write_text(kept, json.dumps(settings, indent=1) + "\n")
+    atomic_write_text(kept, json.dumps({"fingerprint": identity, **settings}, indent=1, default=str) + "\n")

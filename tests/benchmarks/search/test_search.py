@@ -397,9 +397,9 @@ def test_a_search_from_start_to_end(line: Line, capsys: pytest.CaptureFixture[st
     calls = len(line.calls)
     again = line.fit()
     assert again.chosen == found.chosen and len(line.calls) == calls
-    with pytest.raises(ConflictError, match="other finalists"):
+    with pytest.raises(ConflictError, match="other settings or inputs"):
         line.fit(effort=Effort(tokens=256, search_tokens=128, finalists=2))
-    with pytest.raises(ConflictError, match="other inputs, valid"):
+    with pytest.raises(ConflictError, match="other settings or inputs"):
         line.fit(valid=(line.corpus,))
 
 
