@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,19 +16,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compress.distillation.teacher import running_teacher
-from compress.distillation.teacher_cache import CachedBatches, CacheInfo, sample_sparse, shard_name, write_info
-from sportsllm.console import log, progress_bar
+from compress.distillation.teacher_cache import FORMAT, SIGNALS, CachedBatches, CacheInfo, sample_sparse, shard_name
+from sportsllm.console import ProgressBar, log, progress_bar
 from sportsllm.errors import InterruptedRun, UsageError
 from sportsllm.formats.artifact import STATE_DIRECTORY, Stage, partial_directory, replace_state, run_stage
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.json_files import JsonObject, read_json
+from sportsllm.formats.json_files import JsonObject, read_json, write_json
 from sportsllm.formats.manifest import directory_bytes
 from sportsllm.text.documents import held_out_setting, load_corpus
-from sportsllm.text.packing import tokenize
+from sportsllm.text.packing import Batch, tokenize
 from sportsllm.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
+    from compress.distillation.loss import TeacherLogits
     from compress.distillation.student import StudentTraining
 
 _AT_ONCE = 1_024  # tokens of a row whose distributions are in memory together
@@ -72,21 +75,8 @@ def make_teacher_cache(training: StudentTraining, info: CacheInfo, out: Path) ->
         teacher = running_teacher(training.teacher, training.distillation.teacher_precision)
         with progress_bar("signals", sum(len(rows) for _, rows in missing) * info.sequence) as bar:
             for number, rows in missing:
-                stored: list[dict[str, Tensor]] = []
                 try:
-                    for first in range(rows.start, rows.stop, batches.batch_size):
-                        part = range(first, min(first + batches.batch_size, rows.stop))
-                        batch = batches.gather(part)
-                        logits = teacher(batch)
-                        for place, row in enumerate(part):
-                            rng = np.random.default_rng([info.seed, row])  # a row's own, whatever the batch size
-                            chunks = []
-                            for start in range(0, info.sequence, _AT_ONCE):
-                                count = min(_AT_ONCE, info.sequence - start)
-                                logits_NV = logits(place * info.sequence + start, count).div_(info.temperature)
-                                chunks.append(sample_sparse(torch.softmax(logits_NV, dim=-1), rng))
-                            stored.append({name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]})
-                        bar.advance(len(part) * info.sequence)
+                    stored = list(_stored_rows(teacher, batches, info, rows, bar))
                 except KeyboardInterrupt:
                     if not number:
                         raise
@@ -99,12 +89,29 @@ def make_teacher_cache(training: StudentTraining, info: CacheInfo, out: Path) ->
                 save_tensors(fresh, {name: torch.stack([row[name] for row in stored]) for name in stored[0]})
                 fresh.replace(path)
                 _save_state(directory, stage.fingerprint())
-        write_info(directory, info)
+        write_json(directory / SIGNALS, {"format": FORMAT, **dataclasses.asdict(info)})
         seconds = time.perf_counter() - started
         size = round(directory_bytes(directory) / info.tokens, 3)
         return {"tokens": info.tokens, "rows": info.rows, "bytes_per_token": size, "seconds": seconds}
 
     return run_stage(out, stage, make, resume=(partial_directory(out) / STATE_DIRECTORY).exists())
+
+
+def _stored_rows(
+    teacher: Callable[[Batch], TeacherLogits], batches: CachedBatches, info: CacheInfo, rows: range, bar: ProgressBar
+) -> Iterator[dict[str, Tensor]]:
+    """What is stored of some rows. A row's random numbers depend on the seed and its own number only."""
+    for first in range(rows.start, rows.stop, batches.batch_size):
+        part = range(first, min(first + batches.batch_size, rows.stop))
+        logits = teacher(batches.gather(part))
+        for place, row in enumerate(part):
+            rng, chunks = np.random.default_rng([info.seed, row]), []
+            for start in range(0, info.sequence, _AT_ONCE):
+                count = min(_AT_ONCE, info.sequence - start)
+                logits_NV = logits(place * info.sequence + start, count).div_(info.temperature)
+                chunks.append(sample_sparse(torch.softmax(logits_NV, dim=-1), rng))
+            yield {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        bar.advance(len(part) * info.sequence)
 
 
 def _missing_shards(directory: Path, identity: str, info: CacheInfo) -> list[tuple[int, range]]:

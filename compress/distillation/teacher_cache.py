@@ -15,7 +15,6 @@ Shape suffixes: R rows, N tokens, C tokens of a chunk, V vocabulary, K stored id
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,7 +30,7 @@ from compress.distillation.teacher import resolve_teacher_precision
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.json_files import read_json, validate, write_json
+from sportsllm.formats.json_files import read_json, validate
 from sportsllm.formats.manifest import digest, file_sha256, read_manifest
 from sportsllm.processors import training_device
 from sportsllm.text.packing import Batch, PackedSequences, TokenizedDocuments
@@ -108,11 +107,6 @@ def shard_name(number: int) -> str:
     return f"signals-{number:05d}.safetensors"
 
 
-def write_info(directory: Path, info: CacheInfo) -> None:
-    """Write signals.json."""
-    write_json(directory / SIGNALS, {"format": FORMAT, **dataclasses.asdict(info)})
-
-
 def read_info(directory: Path) -> CacheInfo:
     """Read signals.json of a finished directory.
 
@@ -120,8 +114,6 @@ def read_info(directory: Path) -> CacheInfo:
         ArtifactError: no teacher cache, of another version, or damaged.
     """
     path = directory / SIGNALS
-    if not path.exists():
-        raise ArtifactError(f"{directory}: holds no {SIGNALS}; give a finished teacher cache")
     data = read_json(path)
     version = data.pop("format", None)
     if version != FORMAT:
@@ -154,11 +146,7 @@ def open_teacher_cache(training: StudentTraining, wanted: CacheInfo, directory: 
         ("left_out", f"while other text was held out than {held_out}", "put it back where it was"),
         ("sequence", f"with --sequence {info.sequence}, not {wanted.sequence}", "use that"),
         ("temperature", f"with --temperature {info.temperature:g}, not {wanted.temperature:g}", "use that"),
-        (
-            "precision",
-            f"by a teacher in {info.precision}, not {wanted.precision}",
-            f"use --set teacher_precision={info.precision}",
-        ),
+        ("precision", f"by a teacher in {info.precision}, not {wanted.precision}", "use its teacher_precision"),
         ("seed", f"with --seed {info.seed}, not {wanted.seed}", "use that"),
     ):
         if getattr(info, name) != getattr(wanted, name):
