@@ -52,17 +52,12 @@ def distill(
         Path | None, typer.Option(help="New directory.", show_default="runs/<student>, runs/<student>-selected")
     ] = None,
     valid: options.Valid = None,
-    init: Annotated[
-        Path | None,
-        typer.Option(help="Checkpoint with the student's first weights.", show_default="none", rich_help_panel=_SHAPE),
-        options.BY_NAME,
-    ] = None,
     start: Annotated[
         str | None,
         typer.Option(
             help="cut: the most important parts of the teacher; fresh: random weights. Of a checkpoint student only "
             "the shape is used.",
-            show_default="the weights of --init or of a checkpoint student, else cut if the shape allows it",
+            show_default="the weights of a checkpoint student, else cut if the shape allows it",
             rich_help_panel=_SHAPE,
         ),
     ] = None,
@@ -130,7 +125,7 @@ def distill(
         if select_tokens is None:
             raise UsageError("give --student: a preset's name or a checkpoint directory")
         student = str(source)
-    begin = choose_start(student, init, start, source)
+    begin = choose_start(student, start, source)
     if select_tokens is not None:
         from compress.distillation.selection import selecting
 
@@ -189,7 +184,7 @@ def distill_student(
 
     has_weights = start.kind is not Start.RANDOM
     if training.adapters is not None and not has_weights:
-        raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT or a checkpoint student")
+        raise UsageError("--lora-rank adapts weights that are there; give a checkpoint as --student")
     check_no_larger(start.shape, load_config(training.teacher))
     training = start.matched(training)
     cache = training.prepare(start.shape)

@@ -80,7 +80,7 @@ def selecting(start: Fresh, sizes: Mapping[str, int | None]) -> Selecting:
     """The start of a student that is to select tokens.
 
     Args:
-        start: what --student, --init and --start ask for.
+        start: what --student and --start ask for.
         sizes: of the `Selection`; those that are None get their usual ones, of the indexer as many heads as the model
             has and two parts of half the rotary pairs.
 
@@ -88,7 +88,7 @@ def selecting(start: Fresh, sizes: Mapping[str, int | None]) -> Selecting:
         UsageError: there are no weights to start from, or their attention is of another kind.
     """
     if not isinstance(start, Checkpoint):
-        raise UsageError("--select-tokens starts from trained weights; leave --student and --start out, or give --init")
+        raise UsageError("--select-tokens starts from trained weights; leave --student and --start out")
     if start.shape.attention_kind != "grouped_query":
         kind = start.shape.attention_kind
         raise UsageError(

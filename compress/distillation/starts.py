@@ -18,7 +18,7 @@ from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.calibration import calibration_samples
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.presets import PRESETS, preset
+from sportsllm.models.presets import PRESETS
 from sportsllm.text.documents import manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training import settings
@@ -166,15 +166,14 @@ def layers_of_teacher(student: Path, teacher: Path) -> list[int] | None:
     return None
 
 
-def choose_start(student: str, init: Path | None, start: str | None, teacher: Path) -> Fresh:
-    """What --student, --init and --start ask for together.
+def choose_start(student: str, start: str | None, teacher: Path) -> Fresh:
+    """What --student and --start ask for together.
 
     A student that is given by its shape alone is cut out of the teacher. Where that cannot be, it gets random weights,
     and a line says why; with `--start cut` that is an error.
 
     Args:
         student: a preset's name or a checkpoint directory.
-        init: a checkpoint whose weights a preset student starts from.
         start: `fresh` or `cut` to take only the shape of a checkpoint student.
         teacher: whose vocabulary and tokenizer the student has.
 
@@ -186,16 +185,8 @@ def choose_start(student: str, init: Path | None, start: str | None, teacher: Pa
         raise UsageError(f"--start {start!r} is not known; use cut or fresh, or leave it out")
     # A directory may hold a shape alone.
     has_weights = start is None and any([*Path(student).glob("*.safetensors"), *Path(student).glob("*.index.json")])
-    if init is not None and start is not None:
-        raise UsageError(f"--start {start} makes the student's weights; leave --init {init} out")
-    if init is not None and has_weights:
-        raise UsageError(f"--student {student} has weights of its own; give a preset's name with --init, or no --init")
-    if init is not None or has_weights:
-        directory = init or Path(student)
-        shape = _checkpoint_shape(directory, teacher)
-        if init is not None and shape.with_changes(vocab_size=preset(student).vocab_size) != preset(student):
-            log(f"the student starts from {init} and has its shape; {student!r} only names the output")
-        return Checkpoint(shape, [directory])
+    if has_weights:
+        return Checkpoint(_checkpoint_shape(Path(student), teacher), [Path(student)])
     theirs = load_config(teacher)
     shape, inputs = shape_of(student)
     shape = fit_vocabulary(shape, theirs.vocab_size, student).with_changes(

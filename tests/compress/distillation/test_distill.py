@@ -27,11 +27,9 @@ CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=32, precisi
 FP32 = DistillationConfig(teacher_precision="fp32")
 
 
-def run(
-    teacher: Path, student: str, out: Path, corpus: Path, *, init: Path | None = None, **changes: object
-) -> dict[str, object]:
+def run(teacher: Path, student: str, out: Path, corpus: Path, **changes: object) -> dict[str, object]:
     training = StudentTraining(teacher, CONFIG, (corpus,), distillation=FP32)
-    start = choose_start(student, init, None, teacher)
+    start = choose_start(student, None, teacher)
     return distill_student(student, start, dataclasses.replace(training, **changes), out)  # type: ignore[arg-type]
 
 
@@ -206,5 +204,3 @@ def test_a_packed_student_is_refused(checkpoint: Path, corpus_file: Path, tmp_pa
     quantize_checkpoint(checkpoint=checkpoint, out=tmp_path / "q", config=QuantizationConfig())
     with pytest.raises(ArtifactError, match="is quantized"):
         run(checkpoint, str(tmp_path / "q"), tmp_path / "out", corpus_file)
-    with pytest.raises(UsageError, match="weights of its own"):
-        run(checkpoint, str(checkpoint), tmp_path / "out", corpus_file, init=checkpoint)

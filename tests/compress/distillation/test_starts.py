@@ -71,7 +71,7 @@ def test_distilling_what_prune_wrote_equals_its_recovery(teacher: Path, corpus_f
         ("matched", MATCHED),
         ("spread", dataclasses.replace(MATCHED, layer_map=((0, 0), (1, 2), (2, 4), (3, 6)))),
     ):
-        start = choose_start(student, None, None, teacher)
+        start = choose_start(student, None, teacher)
         distill_student(student, start, dataclasses.replace(training, distillation=objective), tmp_path / name)
     assert read_manifest(tmp_path / "matched").settings["layer_map"][0] == [0, 0]
     recovered, matched, spread = (
@@ -85,7 +85,7 @@ def test_layers_are_followed_through_every_stage(teacher: Path, corpus_file: Pat
     second = cut(tmp_path / "four", 3, tmp_path / "three", corpus_file)
     student = str(tmp_path / "three")
     training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=PLAIN)
-    distill_student(student, choose_start(student, None, None, teacher), training, tmp_path / "trained")
+    distill_student(student, choose_start(student, None, teacher), training, tmp_path / "trained")
     for name in ("three", "trained"):
         assert layers_of_teacher(tmp_path / name, teacher) == [first[layer] for layer in second]
     assert layers_of_teacher(tmp_path / "trained", tmp_path / "four") == second
@@ -95,7 +95,7 @@ def test_layers_are_followed_through_every_stage(teacher: Path, corpus_file: Pat
     starts = [Checkpoint(load_config(path), [path]) for path in (tmp_path / "three", tmp_path / "trained", teacher)]
     assert [start.already_trained for start in starts] == [False, True, True]
     for name in ("fresh", "cut"):  # layers of random weights, or of a cut that is not recorded, are nobody's
-        distill_student(str(teacher), choose_start(str(teacher), None, name, teacher), training, tmp_path / name)
+        distill_student(str(teacher), choose_start(str(teacher), name, teacher), training, tmp_path / name)
         cut(tmp_path / name, 3, tmp_path / f"{name}-cut", corpus_file)
         assert layers_of_teacher(tmp_path / f"{name}-cut", teacher) is None
 
@@ -107,7 +107,7 @@ def test_the_student_is_cut_out_of_the_teacher(
     training = StudentTraining(checkpoint, config, (corpus_file,), distillation=DistillationConfig())
     found = {}
     for name in ("cut", "fresh"):
-        start = choose_start(str(shape), None, name, checkpoint)
+        start = choose_start(str(shape), name, checkpoint)
         out = tmp_path / name
         found[name] = distill_student("shape", start, training, out)
         assert read_manifest(out).settings["start"] == name
@@ -121,19 +121,18 @@ def test_the_student_is_cut_out_of_the_teacher(
 def test_the_start_follows_from_what_is_given(
     checkpoint: Path, shape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert type(choose_start(str(shape), None, None, checkpoint)) is Cut, "a shape alone"
-    assert type(choose_start(str(checkpoint), None, "cut", checkpoint)) is Cut
-    assert type(choose_start(str(checkpoint), None, None, checkpoint)) is Checkpoint
+    assert type(choose_start(str(shape), None, checkpoint)) is Cut, "a shape alone"
+    assert type(choose_start(str(checkpoint), "cut", checkpoint)) is Cut
+    assert type(choose_start(str(checkpoint), None, checkpoint)) is Checkpoint
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     wide = write(tmp_path / "wide", config | {"intermediate_size": 4_096, "num_hidden_layers": 1})
     assert not capsys.readouterr().err
     for start in ("fresh", None):
-        assert type(choose_start(str(wide), None, start, checkpoint)) is Fresh
+        assert type(choose_start(str(wide), start, checkpoint)) is Fresh
     assert "intermediate_size is 4096" in capsys.readouterr().err.replace("\n", " ")
-    for student, init, start, message in (
-        (str(wide), None, "cut", r"--start cut: intermediate_size is 4096.*choose another --student"),
-        (str(wide), None, "clone", "--start 'clone' is not known"),
-        ("tiny-300k", checkpoint, "cut", "--start cut makes the student's weights; leave --init"),
+    for start, message in (
+        ("cut", r"--start cut: intermediate_size is 4096.*choose another --student"),
+        ("clone", "--start 'clone' is not known"),
     ):
         with pytest.raises(UsageError, match=message):
-            choose_start(student, init, start, checkpoint)
+            choose_start(str(wide), start, checkpoint)

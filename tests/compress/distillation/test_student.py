@@ -94,7 +94,7 @@ def log_probabilities(model: SportsLLM, of: Batch) -> Tensor:
 
 def run(teacher: Path, student: str, out: Path, corpus: Path, **changes: object) -> dict[str, object]:
     training = StudentTraining(teacher, CONFIG, (corpus,), distillation=FP32)
-    start = choose_start(student, None, "fresh" if student == "tiny-300k" else None, teacher)
+    start = choose_start(student, "fresh" if student == "tiny-300k" else None, teacher)
     return distill_student(student, start, dataclasses.replace(training, **changes), out)  # type: ignore[arg-type]
 
 
