@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.inspection import attention_weights, count_choices, distance_tokens, entropy_bits, mixtures
-from sportsllm.models.config import FULL, SLIDING
 from sportsllm.models.config_records import Experts
 from sportsllm.models.language_model import ATTENTION_MODULES
 from sportsllm.models.parts import ATTENTION, HIDDEN, Kept, Matrix, Sublayer
@@ -41,52 +39,6 @@ def test_weights_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         assert ours is not None and ours.shape == (4, len(IDS), len(IDS))
         torch.testing.assert_close(ours, theirs[0], rtol=0, atol=TOLERANCE)
         torch.testing.assert_close(ours.sum(-1), torch.ones(ours.shape[:2]), rtol=0, atol=TOLERANCE)
-
-
-def test_a_llama_in_float64(tmp_path: Path) -> None:
-    """Scores of `transformers` in float64; its softmax alone is in float32."""
-    (tmp_path / "ours").mkdir()
-    model = tiny_model()
-    save_checkpoint(tmp_path / "ours", model)
-    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").double()
-    with torch.inference_mode():
-        wanted = peer(torch.tensor([IDS]), output_attentions=True).attentions
-    for ours, theirs in zip(attention_weights(model, IDS), wanted, strict=True):
-        assert ours is not None
-        torch.testing.assert_close(ours.double(), theirs[0], rtol=0, atol=TOLERANCE)
-
-
-def test_the_first_layer_is_the_formula() -> None:
-    """Grouped heads, a window and a scale, in float64 numpy from the weights."""
-    model = tiny_model(
-        num_hidden_layers=2, layer_types=(SLIDING, FULL), sliding_window=5, attention_scale=0.3, attention_bias=True
-    )
-    block: Any = model.model.layers[0]
-
-    def array(tensor: torch.Tensor) -> Any:
-        return tensor.detach().double().numpy()
-
-    x = array(cast(torch.Tensor, model.model.embed_tokens.weight))[IDS]
-    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * array(block.input_layernorm.weight)
-    half = 8
-    angles = np.arange(len(IDS))[:, None] * 10_000.0 ** (-np.arange(half) / half)
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-
-    def heads(matrix: Any, count: int) -> Any:
-        y = (x @ array(matrix.weight).T + array(matrix.bias)).reshape(len(IDS), count, 16)
-        first, second = y[..., :half], y[..., half:]
-        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-    q, k = heads(block.self_attn.q_proj, 4), heads(block.self_attn.k_proj, 2)
-    wanted = np.zeros((4, len(IDS), len(IDS)))
-    for head in range(4):
-        for row in range(len(IDS)):
-            seen = range(max(0, row - 4), row + 1)
-            scores = np.array([0.3 * q[row, head] @ k[place, head // 2] for place in seen])
-            wanted[head, row, list(seen)] = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
-    found = attention_weights(model, IDS)[0]
-    assert found is not None
-    np.testing.assert_allclose(found.numpy(), wanted, rtol=0, atol=TOLERANCE)
 
 
 def test_entropy_and_distance_are_their_sums() -> None:

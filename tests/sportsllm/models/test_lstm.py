@@ -18,7 +18,7 @@ from sportsllm.formats.huggingface import config_from_hf, to_hf
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import KVCache
-from sportsllm.models.lstm import multiplied_by, side_by_side
+from sportsllm.models.lstm import multiplied_by
 from sportsllm.models.memory import kv_cache_bytes_per_token, state_bytes, tensor_shapes
 from sportsllm.models.parts import GATES
 from sportsllm.models.presets import preset
@@ -66,17 +66,6 @@ def test_documents_are_read_as_torch_reads_them_one_by_one() -> None:
         gradients.append(gradient)
     of_forget = gradients[1].chunk(4)[1]
     assert torch.allclose(gradients[0], of_forget, atol=1e-5 * float(of_forget.abs().max()))
-
-
-def test_the_layout_reads_every_token_once() -> None:
-    ends = list(itertools.accumulate(LENGTHS))
-    layout = side_by_side(ends)
-    packed = nn.utils.rnn.pack_sequence(
-        [torch.arange(end - length, end) for end, length in zip(ends, LENGTHS, strict=True)], enforce_sorted=False
-    )
-    assert torch.equal(layout.sizes_T, packed.batch_sizes)
-    assert sorted(layout.order_X.tolist()) == list(range(sum(LENGTHS)))
-    assert torch.equal(layout.order_X, packed.data)  # ties in the order of the text, as torch sorts them
 
 
 def test_a_cache_holds_what_was_read() -> None:

@@ -100,8 +100,7 @@ def _peak_bytes(config: ModelConfig, shape: Shape, precision: str, checkpointed:
     return peak + sum(own.values()) + sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "checkpointed"), [("fp32", False), ("bf16", True)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_formula_is_what_torch_allocates(name: str, precision: str, checkpointed: bool) -> None:
     """Within 5%: a page of small results (masks, positions, norms of gradients) is not in the formula.

@@ -112,14 +112,6 @@ def test_auxiliary_loss_of_the_model_is_trained(batches: PackedSequences, tmp_pa
     assert model.model.norm.weight.mean() < plain.model.norm.weight.mean()
 
 
-def test_fp16_with_loss_scaling_runs(batches: PackedSequences, tmp_path: Path) -> None:
-    config = TrainConfig(steps=2, batch_size=2, accumulation=1, sequence=32, precision="fp16", warmup=0)
-    model = fresh()
-    before = weights(model).clone()
-    train_model(model, batches, language_model_loss, config, tmp_path)
-    assert torch.isfinite(weights(model)).all() and not torch.equal(weights(model), before)
-
-
 def test_schedules() -> None:
     cosine = Schedule("cosine", steps=110, warmup=10)
     assert cosine.factor(0) == pytest.approx(0.1) and cosine.factor(9) == 1.0

@@ -1,18 +1,15 @@
 """Adapters against a float64 decoder written out here, and fine-tuning from the command to the checkpoint."""
 
 import json
-import os
 import random
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sportsllm.errors import InterruptedRun, UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.errors import UsageError
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.documents import TextSplit, read_documents
@@ -164,38 +161,6 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         rows = [json.dumps({"text": " ".join(line() for _ in range(8))}) for _ in range(count)]
         (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     return folder / "train.jsonl", folder / "valid.jsonl"
-
-
-def test_interrupted_and_resumed_equals_uninterrupted(
-    kitchen: tuple[Path, Path], tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    init = tmp_path / "init"
-    init.mkdir()
-    save_checkpoint(init, tiny_model(dropout=0.1), tokenizer_directory)
-
-    def run(out: str, resume: bool = False) -> dict[str, Any]:
-        texts = {"corpus": [kitchen[0]], "valid": [kitchen[1]]}
-        return train(init, **texts, out=tmp_path / out, lora_rank=4, resume=resume, **options_of(CONFIG)).to_json()
-
-    whole = run("whole")
-    calls = 0
-
-    def press_control_c_in_step_3(model: SportsLLM, batch: Batch) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            os.kill(os.getpid(), signal.SIGINT)
-        return language_model_loss(model, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("sportsllm.training.loop.language_model_loss", press_control_c_in_step_3)
-        with pytest.raises(InterruptedRun, match="after step 3 of 6"):
-            run("half")
-    half = run("half", resume=True)
-    for key in ("valid_bits_per_byte", "bits_per_byte_before", "loss", "trained_parameters"):
-        assert half[key] == whole[key], key
-    weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("half", "whole", "init")]
-    assert weights[0] == weights[1] != weights[2]
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from sportsllm.errors import UsageError
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.optimizers import Bfloat16AdamW, build_optimizers
-from sportsllm.training.settings import Run, Start, TrainConfig, train_config
+from sportsllm.training.settings import TrainConfig
 from sportsllm.training.state import RunState
-from tests.support.models import fresh, tiny_config, weights
+from tests.support.models import fresh, weights
 
 
 def _config(bits: int, optimizer: str = "adamw", **changes: object) -> TrainConfig:
@@ -96,14 +95,3 @@ def test_gradients_have_16_bits_with_loss_scaling_and_side_by_side(batches: Pack
         assert all(parameter.grad_dtype == torch.bfloat16 for parameter in model.parameters())
     build_optimizers(model, TrainConfig())  # the next training of the same model is an ordinary one
     assert all(parameter.grad_dtype == torch.float32 for parameter in model.parameters())
-
-
-def test_settings() -> None:
-    run = Run(Start.RANDOM, tiny_config())
-    assert train_config(run, 100_000, {}).optimizer == "muon"
-    assert train_config(run, 100_000, {"optimizer_bits": 8}).optimizer == "adamw"
-    assert train_config(run, 100_000, {"optimizer_bits": 16}).optimizer_bits == 16
-    with pytest.raises(UsageError, match="optimizer bits 4 are not supported; use 32, 16, 8"):
-        train_config(run, 100_000, {"optimizer_bits": 4})
-    with pytest.raises(UsageError, match="bitsandbytes has no Muon"):
-        train_config(run, 100_000, {"optimizer_bits": 8, "optimizer": "muon"})

@@ -9,11 +9,10 @@ import torch
 
 from sportsllm.errors import DivergedError, UsageError
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.presets import preset
 from sportsllm.processors import batch_threads
 from sportsllm.text.packing import Batch, PackedSequences
 from sportsllm.training.loop import language_model_loss, train_model
-from sportsllm.training.settings import Run, Start, TrainConfig, train_config
+from sportsllm.training.settings import TrainConfig
 from tests.support.models import fresh, weights
 
 CONFIG = TrainConfig(
@@ -83,10 +82,3 @@ def test_blocks_with_a_loss_of_their_own_are_refused(batches: PackedSequences, t
     model.model.layers[0].auxiliary_loss = torch.ones(())
     with pytest.raises(UsageError, match="blocks add losses of their own"):
         train_model(model, batches, language_model_loss, dataclasses.replace(CONFIG, parallel_batches=2), tmp_path)
-
-
-def test_only_train_takes_it() -> None:
-    run = Run(Start.PRUNED, preset("tiny-300k"))
-    with pytest.raises(UsageError, match=r"parallel_batches=2: only train"):
-        train_config(run, 10_000, {"accumulation": 2, "parallel_batches": 2})
-    assert train_config(run, 10_000, {"accumulation": 2, "parallel_batches": 2}, parallel=True).parallel_batches == 2
