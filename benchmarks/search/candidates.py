@@ -130,7 +130,7 @@ def ways(teacher: ModelConfig, vocabularies: Iterable[int] = ()) -> dict[str, li
         ],
     }
     cuts = {
-        way: [shape for shape in dict.fromkeys(reversed(line)) if shape != full and _can_be_cut(shape, teacher)]
+        way: [shape for shape in dict.fromkeys(reversed(line)) if shape != full and can_be_cut(shape, teacher)]
         for way, line in lines.items()
     }
     found = {WHOLE: [Size(full, teacher.vocab_size)]}
@@ -159,7 +159,8 @@ def _even_cut(teacher: ModelConfig, share: float) -> Shape | None:
         return None
 
 
-def _can_be_cut(shape: Shape, teacher: ModelConfig) -> bool:
+def can_be_cut(shape: Shape, teacher: ModelConfig) -> bool:
+    """Whether pruning can make a shape of a teacher."""
     try:
         shape.applied_to(teacher)
     except UsageError:

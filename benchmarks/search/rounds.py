@@ -1,7 +1,7 @@
 """The search: try every plain way, then mixed cuts in the best format, then the best of them for longer.
 
 1. For each way and format the largest model inside the budget is a candidate. One in a coarser format counts only if it
-   is larger than those in finer ones. On the device itself candidates are timed, elsewhere predicted.
+   is larger by 5% than those in finer ones. On the device itself candidates are timed, elsewhere predicted.
 2. Each is recovered briefly, rounded, exported and scored on held-out text.
 3. In the format of the best cut, the shape search of `prune` proposes mixed cuts, which are tried the same way.
 4. The best few are recovered for longer and trained as rounded: successive halving (Jamieson and Talwalkar,
@@ -30,6 +30,7 @@ from benchmarks.search.candidates import (
     WHOLE,
     Candidate,
     Size,
+    can_be_cut,
     candidate_of,
     expert_counts,
     formats,
@@ -49,6 +50,7 @@ EQUAL_PERCENT = 0.3
 _TIMES = ("ttft_ms", "tpot_p50_ms", "tpot_p95_ms")
 _MARGIN = 1.2  # of an expected time: recoveries of one length differ
 _DECAY = 0.3  # a cut's loss falls with recovery's tokens to this power: 0.25 to 0.35 on teachers of 1M parameters
+_LARGER = 1.05  # a model in a coarser format must have as many times the parameters
 _TIMINGS = 3  # of ever smaller models of a way, before it is given up
 _MIXED, _VALUES, _MIXED_SHARE = 2, 6, 0.1  # mixed cuts to try, values of a dimension, share of the time to find them
 
@@ -202,7 +204,7 @@ class Search:
                 if not format.quantized or format in _formats(whole) or _float_cache(format) in _formats(whole):
                     continue
                 one = self.largest(way, format, sure)
-                if one is not None and one.parameters > most:
+                if one is not None and one.parameters > _LARGER * most:
                     line, most = [one, *line], one.parameters
             lines.append(line)
         return whole + [one for turn in zip_longest(*lines) for one in turn if one is not None]
@@ -220,6 +222,8 @@ class Search:
         """Shapes of several cut dimensions that keep to the limits in a format, each with the widest FFN that does."""
 
         def fits(shape: Shape) -> bool:
+            if not can_be_cut(shape, self.teacher):
+                return False
             size = Size(shape, vocab_size)
             return not self.missed(candidate_of("mixed", size, format, self.teacher, self.device), sure)
 
@@ -296,7 +300,7 @@ def try_plain(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
         candidate = _as_timed(search, trials, planned, sure)
         if candidate is None or candidate.name in search.tried:
             continue
-        if search.tried and not _has_time(search, candidate, effort, clock):
+        if search.tried and not _has_time(candidate, effort, clock):
             return
         _try(search, trials, candidate, effort.search_tokens, clock)
 
@@ -307,7 +311,7 @@ def try_mixed(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
     if best is None:
         return
     shapes = search.mixed(best.format, best.size.vocab_size, sure)
-    if not shapes or not clock.allows("mixed cuts", "trial", effort.search_tokens, finish_seconds(clock, effort)):
+    if not shapes or not clock.allows("mixed cuts", "trial", effort.search_tokens, _finish_seconds(clock, effort)):
         return
     for shape in trials.best_right_after_the_cut(shapes, _MIXED, _MIXED_SHARE * clock.left()):
         size = Size(shape, best.size.vocab_size)
@@ -316,7 +320,7 @@ def try_mixed(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
             _time(search, trials, candidate)
         if candidate.name in search.tried or search.missed(candidate, sure):
             continue
-        if not _has_time(search, candidate, effort, clock):
+        if not _has_time(candidate, effort, clock):
             return
         _try(search, trials, candidate, effort.search_tokens, clock)
 
@@ -327,15 +331,10 @@ def try_longer(search: Search, trials: Trials, effort: Effort, clock: Clock) -> 
     if len(best) < 2 or _good_enough(search):
         return
     for candidate in best:
-        keep = finish_seconds(clock, effort)
+        keep = _finish_seconds(clock, effort)
         if not clock.allows(f"{candidate.name} on more tokens", "trial", effort.longer_tokens, keep):
             return
         _try(search, trials, candidate, effort.longer_tokens, clock, longer=True)
-
-
-def finish_seconds(clock: Clock, effort: Effort) -> float:
-    """What finishing a winner is expected to take, by the trials so far."""
-    return clock.expected("trial", effort.tokens)
 
 
 def nothing_fits(search: Search) -> str:
@@ -372,8 +371,14 @@ def _good_enough(search: Search) -> bool:
     return any(search.tried[name].losses.rounded <= EQUAL_PERCENT for name in whole)
 
 
-def _has_time(search: Search, candidate: Candidate, effort: Effort, clock: Clock) -> bool:
-    return clock.allows(candidate.name, "trial", effort.search_tokens, finish_seconds(clock, effort))
+def _finish_seconds(clock: Clock, effort: Effort) -> float:
+    """What finishing a winner is expected to take, by the trials so far."""
+    return clock.expected("trial", effort.tokens)
+
+
+def _has_time(candidate: Candidate, effort: Effort, clock: Clock) -> bool:
+    kind, work = ("rounding", 1) if candidate.way == WHOLE else ("trial", effort.search_tokens)
+    return clock.allows(candidate.name, kind, work, _finish_seconds(clock, effort))
 
 
 def _as_timed(search: Search, trials: Trials, planned: Candidate, sure: bool) -> Candidate | None:

@@ -210,13 +210,8 @@ def shape_for_share(config: ModelConfig, share: float) -> Shape:
     size in whole key/value groups (width before depth: Minitron, https://arxiv.org/abs/2407.14679).
     """
     _check_share(share)
-    full, count, target = Shape.of(config), block_counter(config), share * config.block_parameters
-    heads = [pair for pair in head_counts(config) if pair[0] * full.kv_heads == pair[1] * full.heads]
-    sizes: dict[Shape, int] = {}
-    for hidden, (query, key), width in product(hidden_sizes(config), heads, widths(full.intermediate)):
-        shape = replace(full, hidden=hidden, heads=query, kv_heads=key, intermediate=width)
-        if (size := count(shape)) <= target:
-            sizes[shape] = size
+    full, target = Shape.of(config), share * config.block_parameters
+    sizes = {shape: size for shape, size in _width_cuts(config).items() if size <= target}
     if not sizes:
         raise UsageError(f"--params {share:g}: no width that small is left; cut --layers too")
 
@@ -226,6 +221,16 @@ def shape_for_share(config: ModelConfig, share: float) -> Shape:
         return max(0.0, 1 - sizes[shape] / target - _SLACK) + 0.2 * spread, -sizes[shape]
 
     return min(sizes, key=cost)
+
+
+@functools.lru_cache(maxsize=4)
+def _width_cuts(config: ModelConfig) -> dict[Shape, int]:
+    """Every cut of widths in whole key/value groups at full depth, with its non-embedding parameters."""
+    full, count = Shape.of(config), block_counter(config)
+    heads = [pair for pair in head_counts(config) if pair[0] * full.kv_heads == pair[1] * full.heads]
+    grid = product(hidden_sizes(config), heads, widths(full.intermediate))
+    shapes = (replace(full, hidden=width, heads=q, kv_heads=kv, intermediate=inner) for width, (q, kv), inner in grid)
+    return {shape: count(shape) for shape in shapes}
 
 
 def candidate_shapes(config: ModelConfig, share: float) -> list[Shape]:
