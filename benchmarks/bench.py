@@ -114,8 +114,8 @@ def bench(
     from benchmarks.reporting.bench_tables import print_bench, verdict_line
     from benchmarks.reporting.measured import as_bench
     from benchmarks.runtimes.compare import measure_against, parse_runtimes, portable_too, turn_depths
-    from export.runtime.kernels import kernels_of_directory
     from export.runtime.providers import find_provider
+    from export.runtime.session import kernels_of_directory
     from sportsllm.console import log, output
     from sportsllm.files import atomic_write_text, require_directory
     from sportsllm.formats.huggingface import load_config

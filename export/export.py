@@ -278,9 +278,8 @@ def _write_graph(job: _Job, checkpoint: Path, directory: Path, threads: int | No
     from export.cache_scales import cache_scales
     from export.graph.builder import GraphForm
     from export.graph.decoder import write_graph
-    from export.loaders import not_opened_by, write_loader_files
+    from export.layout import not_opened_by, web_precision, write_loader_files
     from export.parity.check import check_parity
-    from export.paths import web_precision
     from export.runtime.providers import find_provider
     from sportsllm.console import log
     from sportsllm.formats.huggingface import load_config

@@ -38,7 +38,7 @@ from benchmarks.predict.latency import CALIBRATED_BAND, KNOWN_BYTES, Formulas, T
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.spread import percentile
 from export.kernels.library import VERSION
-from export.runtime.kernels import problem_of
+from export.runtime.session import problem_of
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ConflictError, UsageError
 from sportsllm.formats.json_files import describe

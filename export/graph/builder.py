@@ -16,8 +16,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from export.kernels.library import VERSION
-from export.metadata import DATA_BYTES_KEY, KERNELS_DOMAIN
-from export.paths import GraphFiles
+from export.layout import DATA_BYTES_KEY, KERNELS_DOMAIN, GraphFiles
 from sportsllm import __version__
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from export import metadata
+from export import layout
 from export.graph.builder import FLOAT, HALF, INT8, Builder, opsets_of, with_branches
 from export.kernels.library import VERSION
 
@@ -136,7 +136,7 @@ class KernelCalls:
         given = list(inputs.values())
         while given[-1] is None:
             given.pop()
-        domain = metadata.KERNELS_DOMAIN
+        domain = layout.KERNELS_DOMAIN
         self._graph.extend([ir.node(function, given, call.attributes, domain=domain, outputs=new, name=call.name)])
         ir.convenience.replace_all_uses_with(old, new)
         if known:
@@ -146,7 +146,7 @@ class KernelCalls:
         else:
             self._graph.functions.append(_function(function, call, inputs, nodes))
         call.outputs.update(zip(call.outputs, new, strict=True))
-        self._graph.metadata[metadata.KERNELS_KEY] = VERSION
+        self._graph.metadata[layout.KERNELS_KEY] = VERSION
         return True
 
 
@@ -207,7 +207,7 @@ def _function(name: str, call: Call, given: Inputs, nodes: list[ir.Node]) -> ir.
     body = [*constants.values(), *nodes]
     graph = ir.Graph(inputs, list(call.outputs.values()), nodes=body, opset_imports=opsets_of(body), name=name)
     attributes = [ir.Attr(key, _KINDS[type(value)], None) for key, value in call.attributes.items()]
-    return ir.Function(metadata.KERNELS_DOMAIN, name, graph=graph, attributes=attributes)
+    return ir.Function(layout.KERNELS_DOMAIN, name, graph=graph, attributes=attributes)
 
 
 _KINDS = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT}

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from export import metadata
+from export import layout
 from export.graph.builder import FLOAT, HALF, INT8, INT64, UINT8, Builder, GraphForm
 from export.graph.calls import KernelCalls, KernelUse
 from export.graph.feed_forward import Gated, Gelu, MixtureOfExperts
@@ -33,7 +33,7 @@ from export.graph.layer import LayerBuilder, SublayerBuilder
 from export.graph.lstm import LSTM
 from export.graph.selected import SelectedAttention
 from export.graph.weights import Matmul, Weights
-from export.paths import plain_files, web_files, web_precision
+from export.layout import plain_files, web_files, web_precision
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
@@ -103,19 +103,18 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
     """
     form = form or GraphForm()
     config, weights = load_config(checkpoint), Weights(checkpoint)
-    cache = metadata.CONCAT_CACHE if form.standard else metadata.IN_PLACE_CACHE
-    facts = {metadata.CACHE_KEY: cache}
+    cache = layout.CONCAT_CACHE if form.standard else layout.IN_PLACE_CACHE
+    facts = {layout.CACHE_KEY: cache}
     if form.operators == "onnx":
-        facts[metadata.RUNTIME_KEY] = metadata.OLDEST_RUNTIME
+        facts[layout.RUNTIME_KEY] = layout.OLDEST_RUNTIME
     graph = Builder("sportsllm", facts)
-    tokens_BT = graph.input(metadata.INPUT_IDS, INT64, ["batch_size", "sequence_length"])
-    mask_BS = graph.input(metadata.ATTENTION_MASK, INT64, ["batch_size", "total_sequence_length"])
+    tokens_BT = graph.input(layout.INPUT_IDS, INT64, ["batch_size", "sequence_length"])
+    mask_BS = graph.input(layout.ATTENTION_MASK, INT64, ["batch_size", "total_sequence_length"])
     shapes, numbers = _cache_shapes(config, "past_sequence_length"), range(config.num_hidden_layers)
     pasts = [
-        [graph.input(metadata.past_name(i, name), form.cached, shape) for name, shape in shapes.items()]
-        for i in numbers
+        [graph.input(layout.past_name(i, name), form.cached, shape) for name, shape in shapes.items()] for i in numbers
     ]
-    keep = graph.input_with_default(metadata.KEEP_LOGITS, np.array([0], np.int64))
+    keep = graph.input_with_default(layout.KEEP_LOGITS, np.array([0], np.int64))
     reasons = {
         "standard operators": form.standard,
         "a browser has none": form.web,
@@ -134,11 +133,11 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
     logits = add_head(layers, (stream.x_BTD, stream.residual_BTD), table, nodes, logits)
     if form.in_half:
         logits = graph.node("logits/float", "Cast", logits, to=FLOAT.value)
-    graph.output(logits, metadata.LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])
+    graph.output(logits, layout.LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])
     shapes = _cache_shapes(config, "total_sequence_length")
     for layer, present in enumerate(stream.presents):
         for (name, shape), value in zip(shapes.items(), present, strict=True):
-            graph.output(value, metadata.present_name(layer, name), form.cached, shape)
+            graph.output(value, layout.present_name(layer, name), form.cached, shape)
     bodies = (node for function in graph.functions for node in function)
     precision = graph_precision([*graph.nodes, *bodies], graph.weights)
     files = web_files(directory, web_precision(precision, form.in_half)) if form.web else plain_files(directory)

@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from export import metadata
+from export import layout
 from export.graph.builder import FLOAT, HALF, LEAST
 from export.graph.calls import Inputs
 from export.graph.layer import LayerBuilder, SublayerBuilder
@@ -109,7 +109,7 @@ class OrtGroupedQuery(SublayerBuilder):
         if (scales := self.layers.form.scales) is None:
             return []
         return [
-            self.graph.constant(metadata.cache_scale_name(layer, state.name), scale_LKE[layer][None, :, None].numpy())
+            self.graph.constant(layout.cache_scale_name(layer, state.name), scale_LKE[layer][None, :, None].numpy())
             for state, scale_LKE in zip(self.states, scales.states, strict=True)
         ]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from export import metadata
+from export import layout
 from export.graph.builder import FLOAT, LEAST, Array
 from export.graph.calls import Attributes, Call
 from export.graph.layer import LayerBuilder, SublayerBuilder
@@ -168,7 +168,7 @@ class LatentAttention(SublayerBuilder):
         if (scales := self.layers.form.scales) is None:
             return None
         (scale_LC,) = scales.states
-        return self.graph.constant(metadata.cache_scale_name(layer, self.states[0].name), scale_LC[layer].numpy())
+        return self.graph.constant(layout.cache_scale_name(layer, self.states[0].name), scale_LC[layer].numpy())
 
     def _stored(self, layer: int) -> list[ir.Value]:
         """Scales and zeros of an INT8 cache, (C,) each; none of another."""

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from export.graph.builder import BOOL, FLOAT, INT32, INT64, Builder, GraphForm
 from export.graph.calls import KernelCalls, Operand
 from export.graph.weights import Matmul
-from export.metadata import ROPE_CACHES
+from export.layout import ROPE_CACHES
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, POSITIONS, sublayers
 from sportsllm.models.parts import HIDDEN, Matrix

@@ -34,12 +34,13 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from export import metadata
+from export import layout
 from export.cache_scales import CacheScales, HalfCache, RoundedCache, Rounding
 from export.graph.builder import with_branches
 from export.graph.decoder import graph_precision
 from export.graph.weights import FLAT, PER_ROW_PRODUCT
 from export.kernels.library import VARIANT_VARIABLE, library_of, variant_of
+from export.layout import find_files
 from export.parity.comparison import (
     DEPLOYED,
     DEPLOYED_PER_ROW,
@@ -58,10 +59,9 @@ from export.parity.comparison import (
     merge,
     run_pass,
 )
-from export.paths import find_files
 from export.runtime.decoder import OnnxDecoder
-from export.runtime.kernels import SLOW_VARIANT, Kernels, called_version, problem_of
 from export.runtime.providers import CPU, Provider
+from export.runtime.session import SLOW_VARIANT, Kernels, called_version, problem_of
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
@@ -221,12 +221,12 @@ def computes_in_half(graph: ir.Model) -> bool:
 
 def graph_rounding(graph: ir.Model, config: ModelConfig) -> Rounding | None:
     """What a graph's cache makes of what is written into it: nothing where it is of the type that is computed in."""
-    types = {value.dtype for value in graph.graph.inputs if str(value.name).startswith(metadata.PAST)}
+    types = {value.dtype for value in graph.graph.inputs if str(value.name).startswith(layout.PAST)}
     if HALF in types and not computes_in_half(graph):
         return HalfCache()
     found: list[torch.Tensor] = []
     for state in block_state(config):
-        names = [metadata.cache_scale_name(layer, state.name) for layer in range(config.num_hidden_layers)]
+        names = [layout.cache_scale_name(layer, state.name) for layer in range(config.num_hidden_layers)]
         stored = [graph.graph.initializers.get(name) for name in names]
         if None in stored:
             return None
@@ -267,7 +267,7 @@ def exact_graph(graph: ir.Model, config: ModelConfig) -> bytes:
 
 
 def _widen_weights(main: ir.Graph, config: ModelConfig) -> None:
-    tables = dict(zip(metadata.ROPE_CACHES, rope_tables(config, config.max_position_embeddings), strict=False))
+    tables = dict(zip(layout.ROPE_CACHES, rope_tables(config, config.max_position_embeddings), strict=False))
     first = main[0]
     for name, value in list(main.initializers.items()):
         if value.dtype != HALF:
@@ -285,7 +285,7 @@ def _widen_weights(main: ir.Graph, config: ModelConfig) -> None:
 def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Names of stored tables, embedding and, where the model has them, rotary, that differ from the checkpoint's."""
     found = graph.graph.initializers
-    rotary = {name: table for name, table in zip(metadata.ROPE_CACHES, rope_of(config), strict=False) if name in found}
+    rotary = {name: table for name, table in zip(layout.ROPE_CACHES, rope_of(config), strict=False) if name in found}
     for name in (*rotary, *(name for name in tensors if name.startswith(f"{EMBEDDING}."))):
         value = found.get(name, found.get(f"{name}{FLAT}"))
         stored = None if value is None else cast(Any, value.const_value).numpy()

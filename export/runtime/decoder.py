@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from export.paths import find_files
-from export.runtime.kernels import Kernels, choose_kernels, portable
+from export.layout import find_files
 from export.runtime.kv_cache import Cache, bind_run, cache_maker
 from export.runtime.providers import CPU, Provider, find_provider, one_line, placement
-from export.runtime.session import open_session, raise_if_out_of_memory
+from export.runtime.session import Kernels, choose_kernels, open_session, portable, raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Logits, log_softmax
@@ -34,7 +33,7 @@ def open(
 
     Raises:
         ArtifactError: a file is missing, truncated or too long, or the graph is not a decoder.
-        UsageError, ResourceError: see `export.runtime.kernels.choose_kernels`, `export.runtime.providers`.
+        UsageError, ResourceError: see `export.runtime.session.choose_kernels`, `export.runtime.providers`.
     """
     return OnnxDecoder(Path(directory), threads, kernels=kernels, provider=find_provider(provider))
 

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from export import metadata
-from export.paths import find_files
+from export import layout
+from export.layout import find_files
 from export.runtime.providers import CPU, Provider
 from sportsllm.errors import ArtifactError, ResourceError
 from sportsllm.inference.decoder import Logits
@@ -58,11 +58,11 @@ def cached_tensors(session: ort.InferenceSession, directory: Path) -> list[Cache
     Raises:
         ArtifactError: it is of a type that this program does not write, or past and present differ in it.
     """
-    presents = {item.name.removeprefix(metadata.PRESENT): item for item in session.get_outputs()}
+    presents = {item.name.removeprefix(layout.PRESENT): item for item in session.get_outputs()}
     found = []
     for item in session.get_inputs():
-        if item.name.startswith(metadata.PAST):
-            name = item.name.removeprefix(metadata.PAST)
+        if item.name.startswith(layout.PAST):
+            name = item.name.removeprefix(layout.PAST)
             if item.type != presents[name].type or item.type not in _TYPES:
                 raise ArtifactError(
                     f"{find_files(directory).graph}: caches {name!r} as {item.type} and {presents[name].type}; "
@@ -123,8 +123,8 @@ class Cache:
         """A new binding of some sequences' buffers as past and as present."""
         binding = self._session.io_binding()
         for name, buffer in self.buffers.items():
-            _bind(binding.bind_input, f"{metadata.PAST}{name}", buffer[rows])
-            _bind(binding.bind_output, f"{metadata.PRESENT}{name}", buffer[rows])
+            _bind(binding.bind_input, f"{layout.PAST}{name}", buffer[rows])
+            _bind(binding.bind_output, f"{layout.PRESENT}{name}", buffer[rows])
         return binding
 
     def mask(self, rows: slice, new: int) -> npt.NDArray[np.int64]:
@@ -214,8 +214,8 @@ class ConcatCache(Cache):
                 past = _first(past, old.shape)
                 np.copyto(past, old)
                 present = _first(present, (*old.shape[:-2], length + new, old.shape[-1]))
-            _bind(binding.bind_input, f"{metadata.PAST}{name}", past)
-            _bind(binding.bind_output, f"{metadata.PRESENT}{name}", present)
+            _bind(binding.bind_input, f"{layout.PAST}{name}", past)
+            _bind(binding.bind_output, f"{layout.PRESENT}{name}", present)
             self._presents[name] = present
         return binding
 
@@ -285,8 +285,8 @@ class DeviceCache(Cache):
     def _binding(self, rows: slice) -> ort.IOBinding:
         binding = self._session.io_binding()
         for name, value in self._values[rows.start].items():
-            binding.bind_ortvalue_input(f"{metadata.PAST}{name}", value)
-            binding.bind_ortvalue_output(f"{metadata.PRESENT}{name}", value)
+            binding.bind_ortvalue_input(f"{layout.PAST}{name}", value)
+            binding.bind_ortvalue_output(f"{layout.PRESENT}{name}", value)
         return binding
 
     def _clear_states(self) -> None:
@@ -333,9 +333,9 @@ def bind_run(
     logits: Logits,
 ) -> None:
     """Bind what a run reads and writes beside the cache; the arrays must live until it has ended."""
-    for name, array in ((metadata.INPUT_IDS, ids_BT), (metadata.ATTENTION_MASK, mask_BS), (metadata.KEEP_LOGITS, keep)):
+    for name, array in ((layout.INPUT_IDS, ids_BT), (layout.ATTENTION_MASK, mask_BS), (layout.KEEP_LOGITS, keep)):
         _bind(binding.bind_input, name, array)
-    _bind(binding.bind_output, metadata.LOGITS, logits)
+    _bind(binding.bind_output, layout.LOGITS, logits)
 
 
 def _bind(bind: Any, name: str, array: Array) -> None:
@@ -349,8 +349,8 @@ def device_memory(session: ort.InferenceSession) -> dict[str, Any]:
     """The memory where a session keeps each cached tensor, past and present alike, by name; those of the host not."""
     pasts = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
     presents = zip(session.get_outputs(), session.get_output_memory_infos(), strict=True)
-    there = {item.name.removeprefix(metadata.PRESENT) for item, memory in presents if memory.name != _HOST}
-    names = ((item.name.removeprefix(metadata.PAST), memory) for item, memory in pasts)
+    there = {item.name.removeprefix(layout.PRESENT) for item, memory in presents if memory.name != _HOST}
+    names = ((item.name.removeprefix(layout.PAST), memory) for item, memory in pasts)
     return {name: memory for name, memory in names if memory.name != _HOST and name in there}
 
 
@@ -375,11 +375,11 @@ def cache_maker(
     Raises:
         ArtifactError: the graph has a cache that this program does not know.
     """
-    kind = str(session.get_modelmeta().custom_metadata_map.get(metadata.CACHE_KEY, metadata.IN_PLACE_CACHE))
-    kinds: dict[str, type[Cache]] = {metadata.IN_PLACE_CACHE: Cache, metadata.CONCAT_CACHE: ConcatCache}
+    kind = str(session.get_modelmeta().custom_metadata_map.get(layout.CACHE_KEY, layout.IN_PLACE_CACHE))
+    kinds: dict[str, type[Cache]] = {layout.IN_PLACE_CACHE: Cache, layout.CONCAT_CACHE: ConcatCache}
     if kind not in kinds:
         raise ArtifactError(f"{find_files(directory).graph}: has a cache of kind {kind!r}; upgrade this program")
     tensors, places = cached_tensors(session, directory), {} if provider.is_cpu else device_memory(session)
-    if places and kind == metadata.IN_PLACE_CACHE:
+    if places and kind == layout.IN_PLACE_CACHE:
         return partial(DeviceCache, session, vocab_size, tensors, places=places, provider=provider)
     return partial(kinds[kind], session, vocab_size, tensors)

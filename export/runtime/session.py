@@ -1,20 +1,135 @@
-"""Opens an export's graph in ONNX Runtime after checking its files. Needs neither torch nor onnx."""
+"""Opens an export's graph in ONNX Runtime after checking its files, with this program's kernels where the graph calls
+them and their library is built. Needs neither torch nor onnx.
+
+A graph that calls kernels is run by them or by ONNX Runtime's operators, which run everywhere, see
+`export.graph.calls`. Its metadata is read before the session is made, since the library must be registered first.
+"""
 
 from __future__ import annotations
 
+import mmap
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from export import metadata
-from export.paths import find_files
+from export import layout
+from export.kernels.library import VERSION, library_of, variant_of
+from export.layout import KERNELS_KEY, find_files
 from export.runtime.providers import CPU, Provider, create_session
-from sportsllm.errors import ArtifactError, ResourceError
+from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.manifest import listed_bytes
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_state, cached_shape
+
+CHOICES = ("auto", "native", "portable")
+SLOW_VARIANT = "plain"  # C++ without a processor's own instructions: ONNX Runtime's operators are faster
+# An entry of ModelProto.metadata_props: tag and size, the key as field 1, and the tag and size of the value, field 2
+# (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto).
+_ENTRY = re.compile(rb"\x72[\x00-\x7f]\x0a%c%s\x12([\x00-\x7f])" % (len(KERNELS_KEY), KERNELS_KEY.encode()), re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What runs a graph.
+
+    Attributes:
+        name: `native` or `portable`.
+        library: to be registered; None for `portable`.
+        reason: why, for people.
+    """
+
+    name: str
+    library: Path | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"kernels: {self.name} ({self.reason})"
+
+
+def portable(reason: str = "as asked for") -> Kernels:
+    """ONNX Runtime's own operators."""
+    return Kernels("portable", None, reason)
+
+
+def choose_kernels(graph: Path, wanted: str = "auto", provider: Provider = CPU) -> Kernels:
+    """What runs a graph.
+
+    Args:
+        graph: an ONNX file.
+        wanted: one of `CHOICES`; `auto` takes `native` where the processor is one that they are written for.
+        provider: what ONNX Runtime runs it on; this program's kernels are for the CPU provider.
+
+    Raises:
+        UsageError: an unknown choice, `native` for a graph that calls no kernels, or beside another provider.
+        ResourceError: `native`, and the library is missing, of another version than the graph's, or cannot be loaded.
+    """
+    if wanted not in CHOICES:
+        raise UsageError(f"--kernels {wanted!r}: choose {', '.join(CHOICES[:-1])} or {CHOICES[-1]}")
+    if wanted == "portable":
+        return portable()
+    if not provider.is_cpu and wanted == "native":
+        raise UsageError(f"--kernels native: they run on the CPU provider, not on {provider.name}; leave one flag out")
+    version = called_version(graph)
+    if version is not None and not provider.is_cpu:
+        return portable("this program's own run on the CPU provider alone")
+    if version is None:
+        if wanted == "native":
+            raise UsageError(f"--kernels native: {graph} calls none; export INT4 or INT8 blocks without --inline")
+        return portable("the graph calls none")
+    library, problem = library_of(version), problem_of(version)
+    if library is None or problem:
+        if wanted == "native":
+            raise ResourceError(f"--kernels native: {graph}: {problem}")
+        return portable(problem)
+    if wanted == "auto" and variant_of(library) == SLOW_VARIANT:
+        return portable("the others would run as plain C++ here, which is slower")
+    return Kernels("native", library, f"version {version}")
+
+
+def kernels_of_directory(directory: Path, wanted: str = "auto", provider: Provider = CPU) -> Kernels:
+    """What runs an export; see `choose_kernels`."""
+    return choose_kernels(find_files(directory).graph, wanted, provider)
+
+
+def problem_of(version: str) -> str:
+    """Why kernels of a version cannot run here; empty if they can."""
+    library = library_of(version)
+    if library is None and version != VERSION:
+        return f"the graph calls version {version}, this program has version {VERSION}; export it again"
+    if library is None:
+        return f"the library is not built; run `python -m export.kernels.build` for version {version}"
+    try:
+        ort.SessionOptions().register_custom_ops_library(str(library))
+        variant_of(library)
+    except AttributeError:
+        return f"{library.name} is of an older program; run `python -m export.kernels.build`"
+    except Exception as error:  # the runtime's errors have no common class
+        return f"{library.name} cannot be used here: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+def called_version(graph: Path) -> str | None:
+    """The version of the kernels that a graph calls; None where it calls none, or is no graph.
+
+    Looks for the entry of the metadata as protobuf writes it, since onnx is not installed on a device.
+
+    Raises:
+        ArtifactError: it is not a number.
+    """
+    if not graph.is_file() or graph.stat().st_size == 0:
+        return None
+    with graph.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        entry = _ENTRY.search(data)
+        value = entry and data[entry.end() : entry.end() + entry[1][0]]
+    if value is None:
+        return None
+    if not re.fullmatch(rb"\d{1,9}", value):  # it becomes part of a file name
+        raise ArtifactError(f"{graph}: names kernels of version {value[:20]!r}; the export is damaged, make it again")
+    return value.decode()
+
 
 _LOAD_ERRORS = (
     ort_errors.Fail,
@@ -28,9 +143,9 @@ _LOAD_ERRORS = (
 
 
 def session_options(threads: int | None, exact: bool = False, library: Path | None = None) -> ort.SessionOptions:
-    """How sessions run; `exact` for `export.parity.inputs.exact_graph`, with products in float32.
+    """How sessions run; `exact` for `export.parity.check.exact_graph`, with products in float32.
 
-    `library` has kernels for the functions that the graph calls, see `export.runtime.kernels`.
+    `library` has kernels for the functions that the graph calls, see `choose_kernels`.
     The figures are tokens/s of a 97M INT4 model on 2 threads, ONNX Runtime 1.31.1 (docs/log.md). The memory arena stays
     on: without it the peak was 10 to 40 MB higher, since freed pieces went unused.
     """
@@ -63,7 +178,7 @@ def open_session(
     Args:
         directory, config: the export and its config.json.
         threads: CPU threads; all cores where not given.
-        graph: `export.parity.inputs.exact_graph` to run on the directory's data instead of the file.
+        graph: `export.parity.check.exact_graph` to run on the directory's data instead of the file.
         library: see `session_options`.
         provider: what runs the graph.
 
@@ -87,8 +202,8 @@ def open_session(
         raise ArtifactError(f"{path}: {_reason(error)}") from None
     except UnicodeDecodeError:
         raise ArtifactError(f"{path}: has names that are no text; the export is damaged, make it again") from None
-    _check_version(path, facts.get(metadata.RUNTIME_KEY))
-    expected = facts.get(metadata.DATA_BYTES_KEY)
+    _check_version(path, facts.get(layout.RUNTIME_KEY))
+    expected = facts.get(layout.DATA_BYTES_KEY)
     if expected is not None:
         if not re.fullmatch(r"\d{1,18}", expected):
             raise ArtifactError(f"{path}: names {expected[:20]!r} bytes of data; the export is damaged, make it again")
@@ -134,12 +249,12 @@ def _check_size(path: Path, expected: int | None) -> None:
 
 def _check_interface(session: ort.InferenceSession, config: ModelConfig, path: Path) -> None:
     """Refuse a graph whose inputs and outputs, or their shapes, are not those of config.json's model."""
-    wanted: dict[str, list[int | None]] = {metadata.INPUT_IDS: [None, None], metadata.ATTENTION_MASK: [None, None]}
+    wanted: dict[str, list[int | None]] = {layout.INPUT_IDS: [None, None], layout.ATTENTION_MASK: [None, None]}
     for layer in range(config.num_hidden_layers):
         for state in block_state(config):
             shape = [None, *cached_shape(state, None)]
-            wanted |= {metadata.past_name(layer, state.name): shape, metadata.present_name(layer, state.name): shape}
-    wanted |= {metadata.KEEP_LOGITS: [1], metadata.LOGITS: [None, None, config.vocab_size]}
+            wanted |= {layout.past_name(layer, state.name): shape, layout.present_name(layer, state.name): shape}
+    wanted |= {layout.KEEP_LOGITS: [1], layout.LOGITS: [None, None, config.vocab_size]}
     arguments = (*session.get_inputs(), *session.get_overridable_initializers(), *session.get_outputs())
     found = {a.name: [size if isinstance(size, int) else None for size in a.shape] for a in arguments}
     for name in sorted(wanted.keys() | found.keys()):

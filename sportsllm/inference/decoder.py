@@ -60,7 +60,7 @@ def open_decoder(directory: Path, threads: int | None = None, kernels: str = "au
     Args:
         directory: a checkpoint or an export.
         threads: CPU threads; the library chooses by default.
-        kernels: for an export, `auto`, `native` or `portable`: see `export.runtime.kernels`.
+        kernels: for an export, `auto`, `native` or `portable`: see `export.runtime.session`.
         provider: for an export, `cpu` or another: see `export.runtime.providers`.
 
     Raises:

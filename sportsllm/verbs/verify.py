@@ -74,7 +74,7 @@ def verify(
     kernels = None
     if exported:
         # By name: export is a package above this one.
-        chosen = importlib.import_module("export.runtime.kernels").kernels_of_directory(directory)
+        chosen = importlib.import_module("export.runtime.session").kernels_of_directory(directory)
         kernels = str(chosen.name)
         output().print(str(chosen), markup=False)
     for problem in problems:

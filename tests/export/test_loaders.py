@@ -1,7 +1,6 @@
 """The files that loaders read beside the graph."""
 
-from export.loaders import genai_config, not_opened_by
-from export.paths import GRAPH_FILE
+from export.layout import GRAPH_FILE, genai_config, not_opened_by
 from sportsllm.models.config_records import Experts, Selection
 from sportsllm.models.presets import preset
 from tests.support.export_models import TINY

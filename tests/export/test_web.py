@@ -14,7 +14,7 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
-from export.paths import find_files
+from export.layout import find_files
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config

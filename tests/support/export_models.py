@@ -17,9 +17,9 @@ import torch
 from export.cache_scales import CacheScales, measure_scales
 from export.graph.builder import GraphForm
 from export.graph.decoder import WrittenGraph, write_graph
+from export.layout import DATA_FILE, GRAPH_FILE
 from export.parity.check import check_parity
 from export.parity.comparison import ParityReport
-from export.paths import DATA_FILE, GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.formats.checkpoint import QuantizedEmbedding, QuantizedLinear, save_checkpoint
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack

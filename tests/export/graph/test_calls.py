@@ -12,7 +12,7 @@ import pytest
 from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
 from export.kernels.library import VERSION
-from export.paths import DATA_FILE, GRAPH_FILE
+from export.layout import DATA_FILE, GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import Decoder

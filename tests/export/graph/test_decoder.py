@@ -14,8 +14,8 @@ import torch
 
 from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
+from export.layout import DATA_FILE, GRAPH_FILE
 from export.parity.check import exact_graph
-from export.paths import DATA_FILE, GRAPH_FILE
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.packed import ROW_BITS

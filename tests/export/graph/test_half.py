@@ -16,7 +16,7 @@ from benchmarks.predict.latency import predict_directory
 from benchmarks.predict.model_size import stored_format
 from compress.quantization.config import Granularity, QuantizationConfig
 from compress.quantize import quantize_checkpoint
-from export.paths import GRAPH_FILE
+from export.layout import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint

@@ -14,7 +14,7 @@ import pytest
 import sportsllm
 from export.graph.decoder import BUILDERS, check_kinds
 from export.graph.layer import SublayerBuilder
-from export.paths import GRAPH_FILE
+from export.layout import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
 from sportsllm.formats.packed import ROW_BITS

@@ -12,8 +12,8 @@ import pytest
 
 import sportsllm
 from export.graph.decoder import write_graph
+from export.layout import GRAPH_FILE
 from export.parity.check import check_parity
-from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
 from sportsllm.formats.packed import ROW_BITS

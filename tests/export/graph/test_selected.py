@@ -11,8 +11,8 @@ import pytest
 
 import sportsllm
 from export.graph.builder import MS
+from export.layout import GRAPH_FILE
 from export.parity.check import check_parity
-from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
 from sportsllm.models.config_records import Selection

@@ -14,8 +14,8 @@ from onnx.reference import ReferenceEvaluator
 import sportsllm
 from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
+from export.layout import GRAPH_FILE
 from export.parity.check import check_parity
-from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint

@@ -11,9 +11,9 @@ import onnx
 import pytest
 
 from export.graph.decoder import write_graph
+from export.layout import GRAPH_FILE
 from export.parity.check import check_parity
 from export.parity.comparison import EXACT, PARAGRAPH, TEXTS, make_sequences
-from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.huggingface import load_config

@@ -15,7 +15,7 @@ import pytest
 
 from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
-from export.paths import DATA_FILE, GRAPH_FILE
+from export.layout import DATA_FILE, GRAPH_FILE
 from export.runtime import decoder as runtime
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError

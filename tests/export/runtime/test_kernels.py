@@ -20,12 +20,12 @@ from compress.quantize import quantize_checkpoint
 from export.kernels import build as build_module
 from export.kernels import library
 from export.kernels.build import VARIANTS, BuildError, build, here
+from export.layout import GRAPH_FILE
 from export.parity import check
 from export.parity.comparison import DEPLOYED
-from export.paths import GRAPH_FILE
-from export.runtime import kernels
+from export.runtime import session as kernels
 from export.runtime.decoder import OnnxDecoder
-from export.runtime.kernels import called_version, choose_kernels
+from export.runtime.session import called_version, choose_kernels
 from sportsllm.cli import main
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint

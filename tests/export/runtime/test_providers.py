@@ -11,9 +11,9 @@ import onnx
 import onnxruntime as ort
 import pytest
 
+from export.layout import GRAPH_FILE
 from export.parity import comparison
 from export.parity.comparison import Limits, check_provider
-from export.paths import GRAPH_FILE
 from export.runtime import providers
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.kv_cache import DeviceCache, cached_tensors
@@ -126,7 +126,7 @@ def test_a_provider_that_computes_all_positions_gives_the_last(exports: Exports)
 
 
 def test_kernels_are_for_the_cpu_provider(exports: Exports) -> None:
-    from export.runtime.kernels import choose_kernels
+    from export.runtime.session import choose_kernels
 
     graph = exports(4).directory / GRAPH_FILE
     chosen = choose_kernels(graph, "auto", AZURE)

@@ -1,17 +1,107 @@
-"""The files beside the graph that loaders read, and which loaders open an export of a model. Imports no torch."""
+"""What an export is made of: names that a graph and its runtime share, the paths of graphs and their data, the files
+beside them that loaders read, and which loaders open an export of a model. Imports no torch."""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export.metadata import ATTENTION_MASK, INPUT_IDS, LOGITS, PAST, PRESENT
-from export.paths import GRAPH_FILE, WEB_NAMES, web_files
+from sportsllm.errors import ArtifactError
 from sportsllm.formats.huggingface import OWN_MODEL_TYPE, family_of, load_config, to_hf
 from sportsllm.formats.json_files import read_json, write_json
+from sportsllm.inference.decoder import web_graphs
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_state
+
+# As optimum, onnxruntime-genai and transformers.js name them.
+INPUT_IDS = "input_ids"
+ATTENTION_MASK = "attention_mask"
+LOGITS = "logits"
+PAST, PRESENT = "past_key_values.", "present."  # followed by layer and state: `past_key_values.0.key`
+KEEP_LOGITS = "num_logits_to_keep"  # optional input: 0 gives the logits of all positions, n those of the last n
+ROPE_CACHES = ("cos_cache", "sin_cache", "local_cos_cache", "local_sin_cache")  # constants; see `rope_of` of the model
+
+# Keys and values of the graph's metadata.
+DATA_BYTES_KEY = "data_bytes"  # size that the data file must have
+RUNTIME_KEY = "onnxruntime"  # the oldest version that a graph was tried with
+OLDEST_RUNTIME = "1.31"
+KERNELS_DOMAIN = "sportsllm"  # of the operators of `export/kernels`
+KERNELS_KEY = "kernels"  # version of the kernels that the graph calls; absent where it calls none
+CACHE_KEY = "cache"  # one of the next two; in place where an export does not say
+IN_PLACE_CACHE = "shared"  # past and present are one buffer with room to grow; sequences are padded on the right
+CONCAT_CACHE = "growing"  # present is past followed by the new tokens, a new tensor; masked columns do not count
+
+
+def past_name(layer: int, state: str) -> str:
+    """Of the input with what a layer has cached; tokens are on the last axis but one."""
+    return f"{PAST}{layer}.{state}"
+
+
+def present_name(layer: int, state: str) -> str:
+    """Of the output with the new tokens added."""
+    return f"{PRESENT}{layer}.{state}"
+
+
+def cache_scale_name(layer: int, state: str) -> str:
+    """The constant of an INT8 cache's scales of one state that a layer's attention caches."""
+    short = {"key": "k", "value": "v"}.get(state, state)
+    return f"model.layers.{layer}.self_attn.{short}_scale"
+
+
+GRAPH_FILE = "model.onnx"
+DATA_FILE = "model.onnx.data"
+
+# By precision: transformers.js's name of it, and its suffix of the file name. Source: DEFAULT_DTYPE_SUFFIX_MAPPING in
+# src/utils/dtypes.js of @huggingface/transformers 4.3.1.
+WEB_NAMES = {
+    "fp32": ("fp32", ""),
+    "fp16": ("fp16", "_fp16"),
+    "int8": ("q8", "_quantized"),
+    "int4": ("q4", "_q4"),
+    "int4 fp16": ("q4f16", "_q4f16"),  # 4-bit matrices, computed in float16
+}
+
+
+@dataclass(frozen=True)
+class GraphFiles:
+    """A graph and the data file that it names."""
+
+    graph: Path
+    data: Path
+
+
+def plain_files(directory: Path) -> GraphFiles:
+    """Paths that `export` writes."""
+    return GraphFiles(directory / GRAPH_FILE, directory / DATA_FILE)
+
+
+def web_precision(precision: str, in_half: bool) -> str:
+    """The key of `WEB_NAMES` for a graph's matrices, and whether it computes in float16."""
+    return f"{precision} fp16" if in_half and precision != "fp16" else precision
+
+
+def web_files(directory: Path, precision: str) -> GraphFiles:
+    """Paths that `export --web` writes."""
+    graph = directory / "onnx" / f"model{WEB_NAMES[precision][1]}.onnx"
+    return GraphFiles(graph, graph.with_name(f"{graph.name}_data"))
+
+
+def find_files(directory: Path) -> GraphFiles:
+    """The paths of the graph in a directory, or of `plain_files` where it has none.
+
+    Raises:
+        ArtifactError: there are graphs of several precisions.
+    """
+    plain, graphs = plain_files(directory), web_graphs(directory)
+    if plain.graph.exists() or not graphs:
+        return plain
+    if len(graphs) > 1:
+        names = ", ".join(graph.name for graph in graphs)
+        raise ArtifactError(f"{directory}: holds several graphs ({names}); give a directory with one of them")
+    return GraphFiles(graphs[0], graphs[0].with_name(f"{graphs[0].name}_data"))
+
 
 # onnxruntime-genai allocates the cache for this many tokens at once; callers can ask for more, up to the context.
 GENAI_MAX_LENGTH = 1_024
