@@ -109,14 +109,12 @@ def distill(
 
     --steps 0 writes the student without training it.
     """
-    from compress.distillation.settings import distillation_config
-    from compress.distillation.starts import Checkpoint, check_no_larger, choose_start, resolve_teacher, teacher_corpus
-    from compress.distillation.student import StudentTraining
+    from compress.distillation.starts import Checkpoint, check_no_larger, choose_start, plan_training, resolve_teacher
     from sportsllm.console import output
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.manifest import plain_name
     from sportsllm.processors import use_processor
-    from sportsllm.training.settings import Run, adapter_settings, train_config
+    from sportsllm.training.settings import Run
 
     use_processor(threads, device)
     found = parse_settings(settings, TRAINING, _RARE, LORA, SELECTION)
@@ -138,18 +136,10 @@ def distill(
     check_no_larger(begin.shape, load_config(source))  # before a line on settings
     already_trained = isinstance(begin, Checkpoint) and begin.already_trained
     run = Run(begin.kind, begin.shape, lora_rank is not None, already_trained)
-    lengths = {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
-    config = train_config(run, tokens, pick(found, TRAINING) | lengths, seed=seed)
-    loss = {"kl_weight": kl_weight, "divergence": divergence, "temperature": temperature, "signals": signals}
-    plan = StudentTraining(
-        teacher=source,
-        config=config,
-        corpus=tuple(corpus or teacher_corpus(source, "corpus")),
-        valid=tuple(valid or ([] if corpus else teacher_corpus(source, "valid"))),
-        distillation=distillation_config(begin.kind, source, loss | pick(found, _RARE)),
-        adapters=adapter_settings(lora_rank, found.get("lora_targets"), found.get("lora_alpha"), config.optimizer),
-        extra_holdouts=tuple(path for path in begin.inputs if path.is_dir()),
-    )
+    found |= {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
+    found |= {"kl_weight": kl_weight, "divergence": divergence, "temperature": temperature, "signals": signals}
+    holdouts = tuple(path for path in begin.inputs if path.is_dir())
+    plan = plan_training(run, source, tokens, found | {"lora_rank": lora_rank}, corpus, valid, seed, holdouts)
     out = out or Path("runs") / (plain_name(Path(student)) + "-selected" * (select_tokens is not None))
     result = distill_student(student, begin, plan, out, resume)
     output().print(result.line(), markup=False)

@@ -22,7 +22,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import JsonObject
 from sportsllm.results import TrainingResult
-from sportsllm.settings import DISTILLATION, LORA, PRUNING, STEPS, TRAINING, parse_settings, pick
+from sportsllm.settings import DISTILLATION, LORA, PRUNING, STEPS, TRAINING, parse_settings
 
 if TYPE_CHECKING:
     from compress.distillation.student import StudentTraining
@@ -154,11 +154,13 @@ def prune(
     for path in [*(calibration or ()), *(corpus or ()), *(valid or ())]:
         if not path.exists():
             raise ArtifactError(f"{path}: not found; give existing files or folders of text")
-    from compress.distillation.starts import teacher_corpus
+    from compress.distillation.starts import plan_training, teacher_corpus
     from compress.pruning.cut import PruneConfig
     from compress.pruning.job import Calibration, PruneJob
     from compress.pruning.search import choose_shape
     from sportsllm.processors import set_threads
+    from sportsllm.text.tokenizer import same_tokenizer
+    from sportsllm.training.settings import Run, Start
 
     set_threads(threads)
     if recover is None:
@@ -176,7 +178,12 @@ def prune(
         )
     recovery = None
     if recover is not None:
-        recovery = _plan_recovery(checkpoint, recover, teacher, corpus, valid, signals, lora_rank, given, seed)
+        source, holdouts = (checkpoint, ()) if teacher is None else (teacher, (checkpoint,))
+        if not same_tokenizer(source, checkpoint):
+            raise ArtifactError(f"{source}: its tokenizer differs from {checkpoint}'s; recovery needs the same one")
+        run = Run(Start.PRUNED, load_config(checkpoint), lora_rank is not None)
+        taught = given | {"signals": signals, "lora_rank": lora_rank}
+        recovery = plan_training(run, source, recover, taught, corpus, valid, seed, holdouts)
     elif valid is not None:
         raise UsageError("--valid scores a recovery or a smaller vocabulary: add --recover or --vocab-size, or omit it")
     config = PruneConfig(importance, given.get("refit", True), given.get("samples"))
@@ -294,40 +301,6 @@ def _cut(job: PruneJob, work: Calibration, shape: Shape, directory: Path, resume
     }
     atomic_write_text(kept, json.dumps(cut))
     return pruned.model, cut
-
-
-def _plan_recovery(
-    checkpoint: Path,
-    tokens: int,
-    teacher: Path | None,
-    corpus: Sequence[Path] | None,
-    valid: Sequence[Path] | None,
-    signals: Path | None,
-    lora_rank: int | None,
-    given: JsonObject,
-    seed: int,
-) -> StudentTraining:
-    """The training after the cut; text that is not given is the teacher's own."""
-    from compress.distillation.settings import distillation_config
-    from compress.distillation.starts import teacher_corpus
-    from compress.distillation.student import StudentTraining
-    from sportsllm.text.tokenizer import same_tokenizer
-    from sportsllm.training.settings import Run, Start, adapter_settings, train_config
-
-    source = teacher or checkpoint
-    if not same_tokenizer(source, checkpoint):
-        raise ArtifactError(f"{source}: its tokenizer differs from {checkpoint}'s; recovery needs the same one")
-    run = Run(Start.PRUNED, load_config(checkpoint), lora_rank is not None)
-    config = train_config(run, tokens, pick(given, STEPS) | pick(given, TRAINING), seed=seed)
-    return StudentTraining(
-        teacher=source,
-        config=config,
-        corpus=tuple(corpus or teacher_corpus(source, "corpus")),
-        valid=tuple(valid or ([] if corpus else teacher_corpus(source, "valid"))),
-        distillation=distillation_config(Start.PRUNED, source, pick(given, DISTILLATION) | {"signals": signals}),
-        adapters=adapter_settings(lora_rank, given.get("lora_targets"), given.get("lora_alpha"), config.optimizer),
-        extra_holdouts=() if teacher is None else (checkpoint,),
-    )
 
 
 def _prune_vocabulary(

@@ -19,7 +19,7 @@ import typer
 from sportsllm import options
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.results import TrainingResult
-from sportsllm.settings import DISTILLATION, SIGNALS, STEPS, TRAINING, parse_settings, pick
+from sportsllm.settings import DISTILLATION, SIGNALS, STEPS, TRAINING, parse_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,21 +216,12 @@ def _recovery(
     seed: int,
 ) -> StudentTraining:
     """The training of `--qad`: the full-precision checkpoint is the teacher."""
-    from compress.distillation.settings import distillation_config
-    from compress.distillation.starts import teacher_corpus
-    from compress.distillation.student import StudentTraining
+    from compress.distillation.starts import plan_training
     from sportsllm.formats.huggingface import load_config
-    from sportsllm.training.settings import Run, Start, train_config
+    from sportsllm.training.settings import Run, Start
 
-    given = pick(found, TRAINING) | pick(found, STEPS)
-    taught = pick(found, DISTILLATION) | ({"signals": Path(found["signals"])} if "signals" in found else {})
-    return StudentTraining(
-        teacher=checkpoint,
-        config=train_config(Run(Start.QUANTIZED, load_config(checkpoint)), tokens, given, seed=seed),
-        corpus=tuple(corpus or teacher_corpus(checkpoint, "corpus")),
-        valid=tuple(valid or ([] if corpus else teacher_corpus(checkpoint, "valid"))),
-        distillation=distillation_config(Start.QUANTIZED, checkpoint, taught),
-    )
+    run = Run(Start.QUANTIZED, load_config(checkpoint))
+    return plan_training(run, checkpoint, tokens, found, corpus, valid, seed)
 
 
 def quantize_checkpoint(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from compress.distillation.settings import distillation_config
 from compress.distillation.student import StudentText, StudentTraining
 from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig, check_cut, cut_to_config
 from sportsllm.console import log
@@ -19,6 +21,7 @@ from sportsllm.inference.calibration import calibration_samples
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS
+from sportsllm.settings import DISTILLATION, STEPS, TRAINING, pick
 from sportsllm.text.documents import manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training import settings
@@ -60,6 +63,34 @@ def teacher_corpus(teacher: Path, key: str, option: str = "--corpus") -> list[Pa
     if not paths and key == "corpus":
         raise UsageError(f"{teacher}: its manifest names no corpus; give {option} PATH")
     return paths
+
+
+def plan_training(
+    run: settings.Run,
+    teacher: Path,
+    tokens: int | None,
+    given: JsonObject,
+    corpus: Sequence[Path] | None,
+    valid: Sequence[Path] | None,
+    seed: int,
+    extra_holdouts: tuple[Path, ...] = (),
+) -> StudentTraining:
+    """The training of a student by the options and settings of a verb, by name; text not given is the teacher's own."""
+    lengths = {name: value for name, value in given.items() if name in TRAINING or name in STEPS or name == "steps"}
+    config = settings.train_config(run, tokens, lengths, seed=seed)
+    taught = pick(given, DISTILLATION)
+    if given.get("signals") is not None:
+        taught["signals"] = Path(given["signals"])
+    rank, targets, alpha = (given.get(name) for name in ("lora_rank", "lora_targets", "lora_alpha"))
+    return StudentTraining(
+        teacher=teacher,
+        config=config,
+        corpus=tuple(corpus or teacher_corpus(teacher, "corpus")),
+        valid=tuple(valid or ([] if corpus else teacher_corpus(teacher, "valid"))),
+        distillation=distillation_config(run.start, teacher, taught),
+        adapters=settings.adapter_settings(rank, targets, alpha, config.optimizer),
+        extra_holdouts=extra_holdouts,
+    )
 
 
 @dataclass(frozen=True)

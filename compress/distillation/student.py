@@ -190,9 +190,11 @@ def recover(model: SportsLLM, training: StudentTraining, cache: TeacherCache | N
 
 @contextmanager
 def adapted(student: SportsLLM, adapters: Adapters | None, seed: int) -> Iterator[None]:
-    """Inside the `with` only adapters are trained; they are merged behind it."""
-    if adapters is not None:
-        trained = add_adapters(student, adapters.rank, adapters.targets, adapters.alpha, seed)
-        log(f"{trained:,} trainable parameters in adapters")
+    """Inside the `with` only adapters are trained, if there are any; they are merged behind it."""
+    if adapters is None:
+        yield
+        return
+    trained = add_adapters(student, adapters.rank, adapters.targets, adapters.alpha, seed)
+    log(f"{trained:,} trainable parameters in adapters")
     yield
     merge_adapters(student)
