@@ -156,19 +156,17 @@ def resolve(device: Device) -> Coefficients:
     return Coefficients.model_validate(fields)
 
 
-def cost(name: str, value: float) -> float:
-    """What one unit of a term costs by its coefficient: ms for a byte, a MAC (two operations) or a layer, bytes of
-    memory for the process and for a byte of weights. For rates it is its own inverse."""
-    if name.endswith("_gb_per_s"):
-        return 1e-6 / value
-    if name.endswith("_gop_per_s"):
-        return 2e-6 / value
-    return value * {"_us": 1e-3, "_mb": 1e6}.get(name[-3:], 1.0)
-
-
 def costs(coefficients: Coefficients) -> dict[str, float]:
-    """The cost of each coefficient, by its name."""
-    return {name: cost(name, value) for name, value in coefficients if isinstance(value, float)}
+    """What one unit of a term costs, by its coefficient: ms for a byte, a MAC (two operations) or a layer, bytes of
+    memory for the process and for a byte of weights."""
+    return {
+        "bandwidth_gb_per_s": 1e-6 / coefficients.bandwidth_gb_per_s,
+        "int8_gop_per_s": 2e-6 / coefficients.int8_gop_per_s,
+        "fp32_gop_per_s": 2e-6 / coefficients.fp32_gop_per_s,
+        "layer_us": 1e-3 * coefficients.layer_us,
+        "runtime_mb": 1e6 * coefficients.runtime_mb,
+        "weight_copies": coefficients.weight_copies,
+    }
 
 
 def reliability(device: Device) -> dict[str, Any]:
@@ -278,9 +276,9 @@ def predict(config: ModelConfig, device: Device, stored: ModelFormat) -> list[di
         A row a depth: `precision`, `depth`, `prompt_tokens`, and with the ends of their bands (`_low`, `_high`)
         `ttft_ms`, `tpot_ms` and `peak_rss_bytes`.
     """
-    coefficients, prompt = resolve(device), min(PROMPT_TOKENS, config.max_position_embeddings)
-    formulas, cost, band = Formulas(config, stored, SHARES[device.processor]), costs(coefficients), coefficients.band
-    rows = []
+    prices, band, rows = costs(resolve(device)), resolve(device).band, []
+    formulas = Formulas(config, stored, SHARES[device.processor])
+    prompt = min(PROMPT_TOKENS, config.max_position_embeddings)
     for depth in depths_that_fit(config.max_position_embeddings, DEPTHS):
         row: dict[str, Any] = {"precision": stored.precision, "depth": depth, "prompt_tokens": prompt}
         for name, terms, factor in (
@@ -288,7 +286,7 @@ def predict(config: ModelConfig, device: Device, stored: ModelFormat) -> list[di
             ("tpot_ms", formulas.tpot(depth), band.tpot),
             ("peak_rss_bytes", formulas.memory(depth), band.memory),
         ):
-            value = total(terms, cost)
+            value = total(terms, prices)
             ends = {name: value, f"{name}_low": value / factor, f"{name}_high": value * factor}
             row |= {key: round(end) for key, end in ends.items()} if name == "peak_rss_bytes" else ends
         rows.append(row)
@@ -296,17 +294,17 @@ def predict(config: ModelConfig, device: Device, stored: ModelFormat) -> list[di
 
 
 def predict_figures(config: ModelConfig, device: Device, stored: ModelFormat) -> Predicted:
-    """The limits of a budget that can be predicted; None where the context is too short for one.
+    """The limits of a budget that can be predicted; None if the context is too short for one.
 
     Quality cannot be predicted and is left out.
     """
-    lengths, cost = limit_lengths(device.limits, config.max_position_embeddings), costs(resolve(device))
-    formulas = Formulas(config, stored, SHARES[device.processor])
-    step = None if lengths.tpot_depth is None else total(formulas.tpot(lengths.tpot_depth), cost)
+    prompt, depth, context = limit_lengths(device.limits, config.max_position_embeddings)
+    formulas, prices = Formulas(config, stored, SHARES[device.processor]), costs(resolve(device))
+    step = None if depth is None else total(formulas.tpot(depth), prices)
     figures = {
         "file_mb": file_bytes(config, stored) / 1e6,
-        "peak_memory_mb": total(formulas.memory(lengths.memory_context), cost) / 1e6,
-        "ttft_ms": None if lengths.ttft_prompt is None else total(formulas.ttft(lengths.ttft_prompt), cost),
+        "peak_memory_mb": total(formulas.memory(context), prices) / 1e6,
+        "ttft_ms": None if prompt is None else total(formulas.ttft(prompt), prices),
         "tpot_p50_ms": step,
         "tpot_p95_ms": None if step is None else P95_OVER_P50 * step,
     }
