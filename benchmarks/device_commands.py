@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sportsllm.errors import ConflictError, UsageError
 from sportsllm.results import Result
 
 if TYPE_CHECKING:
@@ -88,12 +91,49 @@ def calibrate(
         typer.Option(min=1, help="Fresh processes per model; the median of each timing is used."),
     ] = 3,
 ) -> CalibrateResult:
-    """Time small models here, in a few minutes, and write this machine as a device file."""
-    from benchmarks.predict.calibrate import run_calibrate
+    """Time small models here, in a few minutes, and write this machine as a device file.
 
-    result = run_calibrate(out, name, threads, limits_from, rounds)
+    Raises:
+        UsageError: an invalid name or ending, no such device, or limits that cannot hold here.
+        ConflictError: `out` exists.
+        ChildFailure, OSError: a measuring process failed, or the disk is full; nothing is written then.
+    """
+    from benchmarks.devices.load import list_devices, load_device, write_device
+    from benchmarks.measure.machine import default_threads
+    from benchmarks.measure.process import QUIET_CORES
+    from benchmarks.predict import calibrate as probes
+
+    if out.suffix != ".toml":
+        raise UsageError(f"--out {out}: a device file ends in .toml; call it {out.with_suffix('.toml').name}")
+    if out.exists():
+        raise ConflictError(f"{out}: exists already; choose another --out or move it away")
+    name = name or re.sub(r"[^a-z0-9.-]+", "-", out.stem.lower()).strip("-.")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+        raise UsageError(f"--name {name!r}: use small letters, digits, dots and hyphens, for example my-machine")
+    if name in list_devices():
+        raise UsageError(f"--name {name}: is a shipped device's; choose another --name")
+    decided, started = load_device(limits_from), time.perf_counter()
+    out.parent.mkdir(parents=True, exist_ok=True)  # fail now if it cannot be written, not after minutes
+    rates = probes.read_bandwidth([threads] if threads else probes.thread_counts(default_threads()))
+    threads = probes.choose_threads(rates)
+    device = probes.this_device(name, threads, decided)
+    coefficients, busiest = probes.calibrate(threads, rounds)
+    device = device.model_copy(update={"coefficients": coefficients})
+    write_device(device, out, f"Written by `calibrate`. The limits are those of {decided.name}, not measured.")
+    result = CalibrateResult(
+        out=out,
+        device=name,
+        limits_from=decided.name,
+        threads=threads,
+        rounds=rounds,
+        read_bandwidth_gb_s={str(count): round(rate / 1e9, 2) for count, rate in rates.items()},
+        coefficients=coefficients.model_dump(mode="json"),
+        clean=busiest <= QUIET_CORES,
+        other_cpu_cores=round(busiest, 2),
+        seconds=round(time.perf_counter() - started, 1),
+    )
     _print_calibration(result)
-    return CalibrateResult.of(result)
+    return result
 
 
 def _print_devices(devices: Sequence[Device], here: Collection[str]) -> None:
@@ -109,15 +149,15 @@ def _print_devices(devices: Sequence[Device], here: Collection[str]) -> None:
     Table("device budgets", headers, rows, (0, 1), advice).print(output())
 
 
-def _print_calibration(result: Mapping[str, Any]) -> None:
+def _print_calibration(result: CalibrateResult) -> None:
     from sportsllm.console import output
 
-    _coefficients(result["coefficients"]).print(output())
-    if not result["clean"]:
-        used = f"{result['other_cpu_cores']:.1f} cores"
+    _coefficients(result.coefficients).print(output())
+    if not result.clean:
+        used = f"{result.other_cpu_cores:.1f} cores"
         output().print(f"noisy: other programs used up to {used}; run it again on a quiet machine", style="yellow")
-    made = f"{result['out']}: device {result['device']}, {result['threads']} threads"
-    output().print(f"\n{made}, limits of {result['limits_from']}, {result['seconds']:.0f} s", markup=False)
+    made = f"{result.out}: device {result.device}, {result.threads} threads"
+    output().print(f"\n{made}, limits of {result.limits_from}, {result.seconds:.0f} s", markup=False)
 
 
 def _print_device(device: Device) -> None:

@@ -13,26 +13,24 @@ from __future__ import annotations
 
 import math
 import random
-import re
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import psutil
 from pydantic import ValidationError
 
-from benchmarks.devices.load import list_devices, load_device, write_device
+from benchmarks.devices.load import load_device
 from benchmarks.devices.schema import FORMAT, Coefficients, Device
 from benchmarks.devices.verdict import limit_lengths
 from benchmarks.measure.bench import LARGEST_WORKING_SET_BYTES, short_bench
-from benchmarks.measure.machine import choose_cpus, default_threads, machine, this_machine
+from benchmarks.measure.machine import choose_cpus, machine, this_machine
 from benchmarks.measure.process import QUIET_CORES, run_child, wait_for_quiet, worker_turn
 from benchmarks.predict.latency import CALIBRATED_BAND, KNOWN_BYTES, Formulas, Terms, costs, resolve, total
 from benchmarks.predict.model_size import ModelFormat
@@ -40,11 +38,11 @@ from benchmarks.spread import percentile
 from export.kernels.library import VERSION
 from export.runtime.session import problem_of
 from sportsllm.console import log, progress_bar
-from sportsllm.errors import ConflictError, UsageError
+from sportsllm.errors import UsageError
 from sportsllm.formats.json_files import describe
 from sportsllm.models.config import ModelConfig
 
-ROUNDS, TIMEOUT_S = 3, 300.0
+TIMEOUT_S = 300.0
 SHARE_OF_MEMORY = 0.1  # of what is free, for the float32 weights of a shape
 RIDGE = 0.03  # coefficients are known within a factor of 2 (ln 2 = 0.7), models deviate by 12%: (0.12 / 0.7)^2
 MOST_CHANGE, ITERATIONS = 6.0, 50  # of a coefficient, as a factor: more is noise
@@ -225,47 +223,6 @@ def calibrate(threads: int, rounds: int) -> tuple[Coefficients, float]:
     source = f"`calibrate`: {len(wanted)} models, {threads} threads{noisy}"
     changes = {"source": source, "date": datetime.now(UTC).date(), "kind": "measured"}
     return fitted.model_copy(update={**changes, "band": CALIBRATED_BAND.model_copy(update=within)}), busiest
-
-
-def run_calibrate(
-    out: Path, name: str | None = None, threads: int | None = None, limits_from: str = "host", rounds: int = ROUNDS
-) -> dict[str, Any]:
-    """Measure this machine and write it as a device file; see `benchmarks.device_commands.calibrate`.
-
-    Raises:
-        UsageError: an invalid name or ending, no such device, or limits that cannot hold here.
-        ConflictError: `out` exists.
-        ChildFailure, OSError: a measuring process failed, or the disk is full; nothing is written then.
-    """
-    if out.suffix != ".toml":
-        raise UsageError(f"--out {out}: a device file ends in .toml; call it {out.with_suffix('.toml').name}")
-    if out.exists():
-        raise ConflictError(f"{out}: exists already; choose another --out or move it away")
-    name = name or re.sub(r"[^a-z0-9.-]+", "-", out.stem.lower()).strip("-.")
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
-        raise UsageError(f"--name {name!r}: use small letters, digits, dots and hyphens, for example my-machine")
-    if name in list_devices():
-        raise UsageError(f"--name {name}: is a shipped device's; choose another --name")
-    decided, started = load_device(limits_from), time.perf_counter()
-    out.parent.mkdir(parents=True, exist_ok=True)  # fail now if it cannot be written, not after two minutes
-    rates = read_bandwidth([threads] if threads else thread_counts(default_threads()))
-    threads = choose_threads(rates)
-    device = this_device(name, threads, decided)
-    coefficients, busiest = calibrate(threads, rounds)
-    device = device.model_copy(update={"coefficients": coefficients})
-    write_device(device, out, f"Written by `calibrate`. The limits are those of {decided.name}, not measured.")
-    return {
-        "out": str(out),
-        "device": name,
-        "limits_from": decided.name,
-        "threads": threads,
-        "rounds": rounds,
-        "read_bandwidth_gb_s": {str(count): round(rate / 1e9, 2) for count, rate in rates.items()},
-        "coefficients": coefficients.model_dump(mode="json"),
-        "clean": busiest <= QUIET_CORES,
-        "other_cpu_cores": round(busiest, 2),
-        "seconds": round(time.perf_counter() - started, 1),
-    }
 
 
 def thread_counts(most: int) -> list[int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import device_commands
 from benchmarks.devices.load import is_this_machine, load_device, processor_name
 from benchmarks.devices.schema import Coefficients
 from benchmarks.measure.bench import ShortBench
@@ -27,7 +28,6 @@ from benchmarks.predict.calibrate import (
     choose_threads,
     fit,
     read_bandwidth,
-    run_calibrate,
     shape,
     this_device,
     thread_counts,
@@ -161,16 +161,16 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_machine")
 def test_refusals_before_anything_is_measured(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"mine\.toml"):
-        run_calibrate(tmp_path / "mine.txt")
+        device_commands.calibrate(tmp_path / "mine.txt")
     with pytest.raises(UsageError, match="shipped device"):
-        run_calibrate(tmp_path / "host.toml")
+        device_commands.calibrate(tmp_path / "host.toml")
     with pytest.raises(UsageError, match="small letters"):
-        run_calibrate(tmp_path / "mine.toml", name="My machine")
+        device_commands.calibrate(tmp_path / "mine.toml", name="My machine")
     with pytest.raises(UsageError, match="toaster"):
-        run_calibrate(tmp_path / "mine.toml", limits_from="toaster")
+        device_commands.calibrate(tmp_path / "mine.toml", limits_from="toaster")
     (tmp_path / "mine.toml").write_text("", encoding="utf-8")
     with pytest.raises(ConflictError, match="exists already"):
-        run_calibrate(tmp_path / "mine.toml")
+        device_commands.calibrate(tmp_path / "mine.toml")
 
 
 def test_limits_that_cannot_hold_here(monkeypatch: pytest.MonkeyPatch) -> None:
