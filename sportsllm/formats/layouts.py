@@ -120,8 +120,8 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts))
 
 
-def _columns(start: int, stop: int, tensor: Tensor) -> Tensor:
-    return tensor[..., start:stop].T
+def _columns(start: int, stop: int, total: int, tensor: Tensor) -> Tensor:
+    return _rows(start, stop, total, tensor.T)
 
 
 def _transposed(parts: Sequence[Tensor]) -> Tensor:
@@ -152,7 +152,7 @@ def _gpt2(config: ModelConfig, name: str) -> Part:
         start, stop = places[module] * width, (places[module] + 1) * width
         if kind == "bias":
             return Part(f"{layer}.attn.c_attn.bias", partial(_rows, start, stop, 3 * width), _stacked)
-        return Part(f"{layer}.attn.c_attn.weight", partial(_columns, start, stop), _transposed)
+        return Part(f"{layer}.attn.c_attn.weight", partial(_columns, start, stop, 3 * width), _transposed)
     stored = f"{layer}.{_GPT2_MODULES[module]}.{kind}"
     if kind == "weight" and module.endswith("_proj"):
         return Part(stored, lambda matrix: matrix.T, _transposed)

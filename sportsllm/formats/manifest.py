@@ -9,6 +9,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
+from typing import NamedTuple
 
 from sportsllm.errors import ArtifactError
 from sportsllm.files import atomic_write_text
@@ -78,13 +79,10 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Write it into a directory, whole or not at all."""
         data = asdict(self)
-        data["parents"] = [_stated(parent) for parent in self.parents]
-        data["files"] = {name: _stated(entry) for name, entry in self.files.items()}
+        for record in (*data["parents"], *data["files"].values()):
+            for name in [name for name, value in record.items() if value is None]:
+                del record[name]
         atomic_write_text(directory / MANIFEST, json.dumps(data, indent=1, default=str) + "\n")
-
-
-def _stated(record: Parent | FileEntry) -> JsonObject:
-    return {name: value for name, value in asdict(record).items() if value is not None}
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -149,11 +147,8 @@ def digest(path: Path) -> str:
     if (path / MANIFEST).exists():
         files = {name: entry.first_sha256 or entry.sha256 for name, entry in read_manifest(path).files.items()}
     else:
-        files = {
-            str(item.relative_to(path)): file_sha256(item)
-            for item in sorted(path.rglob("*"))
-            if item.is_file() and not item.name.startswith(".")
-        }
+        found = [item for item in sorted(path.rglob("*")) if item.is_file() and not item.name.startswith(".")]
+        files = {str(item.relative_to(path)): file_sha256(item) for item in found}
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
@@ -185,8 +180,7 @@ def directory_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for name in names for path in directory.glob(name))
 
 
-@dataclass(frozen=True)
-class Ancestor:
+class Ancestor(NamedTuple):
     """A model that another was made from; its manifest is empty if no stage made it."""
 
     directory: Path

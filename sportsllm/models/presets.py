@@ -24,24 +24,6 @@ def _shape(
     )
 
 
-def _latent(config: ModelConfig, rank: int, query_rank: int | None, sizes: tuple[int, int, int]) -> ModelConfig:
-    """With latent attention; `sizes` of a head: unrotated, rotated, values."""
-    unrotated, rotated, values = sizes
-    return config.with_changes(
-        attention_kind="latent",
-        kv_lora_rank=rank,
-        q_lora_rank=query_rank,
-        qk_nope_head_dim=unrotated,
-        head_dim=rotated,
-        v_head_dim=values,
-    )
-
-
-def _lstm(config: ModelConfig) -> ModelConfig:
-    """With LSTM layers, as many cells as the width."""
-    return config.with_changes(attention_kind="lstm", position_kind="none")
-
-
 PRESETS: dict[str, ModelConfig] = {
     "small": _shape(16_000, 768, 2_048, 12, 12, 12, 2_048),
     "small-32k": _shape(32_000, 768, 2_048, 12, 12, 12, 2_048),
@@ -55,14 +37,20 @@ PRESETS: dict[str, ModelConfig] = {
     "tiny-700k": _shape(2_048, 128, 256, 3, 4, 2, 1_024),
     "tiny-300k": _shape(2_048, 64, 192, 4, 2, 1, 1_024),
     # tiny-1m with a latent cache of 48 numbers a token and layer instead of 128, and with experts of half its width.
-    "tiny-latent": _latent(_shape(2_048, 128, 320, 4, 4, 1, 1_024), rank=32, query_rank=None, sizes=(16, 16, 32)),
+    "tiny-latent": _shape(2_048, 128, 320, 4, 4, 1, 1_024).with_changes(
+        attention_kind="latent", kv_lora_rank=32, qk_nope_head_dim=16, head_dim=16, v_head_dim=32
+    ),
     "tiny-experts": _shape(2_048, 128, 160, 4, 4, 2, 1_024).with_changes(mlp_kind="experts", experts=Experts(4, 2)),
     # LSTM in attention's place, the state of two vectors a layer instead of a cache that grows.
-    "lstm-1m": _lstm(_shape(2_048, 128, 224, 3, 1, 1, 1_024)),
+    "lstm-1m": _shape(2_048, 128, 224, 3, 1, 1, 1_024).with_changes(attention_kind="lstm", position_kind="none"),
     # Keys and values from two latents of 64, as one of 128; eight experts of 1,181,568 parameters, two a token.
-    "latent-moe": _latent(
-        _shape(16_000, 384, 1_536, 6, 8, 1, 1_024), rank=128, query_rank=64, sizes=(32, 16, 48)
-    ).with_changes(
+    "latent-moe": _shape(16_000, 384, 1_536, 6, 8, 1, 1_024).with_changes(
+        attention_kind="latent",
+        kv_lora_rank=128,
+        q_lora_rank=64,
+        qk_nope_head_dim=32,
+        head_dim=16,
+        v_head_dim=48,
         mlp_kind="experts",
         experts=Experts(8, 2, router="sigmoid", weights="softmax", gated=False, balance_loss=0.01),
         dropout=0.1,

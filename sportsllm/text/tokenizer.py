@@ -267,11 +267,7 @@ def _from_bytes(token: str) -> str:
         return "".join(f"<0x{byte:02X}>" for byte in data)
 
 
-def _byte_characters() -> dict[str, int]:
-    """The byte behind each character of a byte-level token (https://github.com/openai/gpt-2, `bytes_to_unicode`)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_characters()
+# The byte behind each character of a byte-level token (https://github.com/openai/gpt-2, `bytes_to_unicode`).
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
