@@ -22,7 +22,7 @@ from sportsllm.settings import FIT, parse_settings
 if TYPE_CHECKING:
     from benchmarks.search.candidates import Candidate
     from benchmarks.search.recipe import Effort, HeldOut, Source, Target
-    from benchmarks.search.rounds import Clock
+    from benchmarks.search.trials import Clock
 
 RESULT, SETTINGS, RECIPE = "fit.json", "search.json", "recipe.toml"
 _QUALITY = "quality_loss_percent"
@@ -167,8 +167,8 @@ def run_fit(
     from benchmarks.devices.verdict import check_on_device
     from benchmarks.search.recipe import held_out_text
     from benchmarks.search.results import summary
-    from benchmarks.search.rounds import Clock, run_rounds, start_search
-    from benchmarks.search.trials import Trials
+    from benchmarks.search.rounds import run_rounds, start_search
+    from benchmarks.search.trials import Clock, Trials
     from sportsllm.files import atomic_write_text
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.safetensors import quantization_config

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product, zip_longest
 
@@ -39,7 +37,7 @@ from benchmarks.search.candidates import (
     ways,
 )
 from benchmarks.search.recipe import Effort, Target
-from benchmarks.search.trials import Losses, Trials
+from benchmarks.search.trials import Clock, Losses, Trials
 from compress.pruning.shapes import Shape, widest_shapes
 from sportsllm.console import log
 from sportsllm.errors import GateError
@@ -48,66 +46,10 @@ from sportsllm.models.config import ModelConfig
 EQUAL_PERCENT = 0.3
 """Losses this close count as equal, and the faster model goes first: scoring a short text is not surer."""
 _TIMES = ("ttft_ms", "tpot_p50_ms", "tpot_p95_ms")
-_MARGIN = 1.2  # of an expected time: recoveries of one length differ
 _DECAY = 0.3  # a cut's loss falls with recovery's tokens to this power: 0.25 to 0.35 on teachers of 1M parameters
 _LARGER = 1.05  # a model in a coarser format must have as many times the parameters
 _TIMINGS = 3  # of ever smaller models of a way, before it is given up
 _MIXED, _VALUES, _MIXED_SHARE = 2, 6, 0.1  # mixed cuts to try, values of a dimension, share of the time to find them
-
-
-class Clock:
-    """The time that `--minutes` leaves: a step starts only if it is expected to end in time, by others of its kind."""
-
-    def __init__(self, minutes: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        self._now, self._start = now, now()
-        self._limit = math.inf if minutes is None else 60 * minutes
-        self._seen: dict[str, list[tuple[float, float]]] = {}
-
-    @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return self._now() - self._start
-
-    def left(self) -> float:
-        """Seconds; infinite without a limit."""
-        return self._limit - self.seconds
-
-    @contextmanager
-    def step(self, kind: str, work: float = 1.0) -> Iterator[None]:
-        """Measure a step of some work, such as tokens."""
-        started = self._now()
-        yield
-        self._seen.setdefault(kind, []).append((work, self._now() - started))
-
-    def expected(self, kind: str, work: float = 1.0) -> float:
-        """Seconds of a step: on the line through the shortest and the longest of its kind; 0 if none was measured."""
-        seen = sorted(self._seen.get(kind, []))
-        if not seen:
-            return 0.0
-        (least, least_s), (most, most_s) = seen[0], seen[-1]
-        if most > least:
-            slope = max(0.0, (most_s - least_s) / (most - least))
-            return max(0.0, most_s + slope * (work - most))
-        return max(seconds for _, seconds in seen) * max(1.0, work / most)
-
-    def allows(self, what: str, kind: str, work: float = 1.0, keep: float = 0.0) -> bool:
-        """Whether a step is expected to end in time, with `keep` seconds left for what must follow; else says so."""
-        needed = _MARGIN * (self.expected(kind, work) + keep)
-        if self.left() > max(0.0, needed):
-            return True
-        left = max(0.0, self.left()) / 60
-        log(f"no time for {what}: about {needed / 60:.1f} minutes, the finish included, and {left:.1f} are left")
-        return False
-
-    def affordable(self, kind: str, work: int, least: int) -> int:
-        """The most work, between `least` and `work`, whose step is expected to end in time."""
-        if self.left() == math.inf or _MARGIN * self.expected(kind, work) <= self.left():
-            return work
-        low, high = least, work
-        while high - low > max(1, work // 100):
-            middle = (low + high) // 2
-            low, high = (middle, high) if _MARGIN * self.expected(kind, middle) <= self.left() else (low, middle)
-        return low
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from benchmarks.predict.model_size import ModelFormat, file_bytes
 from benchmarks.search.candidates import WHOLE, Candidate, Size, candidate_of, expert_counts, formats, ways
 from benchmarks.search.recipe import Effort, Source, Target, export_settings, prune_settings, write_recipe
 from benchmarks.search.results import print_fit
-from benchmarks.search.rounds import Clock, Search, Tried, run_rounds, start_search, try_plain
-from benchmarks.search.trials import Losses, Timed, Trials
+from benchmarks.search.rounds import Search, Tried, run_rounds, start_search, try_plain
+from benchmarks.search.trials import Clock, Losses, Timed, Trials
 from compress.pruning.shapes import Shape, shape_for_share
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, UsageError
