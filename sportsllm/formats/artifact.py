@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -50,7 +49,7 @@ class Stage:
     """
 
     command: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     inputs: Sequence[Path] = ()
     seed: int | None = None
     results: JsonObject = field(default_factory=dict)

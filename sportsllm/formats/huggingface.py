@@ -3,7 +3,6 @@
 import math
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface_families import FAMILIES, Fields
@@ -199,7 +198,7 @@ def load_config(directory: Path) -> ModelConfig:
     return config_from_hf(read_json(path), str(path))
 
 
-def packed_by_bitsandbytes(quantization: Any) -> str | None:
+def packed_by_bitsandbytes(quantization: object) -> str | None:
     """`NF4`, `FP4` or `INT8` where config.json's quantization_config is bitsandbytes', else None."""
     if not isinstance(quantization, dict):
         return None

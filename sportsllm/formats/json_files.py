@@ -90,7 +90,7 @@ def read_toml(path: Path, advice: str = "correct it", error_type: type[SportsLLM
     return data
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
+def write_json(path: Path, data: Mapping[str, object]) -> None:
     """A JSON object, indented, with a newline at the end."""
     path.write_text(json.dumps(dict(data), indent=2) + "\n", encoding="utf-8")
 

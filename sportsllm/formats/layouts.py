@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -193,7 +193,7 @@ def _mixtral(config: ModelConfig, name: str) -> Part:
     return Part(".".join([layer, "block_sparse_moe", *path, _MIXTRAL.get(matrix, matrix), kind]))
 
 
-def layout_name(config_json: Mapping[str, Any]) -> str:
+def layout_name(config_json: Mapping[str, object]) -> str:
     """The key of a file's layout in `LAYOUTS`, if it has one, from its config.json."""
     name = str(config_json.get("model_type"))
     return f"{name}-in-halves" if config_json.get("rope_interleave") is False else name

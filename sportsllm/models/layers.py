@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any (..., size) in, the same shape out, in the dtype of `_compute_dtype`."""
+        """(..., size) in, the same shape out, in the dtype of `_compute_dtype`."""
         return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(_compute_dtype(x))
 
 

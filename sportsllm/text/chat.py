@@ -86,7 +86,7 @@ def find_template(directory: Path) -> tuple[str | None, JsonObject]:
     return found if isinstance(found, str) else None, settings
 
 
-def _text(token: Any) -> Any:
+def _text(token: object) -> object:
     """A special token, which is a text or a record with its `content`."""
     return token.get("content") if isinstance(token, dict) else token
 

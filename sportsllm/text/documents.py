@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
@@ -102,23 +102,23 @@ def read_chunks(paths: Sequence[Path]) -> Iterator[Chunk]:
         if kind == ".parquet":
             chunks = (Chunk(text, text) for text in _parquet(path))
         else:
-            with cast(IO[bytes], gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as stream:
-                try:
-                    if kind == ".jsonl":
-                        chunks = (Chunk(text, text) for text in list(_jsonl(path, stream)))
-                    else:
-                        whole = _decode(stream.read(), path, 0)
-                        chunks = (Chunk(text, whole) for text in cut_text(whole))
-                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                    raise ArtifactError(f"{path}: damaged gzip file ({error}); copy it again") from None
+            try:
+                data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise ArtifactError(f"{path}: damaged gzip file ({error}); copy it again") from None
+            if kind == ".jsonl":
+                chunks = (Chunk(text, text) for text in list(_jsonl(path, data)))
+            else:
+                whole = _decode(data, path)
+                chunks = (Chunk(text, whole) for text in cut_text(whole))
         yield from (chunk for chunk in chunks if chunk.text.strip())
 
 
-def _decode(data: bytes, path: Path, offset: int) -> str:
+def _decode(data: bytes, path: Path) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ArtifactError(f"{path}: not UTF-8 at byte {offset + error.start}; convert the file to UTF-8") from None
+        raise ArtifactError(f"{path}: not UTF-8 at byte {error.start}; convert the file to UTF-8") from None
 
 
 def cut_text(text: str) -> Iterator[str]:
@@ -134,21 +134,14 @@ def cut_text(text: str) -> Iterator[str]:
     yield "\n\n".join(chunk)
 
 
-def _jsonl(path: Path, stream: IO[bytes]) -> Iterator[str]:
-    offset = 0
-    for number, line in enumerate(stream, start=1):
-        text = _decode(line, path, offset)
-        offset += len(line)
-        if text.strip():
-            yield _text_field(text, path, number)
-
-
-def _text_field(line: str, path: Path, number: int) -> str:
-    record = parse_json(line, f"{path}: line {number}", "fix or delete the line")
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise ArtifactError(f"{path}: line {number} has no 'text' string; each line needs one")
-    return text
+def _jsonl(path: Path, data: bytes) -> Iterator[str]:
+    for number, line in enumerate(_decode(data, path).split("\n"), start=1):
+        if line.strip():
+            record = parse_json(line, f"{path}: line {number}", "fix or delete the line")
+            text = record.get("text") if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                raise ArtifactError(f"{path}: line {number} has no 'text' string; each line needs one")
+            yield text
 
 
 def _parquet(path: Path) -> Iterator[str]:

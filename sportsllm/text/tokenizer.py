@@ -86,7 +86,7 @@ class TextTokenizer:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digits: str = "grouped") -> TextTokenizer:
     """Train byte-level BPE on `texts` and save it in `directory` as tokenizer.json and tokenizer_config.json.
 
-    Any UTF-8 text survives encode and decode, since all 256 bytes are tokens. If a small corpus gives fewer than
+    All UTF-8 text survives encode and decode, since all 256 bytes are tokens. If a small corpus gives fewer than
     `vocab_size` entries, reserved tokens that no text encodes to fill the rest, so that a preset keeps its shape.
     `digits` is a key of `PRE_TOKENIZERS`.
 

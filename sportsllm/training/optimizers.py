@@ -18,6 +18,7 @@ from sportsllm.models.language_model import block_weights
 from sportsllm.training.settings import SCHEDULES, TrainConfig
 
 _BETAS = (0.9, 0.95)
+ParameterGroup = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.
     return optimizers
 
 
-def _adamw(groups: list[dict[str, Any]], learning_rate: float, bits: int) -> torch.optim.Optimizer:
+def _adamw(groups: list[ParameterGroup], learning_rate: float, bits: int) -> torch.optim.Optimizer:
     if bits == 8:
         from bitsandbytes.optim import AdamW8bit
 
@@ -114,7 +115,7 @@ class Bfloat16AdamW(torch.optim.AdamW):
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad.float(), group)
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: ParameterGroup) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         if not state:
             state["step"] = torch.zeros(())
@@ -185,7 +186,7 @@ class Muon(torch.optim.Muon):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     parameter.add_(direction.to(parameter.dtype), alpha=-rate)
 
-    def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    def _momentum(self, parameter: Tensor, group: ParameterGroup) -> Tensor:
         assert parameter.grad is not None
         state = self.state[parameter]
         if "momentum_buffer" not in state:
