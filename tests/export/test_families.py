@@ -22,10 +22,7 @@ from sportsllm.inference.decoder import Sampling, generate, open_decoder
 from tests.support import families
 
 PROMPT = [0, 40, 70, 100, 200]
-NAMES = [
-    "gemma3", "phi3-sliding", "smollm3", "gpt2", "deepseek-v3", "deepseek-v2", "mixtral", "deepseek-v3-experts",
-    "deepseek-v3-mixed",
-]  # fmt: skip
+NAMES = ["gemma3", "phi3-sliding", "smollm3", "gpt2", "deepseek-v3", "deepseek-v2", "mixtral", "deepseek-v3-mixed"]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -99,7 +96,7 @@ def test_kinds_without_a_float16_graph_are_refused(name: str, tmp_path: Path) ->
         sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", dtype="fp16", threads=1)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["gemma3", "gpt2", "deepseek-v3", "mixtral"])
 def test_gguf_is_refused_by_family(name: str, tmp_path: Path) -> None:
     from export.gguf.write import architecture_of
 

@@ -86,7 +86,7 @@ def test_every_shape_computes_what_pytorch_computes(changes: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize("asymmetric", [False, True], ids=["symmetric", "asymmetric"])
-@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packed_matrices_are_multiplied_exactly(bits: int, block: int, asymmetric: bool, tmp_path: Path) -> None:
     """Widths 72 and 100 are no multiple of any block, so last blocks are padded; 72 / 16 gives 5 zero points."""

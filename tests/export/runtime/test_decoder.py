@@ -94,7 +94,7 @@ def test_beginnings_that_were_read_are_reused(standard: bool, model: SportsLLM, 
     assert read == [1, 1, 1, 1, 31, 11, 31, 11]
 
 
-@pytest.mark.parametrize("lengths", [(1,), (20,), (1, 13, 30), (9, 9, 9, 9)], ids=str)
+@pytest.mark.parametrize("lengths", [(1,), (1, 13, 30)], ids=str)
 def test_prefill_and_steps_equal_pytorch(lengths: tuple[int, ...], model: SportsLLM, decoder: OnnxDecoder) -> None:
     """Prompts of unequal length are decoded together, each at its own place."""
     rows = draw(*lengths)
