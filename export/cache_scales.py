@@ -27,7 +27,6 @@ from sportsllm.models.language_model import embed, first_positions, rope_of
 from sportsllm.models.layers import KVCache
 from sportsllm.process_memory import give_back
 
-PRECISIONS = ("fp32", "fp16", "int8")
 SAMPLES = 16
 # Ranges to try, as shares of the largest number seen; those above 1 leave room for larger ones.
 _SHARES = torch.linspace(0.4, 1.2, 33).tolist()
@@ -86,13 +85,13 @@ class LayerCache(KVCache):
         states: as the layer gave them; keys and values, (1, K, S, E), of grouped-query attention.
     """
 
-    def __init__(self, rounding: Rounding | None = None) -> None:
-        """Return states as they are, or as a rounded cache would."""
-        self.length, self._rounding = 0, rounding
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.length = 0
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         self.states = new
-        return new if self._rounding is None else self._rounding.rounded(layer, *new)
+        return new
 
     def read(self, layer: int) -> tuple[Tensor, ...]:
         """No state yet."""
