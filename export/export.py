@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -17,9 +17,15 @@ from sportsllm.settings import EXPORT, parse_settings
 
 if TYPE_CHECKING:
     from export.parity.comparison import ParityReport
+    from sportsllm.formats.gguf.blocks import RoundedModel
 
 FORMATS = ("onnx", "web", "standard", "gguf")
 DTYPES = ("fp32", "fp16", "fp16-weights")
+BLOCK_DTYPES = (
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q4_k_s", "q4_k_m", "q5_k", "q5_k_s", "q5_k_m", "q6_k", "iq4_nl",
+    "iq4_xs",
+)  # fmt: skip
+"""Of `--format gguf`: `export.gguf.mixes.MIXES`, which needs an extra package."""
 CACHES = ("fp32", "fp16", "int8")
 _REPORTED = ("max_abs_logit_error", "kl", "greedy_match", "passed", "input_rounding", "tokenizer_changes")
 
@@ -67,7 +73,8 @@ def export(
         typer.Option(
             "--dtype",
             help="fp32; fp16: compute and cache in float16, for GPUs; fp16-weights: store an unquantized checkpoint in "
-            "float16 and compute in float32.",
+            "float16 and compute in float32. --format gguf also takes llama.cpp's types: q4_0, q4_1, q5_0, q5_1, q8_0, "
+            "q4_k_s, q4_k_m, q5_k_s, q5_k_m, q6_k, iq4_nl, iq4_xs.",
             show_default="fp32",
         ),
     ] = None,
@@ -111,7 +118,7 @@ def export(
         inline=bool(parse_settings(settings, EXPORT).get("inline")),
     )
     _refuse(job, provider)
-    stage = Stage("export", job.settings(rope_scaling), [checkpoint, *job.calibration])
+    stage = Stage("export", job.settings(rope_scaling), [checkpoint, *job.texts])
     config = load_config(checkpoint)
     if rope_scaling is not None:
         config = with_rope_scaling(config, rope_scaling)
@@ -155,6 +162,19 @@ class _Job:
     inline: bool
 
     @property
+    def mix(self) -> str | None:
+        """llama.cpp's types that matrices are rounded to."""
+        name = {"q4_k": "q4_k_m", "q5_k": "q5_k_m"}.get(self.dtype or "", self.dtype)
+        return name if name in BLOCK_DTYPES else None
+
+    @property
+    def texts(self) -> tuple[Path, ...]:
+        """Calibration text: what is given or, to round matrices by, the checkpoint's training text."""
+        from sportsllm.training.calibration_text import CalibrationText
+
+        return self.calibration if self.mix is None else CalibrationText(self.calibration).found(self.checkpoint).files
+
+    @property
     def half(self) -> bool:
         """Whether dense matrices are stored in float16."""
         return self.dtype in ("fp16", "fp16-weights")
@@ -177,12 +197,12 @@ class _Job:
         given = {
             "computed_in": "fp16" if self.in_half else None,
             "inline": self.inline,
-            "calibration": [str(path) for path in self.calibration],
+            "calibration": [str(path) for path in self.texts],
             "rope_scaling": rope_scaling,
         }
         return {
             "format": self.format,
-            "dtype": "packed" if quantization_config(self.checkpoint) is not None else dense,
+            "dtype": self.mix or ("packed" if quantization_config(self.checkpoint) is not None else dense),
             "kv_cache": self.cache,
             **{name: value for name, value in given.items() if value},
         }
@@ -192,7 +212,7 @@ def _refuse(job: _Job, provider: str) -> None:
     """Refuse parameters that are unknown, exclude each other or do not fit the checkpoint."""
     for flag, value, known in (
         ("--format", job.format, FORMATS),
-        ("--dtype", job.dtype or "fp32", DTYPES),
+        ("--dtype", job.dtype or "fp32", (*DTYPES, *BLOCK_DTYPES) if job.format == "gguf" else DTYPES),
         ("--kv-cache", job.kv_cache, CACHES),
     ):
         if value not in known:
@@ -208,7 +228,10 @@ def _excluded(job: _Job, provider: str) -> Iterator[tuple[str, bool]]:
 
     kind, cache = job.format, job.kv_cache
     elsewhere = not find_provider(provider).is_cpu
-    yield "--calibration is for --kv-cache int8; leave it out, or add that", bool(job.calibration) and cache != "int8"
+    yield (
+        "--calibration is for --kv-cache int8 and GGUF's --dtype q4_k_m and the like; leave it out, or add one of them",
+        bool(job.calibration) and cache != "int8" and job.mix is None,
+    )
     for flag, given in {"--kv-cache": cache != "fp32", "--provider": elsewhere, "--set": job.inline}.items():
         yield f"{flag} is for ONNX graphs; leave it out, or --format gguf", given and kind == "gguf"
     yield (
@@ -314,15 +337,26 @@ def _write_graph(job: _Job, checkpoint: Path, directory: Path, threads: int | No
 
 def _write_gguf(job: _Job, checkpoint: Path, directory: Path, threads: int | None) -> _Written:
     """Write model.gguf and a Modelfile for Ollama."""
+    from export.gguf.mixes import block_types
     from export.gguf.write import GGUF_FILE, architecture_of, check_gguf, write_gguf
+    from sportsllm.commands import load_function
+    from sportsllm.console import log
     from sportsllm.formats.huggingface import load_config
 
-    config = load_config(checkpoint)
-    formats = write_gguf(checkpoint, directory / GGUF_FILE, job.half)
+    config, rounded = load_config(checkpoint), None
+    architecture = architecture_of(config)
+    if job.mix is not None:
+        if not job.texts:
+            log(f"no calibration text: each block is rounded by itself; --calibration FILE makes {job.mix} lose less")
+        round_to_blocks = load_function("compress.quantization.block_checkpoint", "round_to_blocks")
+        rounded = cast(
+            "RoundedModel", round_to_blocks(checkpoint, block_types(config, job.mix, bool(job.texts)), job.texts)
+        )
+    formats = write_gguf(checkpoint, directory / GGUF_FILE, job.half, rounded, job.mix)
     modelfile = f"FROM ./{GGUF_FILE}\nPARAMETER num_ctx {config.max_position_embeddings}\n"
     (directory / "Modelfile").write_text(modelfile, encoding="utf-8")
-    facts = {"architecture": architecture_of(config), "formats": formats}
-    return facts, lambda: check_gguf(checkpoint, directory / GGUF_FILE, threads)
+    facts = {"architecture": architecture, "formats": formats}
+    return facts, lambda: check_gguf(checkpoint, directory / GGUF_FILE, threads, rounded)
 
 
 def _require(checkpoint: Path, report: ParityReport) -> None:

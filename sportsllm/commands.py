@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple, cast, get_args
 
 from sportsllm.errors import ResourceError
 from sportsllm.options import BY_NAME
@@ -58,7 +58,15 @@ def load_command(name: str) -> Command:
     Raises:
         ResourceError: its package is missing, or another package of that name hides it.
     """
-    module = COMMANDS[name].module
+    return _converting(load_function(COMMANDS[name].module, name.rpartition(" ")[2]))
+
+
+def load_function(module: str, name: str) -> Command:
+    """A function by its module and name, from a package that the caller's may not import.
+
+    Raises:
+        ResourceError: as for `load_command`.
+    """
     package = module.partition(".")[0]
     spec = importlib.util.find_spec(package)
     here = Path(__file__).resolve().parents[1]
@@ -67,7 +75,7 @@ def load_command(name: str) -> Command:
             f"package {package!r} does not lie beside 'sportsllm' in {here}; another package may hide it: "
             "install sportsllm-compress into an environment of its own"
         )
-    return _converting(getattr(importlib.import_module(module), name.rpartition(" ")[2]))
+    return cast(Command, getattr(importlib.import_module(module), name))
 
 
 def _converting(function: Command) -> Command:

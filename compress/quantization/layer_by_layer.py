@@ -30,9 +30,8 @@ from compress.layerwise import (
 )
 from compress.quantization.channel_scaling import scale_block
 from compress.quantization.config import UNPACKED
-from compress.quantization.gptq import gptq_weight
 from compress.quantization.grid import fit_grid
-from compress.quantization.packed_checkpoint import PackedCheckpoint, stack_rows
+from compress.quantization.packed_checkpoint import ROWS, PackedCheckpoint, stack_rows
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_block, load_last_norm, load_positions, read_ends
@@ -49,7 +48,6 @@ from sportsllm.training.loss import cross_entropy
 RIDGE = 1e-2
 TABLE_SHARE = 0.5
 _TABLE_TOKENS = 8  # per hidden channel: enough for the second moment of a tied head
-_ROWS = 8192  # rounded together: bounds the memory that a head takes
 
 
 def quantize_without_data(checkpoint: Path, model: ModelConfig, packed: PackedCheckpoint, search: bool) -> None:
@@ -163,7 +161,7 @@ def _round_table(packed: PackedCheckpoint, module: str, weight_VD: Tensor, read_
     strong_D = strong_D / strong_D.mean() + TABLE_SHARE * (module == EMBEDDING)
     spec = packed.config.grid_for(module, weight_VD.shape[1])
     parts = []
-    for rows in torch.split(weight_VD, _ROWS):
+    for rows in torch.split(weight_VD, ROWS):
         grid = fit_grid(rows, *spec, search=True, weights_K=strong_D)
         parts.append(grid.pack(grid.round(rows)))
     packed.add_packed(module, stack_rows(parts))
@@ -249,10 +247,8 @@ def _tied_gram(
 def _gptq(packed: PackedCheckpoint, module: str, weight_NK: Tensor, gram_KK: Tensor) -> Tensor:
     """Quantize one matrix by GPTQ; returns what it stands for, (N, K) float32."""
     _check_finite(module, gram_KK)
-    spec = packed.config.grid_for(module, weight_NK.shape[1])
-    quantized = stack_rows([gptq_weight(rows, gram_KK, *spec) for rows in torch.split(weight_NK, _ROWS)])
-    packed.add_packed(module, quantized)
-    return torch.from_numpy(quantized.dequantize())
+    packed.add_by_gptq(module, weight_NK, gram_KK)
+    return packed.matrix(module)
 
 
 def _check_finite(module: str, moments: Tensor) -> None:

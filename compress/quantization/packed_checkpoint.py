@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from compress.quantization.config import UNPACKED, GridSpec, QuantizationConfig
+from compress.quantization.gptq import gptq_weight
 from compress.quantization.grid import fit_grid
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, parameters
+
+ROWS = 8192
+"""Rounded together: bounds the memory that a head takes."""
 
 
 def round_weight(weight_NK: Tensor, spec: GridSpec, search: bool) -> QuantizedWeight:
@@ -86,6 +90,13 @@ class PackedCheckpoint:
         self.tensors |= {f"{module}.{name}": torch.from_numpy(a) for name, a in arrays.items() if a is not None}
         self._packed[module] = packed
         self.modules[module] = {"bits": packed.bits, "block_size": packed.block_size}
+
+    def add_by_gptq(self, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
+        """A module's matrix, rounded for inputs with second moment `gram_KK`."""
+        spec = self.config.grid_for(module, weight_NK.shape[1])
+        self.add_packed(
+            module, stack_rows([gptq_weight(rows, gram_KK, *spec) for rows in torch.split(weight_NK, ROWS)])
+        )
 
     def matrix(self, module: str) -> Tensor:
         """What a module's stored matrix stands for, (N, K) float32."""

@@ -23,21 +23,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from export.gguf.mixes import MIXES
 from export.gguf.tokenizer import tokenizer_metadata
 from export.parity.check import threads_of_torch
 from export.parity.comparison import READ_BACK, TEXTS, ParityReport, Pass, compare, make_sequences, merge
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import GateError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, read_packed
+from sportsllm.formats.gguf.blocks import RoundedModel
 from sportsllm.formats.gguf.config import ARCHITECTURES, ROPE_FACTORS, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
-from sportsllm.formats.gguf.weights import gguf_name, paired_heads, read_weights, rows_in_pairs
+from sportsllm.formats.gguf.weights import gguf_names, paired_heads, read_weights, rows_in_pairs
 from sportsllm.formats.huggingface import family_of, load_config
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, unpack
 from sportsllm.formats.safetensors import TensorFiles
-from sportsllm.models.config import ModelConfig
+from sportsllm.models.config import FULL, UNROTATED, ModelConfig
 from sportsllm.models.config_records import RopeScaling
-from sportsllm.models.kinds import parameters
+from sportsllm.models.kinds import Parameter, parameters
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import inverse_frequencies
 from sportsllm.text.tokenizer import load_tokenizer
@@ -60,10 +62,20 @@ def architecture_of(config: ModelConfig) -> str:
     Raises:
         UsageError: it has none for this model.
     """
-    family = family_of(config)
+    family = {"gemma3_text": "gemma3"}.get(family := family_of(config) or "", family)
     if family not in ARCHITECTURES:
         kinds = f"a model with {config.attention_kind} attention and {config.mlp_kind} feed-forward"
         raise UsageError(f"GGUF: {family or kinds} is not supported; use a model of {', '.join(ARCHITECTURES)}")
+    if family == "smollm3" and config.layer_types != tuple(
+        UNROTATED if layer % 4 == 3 else FULL for layer in range(config.num_hidden_layers)
+    ):
+        raise UsageError("GGUF: llama.cpp leaves rotation out in every fourth layer of SmolLM3; these layers differ")
+    if family == "gemma3":
+        scored = config.hidden_size // config.num_attention_heads if config.num_hidden_layers == 62 else config.head_dim
+        if _period(config) is None or abs((config.attention_scale or 0) * scored**0.5 - 1) > 1e-6:
+            raise UsageError(
+                "GGUF: llama.cpp knows Gemma 3 with full layers at equal distances and scores / head_dim ** 0.5"
+            )
     scaling = config.rope_scaling
     if scaling is not None and scaling.rope_type == "yarn":
         original = scaling.original_max_position_embeddings  # with Hugging Face's other defaults, llama.cpp's too
@@ -74,8 +86,17 @@ def architecture_of(config: ModelConfig) -> str:
     return family
 
 
-def write_gguf(checkpoint: Path, path: Path, half: bool) -> dict[str, int]:
+def write_gguf(
+    checkpoint: Path, path: Path, half: bool, rounded: RoundedModel | None = None, mix: str | None = None
+) -> dict[str, int]:
     """Write a checkpoint, packed or not, with its tokenizer; dense matrices in float16 if `half`.
+
+    Args:
+        checkpoint: its config, tokenizer and, without `rounded`, its weights.
+        path: the file.
+        half: see above.
+        rounded: the weights of a checkpoint that is not packed, in blocks of `mix`.
+        mix: a key of `MIXES`.
 
     Returns:
         Bytes of tensors by format, the largest first.
@@ -88,25 +109,15 @@ def write_gguf(checkpoint: Path, path: Path, half: bool) -> dict[str, int]:
     kind = architecture_of(config)
     writer = gguf.GGUFWriter(path, kind)
     bytes_of, odd = Counter[str](), list[str]()
-    wanted = parameters(config)
-    with progress_bar("tensors", len(wanted)) as bar:
-        for parameter in wanted:
-            module, _, part = parameter.name.rpartition(".")
-            heads = paired_heads(kind, config, parameter.name)
-            values: npt.NDArray[Any]
-            if part == "weight" and f"{module}.weight_packed" in tensors:
-                weight = read_packed(tensors, module, parameter.shape, checkpoint)
-                weight = _paired(weight, heads) if heads else weight
-                if weight.in_features % BLOCK:
-                    odd.append(module)
-                    values, stored = dense(weight.dequantize(), half=True)
-                else:
-                    values, stored = encode(weight, module)
-            else:
-                tensor = tensors[parameter.name].float()
-                values, stored = dense((rows_in_pairs(tensor, heads) if heads else tensor).numpy(), half)
-            name = gguf_name(kind, config, parameter.name)
-            assert name is not None, "every parameter of these architectures has a name"
+    names, groups = gguf_names(kind, config), dict[str, list[Parameter]]()
+    for parameter in parameters(config):
+        groups.setdefault(names[parameter.name], []).append(parameter)
+    with progress_bar("tensors", len(groups)) as bar:
+        for name, group in groups.items():
+            parts = [_stored(kind, config, tensors, parameter, half, rounded, odd) for parameter in group]
+            values, stored = np.concatenate([part for part, _ in parts]), parts[0][1]
+            if any(each is not stored for _, each in parts):
+                raise UsageError(f"{name}: its parts have several types; quantize them to the same bits")
             writer.add_tensor(name, values, raw_dtype=stored)
             bytes_of[stored.name] += values.nbytes
             bar.advance(1)
@@ -118,10 +129,11 @@ def write_gguf(checkpoint: Path, path: Path, half: bool) -> dict[str, int]:
     if config.rope_scaling is not None and config.rope_scaling.rope_type == "llama3":
         plain = inverse_frequencies(config.with_changes(rope_scaling=None))
         writer.add_tensor(ROPE_FACTORS, (plain / inverse_frequencies(config)).astype(np.float32))
-    file_type = next(number for stored, number in _FILE_TYPES.items() if stored.name == bytes_of.most_common(1)[0][0])
+    main = bytes_of.most_common(1)[0][0]
+    file_type = MIXES[mix].file_type if mix else next(n for kind, n in _FILE_TYPES.items() if kind.name == main)
     facts = {"general.name": checkpoint.resolve().name, "general.file_type": int(file_type)}
     facts["general.quantization_version"] = gguf.GGML_QUANT_VERSION
-    facts |= {f"{kind}.{key}": value for key, value in _sizes(config).items()}
+    facts |= {f"{kind}.{key}": value for key, value in _sizes(kind, config).items()}
     facts |= {f"tokenizer.{key}": value for key, value in tokenizer_metadata(checkpoint, config).items()}
     add_facts(writer, facts)
     writer.write_header_to_file()
@@ -129,6 +141,40 @@ def write_gguf(checkpoint: Path, path: Path, half: bool) -> dict[str, int]:
     writer.write_tensors_to_file()
     writer.close()
     return dict(bytes_of.most_common())
+
+
+def _stored(
+    kind: str,
+    config: ModelConfig,
+    tensors: TensorFiles,
+    parameter: Parameter,
+    half: bool,
+    rounded: RoundedModel | None,
+    odd: list[str],
+) -> tuple[npt.NDArray[Any], Format]:
+    """A parameter's values and their type; packed modules that no type fits are added to `odd`."""
+    module, _, part = parameter.name.rpartition(".")
+    heads = paired_heads(kind, config, parameter.name)
+    if rounded is not None and parameter.name in rounded.matrices:
+        values, stored = rounded.matrices[parameter.name].data, getattr(Format, rounded.matrices[parameter.name].kind)
+        return (rows_in_pairs(torch.from_numpy(values), heads).numpy() if heads else values), stored
+    if part == "weight" and f"{module}.weight_packed" in tensors:
+        weight = read_packed(tensors, module, parameter.shape, tensors.directory)
+        weight = _paired(weight, heads) if heads else weight
+        if weight.in_features % BLOCK:
+            odd.append(module)
+            return dense(weight.dequantize(), half=True)
+        return encode(weight, module)
+    tensor = (tensors if rounded is None else rounded.others)[parameter.name].float()
+    tensor = rows_in_pairs(tensor, heads) if heads else tensor
+    return dense(tensor.numpy(), half and parameter.role != "positions")
+
+
+def _period(config: ModelConfig) -> int | None:
+    """Every how many layers one is full, the last of them; None if they are ordered in another way."""
+    types = config.layer_types or ()
+    full = types.index(FULL) + 1 if FULL in types else len(types) + 1
+    return full if all((kind == FULL) == (layer % full == full - 1) for layer, kind in enumerate(types)) else None
 
 
 def _paired(weight: QuantizedWeight, heads: int) -> QuantizedWeight:
@@ -141,13 +187,17 @@ def _paired(weight: QuantizedWeight, heads: int) -> QuantizedWeight:
     return QuantizedWeight(*parts, weight.bits, weight.block_size, weight.in_features)
 
 
-def _sizes(config: ModelConfig) -> dict[str, Any]:
+def _sizes(kind: str, config: ModelConfig) -> dict[str, Any]:
     found: dict[str, Any] = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
+    }
+    if kind == "gpt2":
+        return found | {"attention.layer_norm_epsilon": float(config.rms_norm_eps)}
+    found |= {
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
@@ -161,6 +211,12 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
         found |= {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": float(scaling.factor)}
     if scaling is not None and scaling.rope_type == "yarn":
         found["rope.scaling.original_context_length"] = scaling.original_max_position_embeddings
+    if kind == "gemma3":
+        found["attention.sliding_window"] = config.sliding_window
+        if config.rope_local_theta is not None:
+            found["rope.freq_base_swa"] = float(config.rope_local_theta)
+        if (period := _period(config)) != 6:  # older releases know six alone, without the key
+            found["attention.sliding_window_pattern"] = period
     return found
 
 
@@ -224,8 +280,10 @@ def dense(values: npt.NDArray[np.float32], half: bool) -> tuple[npt.NDArray[np.g
     return np.ascontiguousarray(values, dtype=np.float32), Format.F32
 
 
-def check_gguf(checkpoint: Path, path: Path, threads: int | None) -> ParityReport:
+def check_gguf(checkpoint: Path, path: Path, threads: int | None, rounded: RoundedModel | None = None) -> ParityReport:
     """A GGUF file, read with the package `gguf`, against its checkpoint: logits, and how texts are split.
+
+    With `rounded`, the logits of these weights are those that the file should give.
 
     Raises:
         GateError: the file's tokenizer splits a text in another way.
@@ -241,6 +299,11 @@ def check_gguf(checkpoint: Path, path: Path, threads: int | None) -> ParityRepor
         if again.encode(text) != tokenizer.encode(text):
             raise GateError(f"{checkpoint}: in a GGUF file its tokenizer would split {text!r} in another way")
     model = load_checkpoint(checkpoint)
+    if rounded is not None:
+        matrices = {
+            name: gguf.dequantize(data, getattr(Format, kind)) for name, (kind, data) in rounded.matrices.items()
+        }
+        model.load_state_dict({**rounded.others, **{name: torch.from_numpy(each) for name, each in matrices.items()}})
     with threads_of_torch(threads), torch.inference_mode():
         batches = [torch.tensor([sequence]) for sequence in make_sequences(config, tokenizer)]
         compared = [compare(model(batch)[0].numpy(), found(batch)[0].numpy()) for batch in batches]

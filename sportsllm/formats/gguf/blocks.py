@@ -15,10 +15,15 @@ Shape suffixes: N rows, K columns, G blocks of a row, B super-blocks of a row (B
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -115,6 +120,20 @@ class Blocks:
             m = [_half(-self.dmin_NB.reshape(-1, 1))] if kind.least else []
             parts = [d, *m, *fifth, _nibbles(codes, 32)]
         return np.concatenate(parts, axis=1).reshape(rows, -1)
+
+
+class StoredMatrix(NamedTuple):
+    """A matrix as a GGUF file holds it: the name of its type, and (N, bytes of a row) or (N, K) float16 for F16."""
+
+    kind: str
+    data: npt.NDArray[np.generic]
+
+
+class RoundedModel(NamedTuple):
+    """A model for a GGUF file: its matrices in blocks and all other parameters, under their names in the model."""
+
+    matrices: Mapping[str, StoredMatrix]
+    others: Mapping[str, Tensor]
 
 
 def _half(values: Floats) -> Bytes:

@@ -15,9 +15,9 @@ from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig
 from sportsllm.models.config_records import RopeScaling
 from sportsllm.models.rope import inverse_frequencies
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3", "gemma3", "gpt2")
 """Those that are written too; further ones are read."""
-READ_ARCHITECTURES = (*ARCHITECTURES, "smollm3", "gemma3", "phi3", "gpt2")
+READ_ARCHITECTURES = (*ARCHITECTURES, "phi3")
 ROPE_FACTORS = "rope_freqs.weight"
 _SIZES = {
     "embedding_length": "hidden_size",

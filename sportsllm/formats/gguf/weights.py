@@ -33,6 +33,13 @@ _READER = 1  # changes when the same file gives another checkpoint
 _ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()}
 
 
+def gguf_names(kind: str, config: ModelConfig) -> dict[str, str]:
+    """By a parameter's name in the model its tensor in a GGUF file, which GPT-2's query, key and value share."""
+    parts = parts_of(_LAYOUTS.get(kind, ""), config)
+    stored = {item.name: parts[item.name].stored if parts else item.name for item in parameters(config)}
+    return {name: found for name in stored if (found := gguf_name(kind, config, stored[name])) is not None}
+
+
 def gguf_name(kind: str, config: ModelConfig, parameter: str) -> str | None:
     """What a GGUF file of an architecture calls a parameter that Hugging Face names so."""
     found: str | None = _name_map(kind, config.num_hidden_layers).get_name(parameter, (".weight", ".bias"))

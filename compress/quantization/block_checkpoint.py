@@ -1,0 +1,80 @@
+"""A model rounded to llama.cpp's blocks, for `export --format gguf`, which calls `round_to_blocks` by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from sportsllm.training.calibration_text import CalibrationText
+from torch import Tensor
+
+from compress.quantization.config import QuantizationConfig
+from compress.quantization.gguf_grids import gptq_blocks, plain
+from compress.quantization.layer_by_layer import quantize_calibrated, quantize_without_data
+from compress.quantization.packed_checkpoint import ROWS, PackedCheckpoint
+from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, RoundedModel, StoredMatrix
+from sportsllm.formats.huggingface import load_config
+from sportsllm.models.config import ModelConfig
+
+SAMPLES = 64
+"""Calibration samples."""
+
+
+class BlockCheckpoint(PackedCheckpoint):
+    """Collects matrices in blocks; `types` names the type of each module's, `F16` for those that no block fits."""
+
+    def __init__(self, model: ModelConfig, types: Mapping[str, str]) -> None:
+        super().__init__(model, QuantizationConfig(bits=8 if set(types.values()) <= {"Q8_0", "F16"} else 4))
+        self.types = types
+        self.stored: dict[str, StoredMatrix] = {}
+
+    def add_matrix(self, module: str, weight_NK: Tensor, search: bool) -> None:
+        """A module's matrix, on the grid of least squared error."""
+        kind = self.types[module]
+        if kind == "F16":
+            self._store(module, weight_NK.half().numpy())
+        else:
+            self._add(module, [plain(rows, BLOCK_TYPES[kind]) for rows in torch.split(weight_NK, ROWS)])
+
+    def add_by_gptq(self, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
+        """A module's matrix, rounded for inputs with second moment `gram_KK`."""
+        kind = self.types[module]
+        if kind == "F16":
+            self.add_matrix(module, weight_NK, search=True)
+        else:
+            self._add(module, [gptq_blocks(rows, gram_KK, BLOCK_TYPES[kind]) for rows in torch.split(weight_NK, ROWS)])
+
+    def _add(self, module: str, parts: Sequence[Blocks]) -> None:
+        self._store(module, np.concatenate([part.pack() for part in parts]))
+
+    def _store(self, module: str, data: np.ndarray) -> None:
+        self.stored[module] = StoredMatrix(self.types[module], data)
+        self.modules[module] = {}
+
+    def matrix(self, module: str) -> Tensor:
+        """What a reader makes of a module's bytes, (N, K) float32."""
+        kind, data = self.stored[module]
+        return torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))
+
+
+@torch.no_grad()
+def round_to_blocks(checkpoint: Path, types: Mapping[str, str], texts: Sequence[Path]) -> RoundedModel:
+    """Round a checkpoint's matrices to llama.cpp's blocks.
+
+    Args:
+        checkpoint: an unquantized one, read layer by layer.
+        types: by module the name of a type.
+        texts: calibration text; without it scales are searched for each block alone.
+    """
+    model = load_config(checkpoint)
+    found = BlockCheckpoint(model, types)
+    if texts:
+        samples = CalibrationText(tuple(texts)).read(checkpoint, model, SAMPLES)
+        quantize_calibrated(checkpoint, model, found, samples, scaling="balance", gptq=True)
+    else:
+        quantize_without_data(checkpoint, model, found, search=True)
+    found.check_complete()
+    return RoundedModel({f"{module}.weight": matrix for module, matrix in found.stored.items()}, found.tensors)

@@ -1,0 +1,83 @@
+"""The type of each matrix in a quantized GGUF file, as `llama-quantize` chooses it.
+
+Source: `llama_tensor_get_type_impl` and `tensor_type_fallback` in src/llama-quant.cpp of
+https://github.com/ggml-org/llama.cpp. One rule is left out: with an importance matrix it stores the first layers' down
+projections as Q4_1 or Q5_1 in files of Q4_0 or Q5_0, since importances alone round them badly.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import gguf
+
+from sportsllm.formats.gguf.blocks import BLOCK_TYPES
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import EMBEDDING, HEAD, matrix_shapes
+
+FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
+"""For rows that are no multiple of 256."""
+
+
+class Mix(NamedTuple):
+    """The type of most matrices, and the file's type in its metadata."""
+
+    main: str
+    file_type: gguf.LlamaFileType
+
+
+MIXES = {
+    "q4_0": Mix("Q4_0", gguf.LlamaFileType.MOSTLY_Q4_0),
+    "q4_1": Mix("Q4_1", gguf.LlamaFileType.MOSTLY_Q4_1),
+    "q5_0": Mix("Q5_0", gguf.LlamaFileType.MOSTLY_Q5_0),
+    "q5_1": Mix("Q5_1", gguf.LlamaFileType.MOSTLY_Q5_1),
+    "q8_0": Mix("Q8_0", gguf.LlamaFileType.MOSTLY_Q8_0),
+    "iq4_nl": Mix("IQ4_NL", gguf.LlamaFileType.MOSTLY_IQ4_NL),
+    "iq4_xs": Mix("IQ4_XS", gguf.LlamaFileType.MOSTLY_IQ4_XS),
+    "q4_k_s": Mix("Q4_K", gguf.LlamaFileType.MOSTLY_Q4_K_S),
+    "q4_k_m": Mix("Q4_K", gguf.LlamaFileType.MOSTLY_Q4_K_M),
+    "q5_k_s": Mix("Q5_K", gguf.LlamaFileType.MOSTLY_Q5_K_S),
+    "q5_k_m": Mix("Q5_K", gguf.LlamaFileType.MOSTLY_Q5_K_M),
+    "q6_k": Mix("Q6_K", gguf.LlamaFileType.MOSTLY_Q6_K),
+}
+"""By the names of `--dtype`; `q4_k` and `q5_k` stand for `q4_k_m` and `q5_k_m`, as in llama.cpp."""
+
+
+def block_types(config: ModelConfig, mix: str, calibrated: bool) -> dict[str, str]:
+    """By module the type of its matrix; F16 for rows that are no multiple of 32."""
+    return {
+        module: _fitting(_wanted(module, columns, config, mix, calibrated), columns)
+        for module, (_, columns) in matrix_shapes(config).items()
+    }
+
+
+def _wanted(module: str, columns: int, config: ModelConfig, mix: str, calibrated: bool) -> str:
+    """The type before its width is looked at."""
+    main = MIXES[mix].main
+    if module == HEAD or (config.tie_word_embeddings and module == EMBEDDING):
+        return "Q8_0" if main == "Q8_0" or columns % BLOCK_TYPES[main].width else "Q6_K"
+    if module == EMBEDDING:
+        return main
+    layer, layers = int(module.split(".")[2]), config.num_hidden_layers
+    first = layer < layers // 8
+    important = first or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    groups = config.num_attention_heads // config.num_key_value_heads
+    values = (".q_proj", ".k_proj", ".v_proj") if config.positions else (".v_proj",)  # GPT-2's are one matrix
+    if module.endswith(values):
+        if mix in ("q4_k_m", "q5_k_m") and important:
+            return "Q6_K"
+        if (mix == "q4_k_s" and layer < 4) or (main.startswith("IQ4") and groups >= 4):
+            return "Q5_K"
+    elif module.endswith(".down_proj"):
+        if mix in ("q4_k_m", "q5_k_m") and important:
+            return "Q6_K"
+        if first and (mix == "q4_k_s" or (main.startswith("IQ4") and not calibrated)):
+            return "Q5_K"
+    return main
+
+
+def _fitting(kind: str, columns: int) -> str:
+    """The type, or the one that its rows fit."""
+    if columns % BLOCK_TYPES[kind].width:
+        kind = FALLBACKS.get(kind, kind)
+    return kind if columns % BLOCK_TYPES[kind].width == 0 else "F16"

@@ -1,0 +1,147 @@
+"""llama.cpp judges what `export --format gguf` writes: every family and every type, loaded and run by its engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+import sportsllm
+from export.export import BLOCK_DTYPES
+from export.gguf.mixes import MIXES, block_types
+from export.gguf.write import GGUF_FILE
+from sportsllm.errors import UsageError
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.gguf.weights import convert_gguf
+from sportsllm.models.config import FULL, SLIDING, UNROTATED
+from tests.support import llama_cpp
+from tests.support.models import tiny_config, tiny_model
+
+ROUNDING = 0.06
+"""Of the inputs of up to four layers to 8 bits; a wrong nibble or row gives about 1."""
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+GEMMA3 = {
+    "mlp_kind": "geglu",
+    "qk_norm": True,
+    "output_norms": True,
+    "embedding_scale": 16.0,
+    "attention_scale": 64**-0.5,
+    "layer_types": (SLIDING, FULL),
+    "sliding_window": 8,
+    "rope_local_theta": 10_000.0,
+}
+GPT2 = {
+    "mlp_kind": "gelu",
+    "norm_kind": "layer",
+    "position_kind": "learned",
+    "num_key_value_heads": 4,
+    **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), True),
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"qk_norm": True, "tie_word_embeddings": False},
+    "smollm3": {"num_hidden_layers": 4, "layer_types": (FULL, FULL, FULL, UNROTATED)},
+    "gemma3": GEMMA3,
+    "gpt2": GPT2,
+}
+
+
+def exported(directory: Path, tokenizer: Path, out: str, changes: dict[str, Any], **options: Any) -> Path:
+    """A tiny model's GGUF file; its checkpoint is `directory / "model"`."""
+    model = directory / "model"
+    if not model.exists():
+        model.mkdir()
+        save_checkpoint(model, tiny_model(std=0.08, **WIDE | changes), tokenizer)
+    sportsllm.export(model, out=directory / out, format="gguf", **options)
+    return directory / out / GGUF_FILE
+
+
+def judge(file: Path, rounding: float) -> None:
+    convert_gguf(file, file.parent / "back")
+    llama_cpp.assert_same(file, load_checkpoint(file.parent / "back"), rounding)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_read_by_llama_cpp_as_it_is_meant(family: str, tokenizer_directory: Path, tmp_path: Path) -> None:
+    llama_cpp.engine()
+    dense = exported(tmp_path, tokenizer_directory, "dense", FAMILIES[family])
+    llama_cpp.assert_same(dense, load_checkpoint(tmp_path / "model"), 2e-3)  # its cache is in float16
+    judge(exported(tmp_path, tokenizer_directory, "q4", FAMILIES[family], dtype="q4_k_m"), ROUNDING)
+
+
+@pytest.fixture(scope="module")
+def llama(tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    exported(directory, tokenizer_directory, "dense", {})
+    return directory
+
+
+@pytest.mark.parametrize("dtype", BLOCK_DTYPES)
+def test_a_type_is_read_by_llama_cpp_as_it_is_meant(dtype: str, llama: Path, texts: list[str], tmp_path: Path) -> None:
+    llama_cpp.engine()
+    short = tmp_path / "calibration.txt"
+    short.write_text("\n\n".join(texts[:3]), encoding="utf-8")
+    calibration = [short] if dtype in ("q4_k_m", "iq4_xs") else None
+    result = sportsllm.export(
+        llama / "model", out=tmp_path / "out", format="gguf", dtype=dtype, calibration=calibration
+    )
+    file = tmp_path / "out" / GGUF_FILE
+    assert gguf.GGUFReader(file).fields["general.file_type"].contents() == MIXES[dtype_of(dtype)].file_type
+    assert MIXES[dtype_of(dtype)].main in result.formats
+    judge(file, ROUNDING)
+
+
+def dtype_of(name: str) -> str:
+    return {"q4_k": "q4_k_m", "q5_k": "q5_k_m"}.get(name, name)
+
+
+def test_types_are_those_of_llama_quantize() -> None:
+    """By its own log for models of these shapes: SmolLM2-135M, and Gemma 3 270M."""
+    smollm2 = tiny_config(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+                          num_key_value_heads=3, head_dim=64)  # fmt: skip
+    found = block_types(smollm2, "q4_k_m", calibrated=False)
+    down = [found[f"model.layers.{layer}.mlp.down_proj"] for layer in range(30)]
+    assert [layer for layer, kind in enumerate(down) if kind == "Q6_K"] == [
+        0,
+        1,
+        2,
+        5,
+        8,
+        11,
+        14,
+        17,
+        20,
+        23,
+        26,
+        27,
+        28,
+        29,
+    ]
+    assert set(down) == {"Q6_K", "Q4_K"} and found["model.embed_tokens"] == "Q8_0"
+    assert found["model.layers.0.self_attn.v_proj"] == "Q8_0" and found["model.layers.3.self_attn.v_proj"] == "Q5_0"
+    assert block_types(smollm2, "iq4_xs", calibrated=False)["model.layers.2.mlp.down_proj"] == "Q5_K"
+    assert block_types(smollm2, "iq4_xs", calibrated=True)["model.layers.2.mlp.down_proj"] == "IQ4_XS"
+    assert set(block_types(smollm2, "q5_k_s", calibrated=True).values()) == {"Q5_1", "Q5_K", "Q8_0"}
+    odd = block_types(tiny_config(hidden_size=48, intermediate_size=80, head_dim=12), "q4_0", calibrated=False)
+    assert set(odd.values()) == {"F16"}
+
+
+def test_what_llama_cpp_does_not_know_is_refused(tokenizer_directory: Path, tmp_path: Path) -> None:
+    for number, (changes, message) in enumerate(
+        (
+            ({"num_hidden_layers": 4, "layer_types": (UNROTATED, FULL, FULL, FULL)}, "every fourth layer"),
+            (GEMMA3 | {"attention_scale": 0.3}, "Gemma 3 with full layers"),
+            (
+                GEMMA3 | {"num_hidden_layers": 4, "layer_types": (FULL, SLIDING, SLIDING, FULL)},
+                "Gemma 3 with full layers",
+            ),
+        )
+    ):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        with pytest.raises(UsageError, match=message):
+            exported(directory, tokenizer_directory, "out", changes)
+        assert not (directory / "out").exists()
