@@ -170,7 +170,7 @@ class _Job:
     @property
     def texts(self) -> tuple[Path, ...]:
         """Calibration text: what is given or, to round matrices by, the checkpoint's training text."""
-        from sportsllm.training.calibration_text import CalibrationText
+        from sportsllm.inference.calibration import CalibrationText
 
         return self.calibration if self.mix is None else CalibrationText(self.calibration).found(self.checkpoint).files
 

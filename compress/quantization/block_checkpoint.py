@@ -8,7 +8,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from sportsllm.training.calibration_text import CalibrationText
 from torch import Tensor
 
 from compress.quantization.config import QuantizationConfig
@@ -17,6 +16,7 @@ from compress.quantization.layer_by_layer import quantize_calibrated, quantize_w
 from compress.quantization.packed_checkpoint import ROWS, PackedCheckpoint
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, RoundedModel, StoredMatrix
 from sportsllm.formats.huggingface import load_config
+from sportsllm.inference.calibration import CalibrationText
 from sportsllm.models.config import ModelConfig
 
 SAMPLES = 64
