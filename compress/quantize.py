@@ -6,7 +6,6 @@ with `--qad`. Heavy imports are inside the functions.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,13 +21,11 @@ from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, SIGNALS, STEPS, TRAINING, parse_settings
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from compress.distillation.student import RunState, StudentTraining
     from compress.distillation.teacher_cache import TeacherCache
     from compress.quantization.config import QuantizationConfig
+    from compress.quantization.layer_by_layer import RoundedWeights
     from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget
-    from compress.quantization.packed_checkpoint import PackedCheckpoint
     from sportsllm.inference.calibration import CalibrationText
     from sportsllm.models.config import ModelConfig
 
@@ -39,37 +36,8 @@ _SENSITIVITY_SAMPLES = 4  # samples that choose the matrices with 8 bits
 _SIZE, _CALIBRATION, _RECOVERY = "Size", "Calibration", "Recovery"
 
 
-@dataclass(frozen=True)
-class Method:
-    """A rounding method.
-
-    Attributes:
-        search: use the grid of least squared error instead of the full range.
-        scaling: scale channels first, by a rule of `compress.quantization.channel_scaling`.
-        gptq: fit to the inputs and round by GPTQ.
-        samples: default number of calibration samples.
-    """
-
-    search: bool = True
-    scaling: str | None = None
-    gptq: bool = False
-    samples: int = 64
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether it needs calibration text."""
-        return self.gptq or self.scaling is not None
-
-
-METHODS = {
-    "rtn": Method(search=False),
-    "mse": Method(),
-    "balance": Method(scaling="balance", samples=16),
-    "awq": Method(scaling="awq"),
-    "smooth": Method(scaling="smooth"),
-    "gptq": Method(scaling="balance", gptq=True),
-    "smooth+gptq": Method(scaling="smooth", gptq=True),
-}
+METHODS = {"rtn": 0, "mse": 0, "balance": 16, "gptq": 64}
+"""Rounding methods, with the default number of calibration samples; 0 for those that read no text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +79,9 @@ def quantize(
     method: Annotated[
         str | None,
         typer.Option(
-            help="rtn (round to nearest) or mse (grid of least squared error); with calibration text balance, awq, "
-            "gptq, smooth or smooth+gptq.",
-            show_default="gptq for 4 bits, balance for 8, smooth+gptq for whole rows; mse for untrained weights",
+            help="rtn (round to nearest) or mse (grid of least squared error); with calibration text balance (scale "
+            "channels first) or gptq (balance, then error-compensated rounding).",
+            show_default="gptq for 4 bits and for whole rows, balance for 8; mse for untrained weights",
         ),
     ] = None,
     group_size: Annotated[
@@ -252,10 +220,10 @@ def quantize_checkpoint(
         ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
     from compress.distillation.student import RunState
-    from compress.quantization.config import QuantizationConfig, bits_per_weight
+    from compress.quantization.config import QuantizationConfig, bits_per_weight, padding_percent
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.checkpoint import write_checkpoint
-    from sportsllm.formats.safetensors import bitsandbytes_kind
+    from sportsllm.formats.safetensors import TensorFiles, bitsandbytes_kind
     from sportsllm.inference.calibration import CalibrationText
     from sportsllm.text.documents import tokens_per_parameter
 
@@ -272,7 +240,7 @@ def quantize_checkpoint(
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
-        rounded = round_weights(plan, keep_originals=recovery is not None)
+        rounded, groups = round_weights(plan, keep_originals=recovery is not None)
         packed = rounded.packed
         write_checkpoint(directory, plan.model, packed.tensors, checkpoint, packed.record(name))
         results: dict[str, Any] = {}
@@ -280,7 +248,7 @@ def quantize_checkpoint(
             state = RunState(directory, stage.fingerprint(), resume)
             results = train_rounded(plan, rounded, recovery, cache, state)
         if (packed_before := bitsandbytes_kind(checkpoint)) is not None:
-            error = None if plan.moves_scales else regrid_error(checkpoint, packed)
+            error = None if METHODS[name] else packed.relative_change(TensorFiles(checkpoint))
             results |= {"regridded_from": packed_before, "regrid_relative_error": error}
         record = config.record()
         return {
@@ -292,7 +260,7 @@ def quantize_checkpoint(
             "bits_per_weight": bits_per_weight(plan.model, packed.config),
             "padding_percent": padding_percent(plan.model, config),
             "calibration_tokens": rounded.calibration_tokens,
-            "sensitivity": [group.to_json(packed.config) for group in rounded.groups],
+            "sensitivity": [group.to_json(packed.config) for group in groups],
             "seconds": time.perf_counter() - started,
         }
 
@@ -302,7 +270,7 @@ def quantize_checkpoint(
 def resolve_method(
     name: str | None, config: QuantizationConfig, text: CalibrationText, budget: SizeBudget | None, untrained: bool
 ) -> str:
-    """The method's name; by default gptq at 4 bits, balance at 8, smooth+gptq for whole rows, mse if untrained.
+    """The method's name; by default gptq at 4 bits and for whole rows, balance at 8 bits, mse if untrained.
 
     Raises:
         UsageError: an unknown method, or options that do not go with it.
@@ -310,18 +278,15 @@ def resolve_method(
     from sportsllm.console import log
 
     if name is None:
-        name = "smooth+gptq" if config.per_channel else "balance" if config.bits == 8 else "gptq"
+        name = "balance" if config.bits == 8 and not config.per_channel else "gptq"
         if untrained and not text.files:
             log("untrained weights: rounding without calibration (mse)")
             name = "mse"
     if name not in METHODS:
         raise UsageError(f"--method {name!r} is not known; choose one of {', '.join(METHODS)}")
-    method = METHODS[name]
     if config.per_channel and budget is not None:
         raise UsageError("--group-size 0 is one precision for all; leave --bits-per-weight and --size-mb out")
-    if method.scaling == "smooth" and not config.per_channel:
-        raise UsageError(f"--method {name} prepares whole rows; add --bits 8 --group-size 0, or choose awq or gptq")
-    if not method.reads_text and budget is None and (text.files or text.samples):
+    if not METHODS[name] and budget is None and (text.files or text.samples):
         raise UsageError(f"--method {name} reads no calibration text; leave it out, or choose gptq")
     return name
 
@@ -356,11 +321,6 @@ class QuantizationPlan:
             settings |= {"bits_per_weight": self.budget.bits_per_weight, "size_mb": self.budget.size_mb}
         return settings
 
-    @property
-    def moves_scales(self) -> bool:
-        """Whether matrices are scaled first, so that their values differ from the checkpoint's."""
-        return METHODS[self.method].scaling is not None
-
 
 def check_request(
     checkpoint: Path, config: QuantizationConfig, method: str, text: CalibrationText, budget: SizeBudget | None
@@ -385,57 +345,23 @@ def check_request(
     model = load_config(checkpoint)
     if budget is not None:
         budget.spare_bytes(model, config)
-    if not METHODS[method].reads_text and budget is None:
+    if not METHODS[method] and budget is None:
         return QuantizationPlan(checkpoint, model, config, method, None, None)
     return QuantizationPlan(checkpoint, model, config, method, text.found(checkpoint), budget)
 
 
-@dataclass(frozen=True)
-class RoundedWeights:
-    """The quantized model's tensors, and the sensitivity of each group of matrices if precisions are mixed.
-
-    `originals` are the layers' matrices before rounding, scaled, by module; empty if not asked for.
-    """
-
-    packed: PackedCheckpoint
-    groups: list[SensitivityGroup] = field(default_factory=list)
-    calibration_tokens: int = 0
-    originals: dict[str, Tensor] = field(default_factory=dict)
-
-
-def round_weights(plan: QuantizationPlan, keep_originals: bool) -> RoundedWeights:
-    """Quantize a checkpoint's tensors."""
-    from compress.quantization.layer_by_layer import quantize_calibrated, quantize_without_data
+def round_weights(plan: QuantizationPlan, keep_originals: bool) -> tuple[RoundedWeights, list[SensitivityGroup]]:
+    """Quantize a checkpoint's tensors; also the sensitivity of each group of matrices if precisions are mixed."""
+    from compress.quantization.layer_by_layer import round_checkpoint
     from compress.quantization.mixed_precision import choose_bits, measure_groups
-    from compress.quantization.packed_checkpoint import PackedCheckpoint
     from sportsllm.formats.checkpoint import load_checkpoint
-    from sportsllm.models.kinds import matrix_shapes
 
-    method, config = METHODS[plan.method], plan.config
-    groups: list[SensitivityGroup] = []
-    samples = [] if plan.text is None else plan.text.read(plan.checkpoint, plan.model, method.samples, LEAST_TOKENS)
+    config, groups, count = plan.config, [], METHODS[plan.method]
+    samples = [] if plan.text is None else plan.text.read(plan.checkpoint, plan.model, count or 64, LEAST_TOKENS)
     if plan.budget is not None:
         groups = measure_groups(load_checkpoint(plan.checkpoint), config, samples[:_SENSITIVITY_SAMPLES])
         config = choose_bits(config, groups, plan.budget.spare_bytes(plan.model, config))
-    packed = PackedCheckpoint(plan.model, config)
-    originals: dict[str, Tensor] | None = {} if keep_originals else None
-    if method.reads_text:
-        quantize_calibrated(
-            plan.checkpoint,
-            plan.model,
-            packed,
-            samples,
-            scaling=method.scaling,
-            gptq=method.gptq,
-            originals=originals,
-        )
-    else:
-        quantize_without_data(plan.checkpoint, plan.model, packed, method.search)
-        if originals is not None:
-            stored = load_checkpoint(plan.checkpoint).state_dict()
-            originals |= {module: stored[f"{module}.weight"] for module in matrix_shapes(plan.model, layers_only=True)}
-    packed.check_complete()
-    return RoundedWeights(packed, groups, sum(tokens.numel() for tokens in samples), originals or {})
+    return round_checkpoint(plan.checkpoint, plan.model, config, plan.method, samples, keep_originals), groups
 
 
 def train_rounded(
@@ -457,30 +383,6 @@ def train_rounded(
     record = packed.record(f"{plan.method}+qad")
     write_checkpoint(state.directory, plan.model, packed.tensors, plan.checkpoint, record)
     return results
-
-
-def regrid_error(checkpoint: Path, packed: PackedCheckpoint) -> float:
-    """Root mean square of the change of the layers' matrices by rounding, relative to the stored values."""
-    import torch
-
-    from sportsllm.formats.safetensors import TensorFiles
-
-    changed, before = 0.0, 0.0
-    tensors = TensorFiles(checkpoint)
-    for module in packed.layer_modules():
-        stored = tensors[f"{module}.weight"].float()
-        before += float(stored.square().sum(dtype=torch.float64))
-        changed += float((packed.matrix(module) - stored).square().sum(dtype=torch.float64))
-    return math.sqrt(changed / before) if before else 0.0
-
-
-def padding_percent(model: ModelConfig, config: QuantizationConfig) -> float | None:
-    """Percent of values that fill the last group of each row; None for whole rows."""
-    from sportsllm.models.memory import matrix_parameters
-
-    if config.per_channel:
-        return None
-    return 100 * (matrix_parameters(model, config.block_size) / matrix_parameters(model) - 1)
 
 
 def _print(result: QuantizeResult) -> None:

@@ -73,7 +73,7 @@ def round_to_blocks(checkpoint: Path, types: Mapping[str, str], texts: Sequence[
     found = BlockCheckpoint(model, types)
     if texts:
         samples = CalibrationText(tuple(texts)).read(checkpoint, model, SAMPLES)
-        quantize_calibrated(checkpoint, model, found, samples, scaling="balance", gptq=True)
+        quantize_calibrated(checkpoint, model, found, samples, gptq=True)
     else:
         quantize_without_data(checkpoint, model, found, search=True)
     found.check_complete()

@@ -2,13 +2,12 @@
 
 Column k of a matrix is multiplied by s[k], and the producer of that input divides by s[k], so the layer computes the
 same. The producer is the norm for matrices that read the residual stream, else the matrix's `scale_source`; matrices
-with neither stay as they are. Three rules for s. awq and smooth take the best of eleven alphas by output error:
+with neither stay as they are. The rule for s follows from how the runtime rounds inputs to 8 bits:
 
-    awq      mean(|x|)**alpha, with rounded weights (https://arxiv.org/abs/2306.00978)
-    smooth   max(|x|)**alpha / max(|w|)**(1 - alpha), with rounded weights, and inputs rounded to 8 bits of their range
-             in a sample (https://arxiv.org/abs/2211.10438)
-    balance  rms(x)**alpha / rms(w)**0.5 for blocks, since the runtime rounds the inputs of a block to 8 bits: alpha is
-             0.5 for 8-bit weights and 0.25 for 4-bit weights, which lose more
+    blocks   rms(x)**alpha / rms(w)**0.5, since the inputs of a block share a scale: alpha is 0.5 for 8-bit weights and
+             0.25 for 4-bit weights, which lose more
+    rows     max(|x|)**alpha / max(|w|)**(1 - alpha), since all inputs share a scale: the best of eleven alphas by
+             output error, with rounded weights and inputs (https://arxiv.org/abs/2211.10438)
 
 Shape suffixes: K inputs of a matrix, N its outputs, P samples.
 """
@@ -34,7 +33,6 @@ from sportsllm.models.language_model import Block, first_positions
 from sportsllm.models.layers import Rope
 from sportsllm.models.parts import HIDDEN, Matrix
 
-RULES = ("awq", "smooth", "balance")
 _ALPHAS = torch.linspace(0, 1, 11).tolist()
 _BALANCED = {4: 0.25, ROW_BITS: 0.5, 8: 0.5}
 _BALANCE_SAMPLES = 16  # enough for the rms of each channel
@@ -43,10 +41,9 @@ _INPUT_STEPS = 255  # DynamicQuantizeMatMul rounds a whole input tensor to 8 bit
 
 @dataclass
 class InputStatistics:
-    """Inputs of a matrix: sum of x x^T, sum of |x|; per sample its tokens and the smallest and largest x."""
+    """Inputs of a matrix: sum of x x^T; per sample its tokens and the smallest and largest x."""
 
     gram_KK: Tensor
-    size_K: Tensor
     tokens_P: list[int] = field(default_factory=list)
     low_PK: list[Tensor] = field(default_factory=list)
     high_PK: list[Tensor] = field(default_factory=list)
@@ -54,13 +51,12 @@ class InputStatistics:
     @staticmethod
     def empty(width: int) -> InputStatistics:
         """Statistics of no sample yet."""
-        return InputStatistics(torch.zeros(width, width).double(), torch.zeros(width).double())
+        return InputStatistics(torch.zeros(width, width).double())
 
     def add(self, x: Tensor) -> None:
         """Add one sample's inputs, (..., K)."""
         flat = x.flatten(0, -2)
         self.gram_KK += (flat.T @ flat).double()
-        self.size_K += flat.abs().sum(dim=0).double()
         self.tokens_P.append(len(flat))
         self.low_PK.append(flat.amin(dim=0))
         self.high_PK.append(flat.amax(dim=0))
@@ -81,7 +77,6 @@ def scale_block(
     rope: Rope,
     config: QuantizationConfig,
     prefix: str,
-    rule: str,
 ) -> None:
     """Scale a layer's matrices for rounding, in place; the layer computes what it computed before.
 
@@ -92,15 +87,14 @@ def scale_block(
         rope: cosine and sine tables.
         config: grids of the layer's matrices.
         prefix: of their names, for example `model.layers.0`.
-        rule: one of RULES.
     """
     groups = [group for group in input_groups(model) if group[0].column_unit == HIDDEN or group[0].scale_source]
     firsts = [group[0] for group in groups]
     scale: Callable[[Matrix, Sequence[Tensor], Tensor, Sequence[GridSpec]], Tensor]
-    if rule == "balance":
-        scale = partial(balanced_scale, _squares(block, firsts, states_BTD[:_BALANCE_SAMPLES], rope))
+    if config.per_channel:
+        scale = partial(searched_scale, _measured(block, firsts, states_BTD, rope))
     else:
-        scale = partial(searched_scale, _measured(block, firsts, states_BTD, rope), rule)
+        scale = partial(balanced_scale, _squares(block, firsts, states_BTD[:_BALANCE_SAMPLES], rope))
     for group in groups:
         first, rows_K = group[0], source_rows(model, group[0])
         linears = [cast(nn.Linear, block.get_submodule(matrix.name)) for matrix in group]
@@ -122,7 +116,7 @@ def _squares(block: Block, readers: Sequence[Matrix], states_BTD: Sequence[Tenso
 def balanced_scale(
     squares_K: Mapping[str, Tensor], first: Matrix, weights: Sequence[Tensor], rows_K: Tensor, specs: Sequence[GridSpec]
 ) -> Tensor:
-    """(K,) the scale of `balance` for matrices that read what `first` reads; the fewest bits decide alpha."""
+    """(K,) the scale for blocks of matrices that read what `first` reads; the fewest bits decide alpha."""
     weight_K = torch.cat(list(weights)).double().square().sum(dim=0)
     alpha = _BALANCED[min(spec.bits for spec in specs)]
     log_K = alpha * _log_size(squares_K[first.name], rows_K) - 0.5 * _log_size(weight_K, rows_K)
@@ -137,21 +131,16 @@ def _log_size(squares_K: Tensor, rows_K: Tensor) -> Tensor:
 
 def searched_scale(
     statistics: Mapping[str, InputStatistics],
-    rule: str,
     first: Matrix,
     weights: Sequence[Tensor],
     rows_K: Tensor,
     specs: Sequence[GridSpec],
 ) -> Tensor:
-    """(K,) the scale of `awq` or `smooth` for matrices that read what `first` reads."""
+    """(K,) the scale for whole rows of matrices that read what `first` reads."""
     found = statistics[first.name]
-    if rule == "awq":
-        size_K, strength_K = found.size_K, torch.ones(first.columns)
-    else:
-        size_K = torch.stack([*found.low_PK, *found.high_PK]).abs().amax(dim=0)
-        strength_K = torch.cat(list(weights)).abs().amax(dim=0)
-    size_K, strength_K = _shared(size_K, rows_K), _shared(strength_K, rows_K)
-    return best_scale(weights, size_K.float(), strength_K, found, specs, rule)
+    size_K = torch.stack([*found.low_PK, *found.high_PK]).abs().amax(dim=0)
+    strength_K = torch.cat(list(weights)).abs().amax(dim=0)
+    return best_scale(weights, _shared(size_K, rows_K), _shared(strength_K, rows_K), found, specs)
 
 
 def source_rows(model: ModelConfig, reader: Matrix) -> Tensor:
@@ -214,13 +203,11 @@ def best_scale(
     strength_K: Tensor,
     inputs: InputStatistics,
     specs: Sequence[GridSpec],
-    rule: str,
 ) -> Tensor:
     """(K,) the scale of least output error after rounding each matrix to its own grid; ones if none is better."""
     best_K, least = torch.ones_like(size_K), torch.inf
     for scale_K in candidate_scales(size_K, strength_K):
-        noise = inputs.rounding_noise(scale_K) if rule == "smooth" else 0.0
-        error = 0.0
+        noise, error = inputs.rounding_noise(scale_K), 0.0
         for weight_NK, spec in zip(weights_NK, specs, strict=True):
             scaled = weight_NK * scale_K
             grid = fit_grid(scaled, *spec, search=False)

@@ -11,7 +11,7 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.packed import BITS, ROW_BITS, stored_bits
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, matrix_shapes
-from sportsllm.models.memory import BLOCK_SIZES, quantized_bytes
+from sportsllm.models.memory import BLOCK_SIZES, matrix_parameters, quantized_bytes
 from sportsllm.models.parts import least_bits
 
 HEAD_BITS = (4, 8, 32)
@@ -120,3 +120,10 @@ def matrix_weights(model: ModelConfig, layers_only: bool = False) -> int:
 def bits_per_weight(model: ModelConfig, config: QuantizationConfig) -> float:
     """Average bits per weight of the layers' matrices, with scales and zero points."""
     return 8 * matrix_bytes(model, config, layers_only=True) / matrix_weights(model, layers_only=True)
+
+
+def padding_percent(model: ModelConfig, config: QuantizationConfig) -> float | None:
+    """Percent of values that fill the last group of each row; None for whole rows."""
+    if config.per_channel:
+        return None
+    return 100 * (matrix_parameters(model, config.block_size) / matrix_parameters(model) - 1)

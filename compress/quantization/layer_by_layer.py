@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from compress.layerwise import (
     summed,
 )
 from compress.quantization.channel_scaling import scale_block
-from compress.quantization.config import UNPACKED
+from compress.quantization.config import UNPACKED, QuantizationConfig
 from compress.quantization.grid import fit_grid
 from compress.quantization.packed_checkpoint import ROWS, PackedCheckpoint, stack_rows
 from sportsllm.console import log, progress_bar
@@ -50,24 +51,68 @@ TABLE_SHARE = 0.5
 _TABLE_TOKENS = 8  # per hidden channel: enough for the second moment of a tied head
 
 
-def quantize_without_data(checkpoint: Path, model: ModelConfig, packed: PackedCheckpoint, search: bool) -> None:
-    """Fill `packed` by rounding each matrix by itself.
+@dataclass(frozen=True)
+class RoundedWeights:
+    """The quantized model's tensors, and the layers' matrices before rounding, scaled, by module, if asked for."""
+
+    packed: PackedCheckpoint
+    calibration_tokens: int
+    originals: dict[str, Tensor]
+
+
+def round_checkpoint(
+    checkpoint: Path,
+    model: ModelConfig,
+    config: QuantizationConfig,
+    method: str,
+    samples: Sequence[Tensor],
+    keep_originals: bool,
+) -> RoundedWeights:
+    """Round a checkpoint's matrices by `rtn`, `mse`, `balance` or `gptq`.
 
     Args:
         checkpoint: an unquantized one, read one layer at a time.
         model: its shape.
-        packed: empty.
-        search: see `compress.quantization.grid.fit_grid`.
+        config: bits and grid of every matrix.
+        method: see `compress.quantize.METHODS`.
+        samples: calibration token ids, each (B, T), for the last two.
+        keep_originals: for `compress.quantization.qad`.
     """
+    packed, originals = PackedCheckpoint(model, config), dict[str, Tensor]()
+    kept = originals if keep_originals else None
+    if method in ("rtn", "mse"):
+        quantize_without_data(checkpoint, model, packed, method == "mse", kept)
+    else:
+        quantize_calibrated(checkpoint, model, packed, samples, gptq=method == "gptq", originals=kept)
+    packed.check_complete()
+    return RoundedWeights(packed, sum(tokens.numel() for tokens in samples), originals)
+
+
+def quantize_without_data(
+    checkpoint: Path,
+    model: ModelConfig,
+    packed: PackedCheckpoint,
+    search: bool,
+    originals: dict[str, Tensor] | None = None,
+) -> None:
+    """Fill `packed` by rounding each matrix by itself; `search` as in `compress.quantization.grid.fit_grid`."""
     tensors = TensorFiles(checkpoint)
     with progress_bar("quantize", model.num_hidden_layers + 1) as bar:
         for name, tensor in read_ends(tensors, model).items():
             packed.add(name, tensor, search)
         bar.advance()
         for layer in range(model.num_hidden_layers):
-            for name, tensor in load_block(tensors, model, layer).named_parameters():
-                packed.add(f"model.layers.{layer}.{name}", tensor, search)
+            block, prefix = load_block(tensors, model, layer), f"model.layers.{layer}"
+            for name, tensor in block.named_parameters():
+                packed.add(f"{prefix}.{name}", tensor, search)
+            _keep(originals, prefix, block, model.of_layer(layer))
             bar.advance()
+
+
+def _keep(originals: dict[str, Tensor] | None, prefix: str, block: Block, model: ModelConfig) -> None:
+    if originals is not None:
+        names = [matrix.name for matrix in block_matrices(model)]
+        originals |= {f"{prefix}.{name}": block.get_parameter(f"{name}.weight") for name in names}
 
 
 @torch.no_grad()
@@ -77,7 +122,6 @@ def quantize_calibrated(
     packed: PackedCheckpoint,
     samples: Sequence[Tensor],
     *,
-    scaling: str | None = None,
     gptq: bool = True,
     ridge: float = RIDGE,
     originals: dict[str, Tensor] | None = None,
@@ -89,9 +133,8 @@ def quantize_calibrated(
         model: its shape.
         packed: empty.
         samples: calibration token ids, each (B, T).
-        scaling: scale each layer first, by a rule of `compress.quantization.channel_scaling`.
         gptq: fit and round by GPTQ; else each matrix by itself on the grid of least squared error, columns counting as
-            their inputs in the full model are strong.
+            their inputs in the full model are strong. Both scale channels first.
         ridge: see the module.
         originals: where given, gets the layers' matrices as they were before rounding, scaled, by module.
     """
@@ -114,11 +157,8 @@ def quantize_calibrated(
     with progress_bar("quantize", model.num_hidden_layers) as bar:
         for layer in range(model.num_hidden_layers):
             source, prefix, own = load_block(tensors, model, layer), f"model.layers.{layer}", model.of_layer(layer)
-            if scaling is not None:
-                scale_block(source, own, full_BTD, rope, packed.config, prefix, scaling)
-            if originals is not None:
-                matrices = (matrix.name for matrix in block_matrices(own))
-                originals |= {f"{prefix}.{name}": source.get_parameter(f"{name}.weight") for name in matrices}
+            scale_block(source, own, full_BTD, rope, packed.config, prefix)
+            _keep(originals, prefix, source, own)
             if gptq:
                 between_BTD, following = LayerStates.of(source, full_BTD, rope)
                 pair = LayerPair(copy.deepcopy(source), source, own, rope)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,9 +104,14 @@ class PackedCheckpoint:
         dense = self.tensors.get(f"{module}.weight")
         return torch.from_numpy(self._packed[module].dequantize()) if dense is None else dense
 
-    def layer_modules(self) -> list[str]:
-        """The packed matrices of the layers."""
-        return [module for module in self.modules if module not in (EMBEDDING, HEAD)]
+    def relative_change(self, stored: Mapping[str, Tensor]) -> float:
+        """Root mean square of the change of the layers' matrices by rounding, relative to the `stored` values."""
+        changed, before = 0.0, 0.0
+        for module in self.modules.keys() - {EMBEDDING, HEAD}:
+            weight = stored[f"{module}.weight"].double()
+            before += float(weight.square().sum())
+            changed += float((self.matrix(module) - weight).square().sum())
+        return math.sqrt(changed / before) if before else 0.0
 
     def check_complete(self) -> None:
         """Every tensor that the model's kinds describe must be there.

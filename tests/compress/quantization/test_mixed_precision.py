@@ -136,7 +136,7 @@ def test_the_stage_keeps_the_budget_and_its_export_is_faithful(
     assert sportsllm.export(tmp_path / "out", out=tmp_path / "onnx", threads=1).parity["passed"]
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize("method", ["balance", "gptq"])
 def test_shared_experts_keep_eight_bits(corpus_file: Path, checkpoint: Path, tmp_path: Path, method: str) -> None:
     model = tiny_model(num_hidden_layers=1, mlp_kind="experts", experts=Experts(4, 2, shared=1))
     (tmp_path / "in").mkdir()

@@ -218,9 +218,9 @@ def test_quantize_says_that_it_rounds_again_and_what_that_costs(
     assert stopped.value.code == 3
 
 
-def test_awq_moves_scales_so_that_its_loss_is_not_stated(packed: Path, tmp_path: Path, corpus_file: Path) -> None:
+def test_balance_moves_scales_so_that_its_loss_is_not_stated(packed: Path, tmp_path: Path, corpus_file: Path) -> None:
     text = CalibrationText((corpus_file,), 2)
-    result = quantize_checkpoint(packed, tmp_path / "out", method="awq", text=text)
+    result = quantize_checkpoint(packed, tmp_path / "out", method="balance", text=text)
     assert result.regridded_from == "NF4" and result.regrid_relative_error is None
 
 
