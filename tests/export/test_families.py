@@ -96,7 +96,7 @@ def test_kinds_without_a_float16_graph_are_refused(name: str, tmp_path: Path) ->
         sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", dtype="fp16", threads=1)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt2", "deepseek-v3", "mixtral"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "mixtral"])
 def test_gguf_is_refused_by_family(name: str, tmp_path: Path) -> None:
     from export.gguf.write import architecture_of
 
