@@ -45,7 +45,7 @@ from export.parity.comparison import (
     DEPLOYED,
     DEPLOYED_PER_ROW,
     EXACT,
-    EXPERTS,
+    EXPERTS_ERROR,
     MOVED,
     SELECTED,
     SELECTED_DEPLOYED,
@@ -137,7 +137,7 @@ def _deployed_limits(graph: ir.Model, config: ModelConfig, precision: str) -> Li
         return SELECTED_DEPLOYED
     per_row = any(node.op_type == PER_ROW_PRODUCT for node in graph_nodes(graph))
     limits = DEPLOYED_PER_ROW if per_row else DEPLOYED[precision]
-    return limits if config.experts is None else replace(limits, **EXPERTS)
+    return limits if config.experts is None else replace(limits, error=EXPERTS_ERROR)
 
 
 def _passes(
