@@ -19,13 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.quantization.gptq import DAMPING, coordinate_descent, damped_gram, gptq, row_errors
+from compress.quantization.gptq import DAMPING, coordinate_descent, damped_gram, gptq_and_refine
 from compress.quantization.grid import Grid, split_blocks
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.gguf.blocks import TABLE, Blocks, BlockType
 
-ROUNDS = 2
-"""Of `coordinate_descent` and `refit` in turn."""
 LEAST_STEPS = 63
 """The largest m of super-blocks."""
 _UNITS = 8  # units that are tried
@@ -266,29 +264,13 @@ def gptq_blocks(weight_NK: Tensor, gram_KK: Tensor, kind: BlockType, damping: fl
     """
     damped = damped_gram(gram_KK, damping)
     first = plain_grid(weight_NK, kind, damped.diagonal())
-    found = [gptq(weight_NK, damped, first, act_order=order) for order in (False, True)]
-    grid, levels_NK = _better_rows(weight_NK, damped, *found)
-    for _ in range(ROUNDS):
-        levels_NK = coordinate_descent(weight_NK, damped, grid, levels_NK)
-        fitted = refit(weight_NK, damped, grid, levels_NK)
-        again = coordinate_descent(weight_NK, damped, fitted, levels_NK)
-        grid, levels_NK = _better_rows(weight_NK, damped, (grid, levels_NK), (fitted, again))
+
+    def refitted(grid: BlockGrid, levels_NK: Tensor) -> tuple[BlockGrid, Tensor]:
+        grid = refit(weight_NK, damped, grid, levels_NK)
+        return grid, coordinate_descent(weight_NK, damped, grid, levels_NK)
+
+    grid, levels_NK = gptq_and_refine(weight_NK, damped, first, refitted)
     return grid.blocks(levels_NK)
-
-
-def _better_rows(
-    weight_NK: Tensor, gram_KK: Tensor, first: tuple[BlockGrid, Tensor], second: tuple[BlockGrid, Tensor]
-) -> tuple[BlockGrid, Tensor]:
-    """Of two roundings of a matrix, each row's with less error."""
-    errors = [row_errors(weight_NK - grid.values(levels), gram_KK) for grid, levels in (first, second)]
-    better_N1 = (errors[1] < errors[0])[:, None]
-
-    def better(name: str) -> Tensor:
-        new, old = (getattr(grid, name) for grid, _ in (second, first))
-        return torch.where(better_N1, new, old)
-
-    grid = BlockGrid.of(first[0].kind, better("scales_NG"), better("least_NG"), (better("d_NB"), better("dmin_NB")))
-    return grid, torch.where(better_N1, second[1], first[1])
 
 
 def refit(weight_NK: Tensor, gram_KK: Tensor, grid: BlockGrid, levels_NK: Tensor) -> BlockGrid:

@@ -14,7 +14,8 @@ Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S numbers 
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from compress.quantization.grid import Grid, fit_grid, split_blocks, stored_scal
 from sportsllm.formats.packed import QuantizedWeight
 
 DAMPING = 0.01  # of H's mean diagonal: the paper's
-ROUNDS = 2  # of `coordinate_descent` and `fit_scales` in turn
+ROUNDS = 2  # of `coordinate_descent` and a grid's refit in turn
 AnyGrid = TypeVar("AnyGrid", bound=Grid)
 _PANEL = 128  # columns whose moves are gathered before they reach the columns behind them
 
@@ -54,30 +55,47 @@ def gptq_weight(
     """
     damped = damped_gram(gram_KK, damping)
     first = fit_grid(weight_NK, bits, block_size, symmetric, search=True, weights_K=damped.diagonal())
-    found = [gptq(weight_NK, damped, first, act_order=order) for order in (False, True)]
-    grid, quants_NK = _better_rows(weight_NK, damped, *found)
-    for _ in range(ROUNDS):
-        quants_NK = coordinate_descent(weight_NK, damped, grid, quants_NK)
-        fitted = fit_scales(weight_NK, damped, grid, quants_NK)
-        grid, quants_NK = _better_rows(weight_NK, damped, (grid, quants_NK), (fitted, quants_NK))
+
+    def fitted(grid: Grid, quants_NK: Tensor) -> tuple[Grid, Tensor]:
+        return fit_scales(weight_NK, damped, grid, quants_NK), quants_NK
+
+    grid, quants_NK = gptq_and_refine(weight_NK, damped, first, fitted)
     return grid.pack(quants_NK)
 
 
+def gptq_and_refine(
+    weight_NK: Tensor,
+    gram_KK: Tensor,
+    first: AnyGrid,
+    refit: Callable[[AnyGrid, Tensor], tuple[AnyGrid, Tensor]],
+) -> tuple[AnyGrid, Tensor]:
+    """Round in both orders, then descend and refit in turn; of each row the rounding with less error stays.
+
+    Args:
+        weight_NK: float32.
+        gram_KK: H, damped.
+        first: grid fitted to the weights.
+        refit: makes of a grid and its whole numbers a grid of less error, and the whole numbers on it.
+    """
+    found = [gptq(weight_NK, gram_KK, first, act_order=order) for order in (False, True)]
+    grid, quants_NK = _better_rows(weight_NK, gram_KK, *found)
+    for _ in range(ROUNDS):
+        quants_NK = coordinate_descent(weight_NK, gram_KK, grid, quants_NK)
+        grid, quants_NK = _better_rows(weight_NK, gram_KK, (grid, quants_NK), refit(grid, quants_NK))
+    return grid, quants_NK
+
+
 def _better_rows(
-    weight_NK: Tensor, gram_KK: Tensor, first: tuple[Grid, Tensor], second: tuple[Grid, Tensor]
-) -> tuple[Grid, Tensor]:
+    weight_NK: Tensor, gram_KK: Tensor, first: tuple[AnyGrid, Tensor], second: tuple[AnyGrid, Tensor]
+) -> tuple[AnyGrid, Tensor]:
     """Of two roundings of a matrix, each row's with less error."""
     errors = [row_errors(weight_NK - grid.values(quants_NK), gram_KK) for grid, quants_NK in (first, second)]
     better_N1 = (errors[1] < errors[0])[:, None]
-    scales, zeros, quants = (
-        torch.where(better_N1, new, old)
-        for new, old in (
-            (second[0].scales_NG, first[0].scales_NG),
-            (second[0].zeros_NG, first[0].zeros_NG),
-            (second[1], first[1]),
-        )
-    )
-    return dataclasses.replace(first[0], scales_NG=scales, zeros_NG=zeros), quants
+    old, new = vars(first[0]), vars(second[0])
+    rows: dict[str, Any] = {
+        name: torch.where(better_N1, new[name], each) for name, each in old.items() if isinstance(each, Tensor)
+    }
+    return dataclasses.replace(first[0], **rows), torch.where(better_N1, second[1], first[1])
 
 
 def damped_gram(gram_KK: Tensor, damping: float = DAMPING) -> Tensor:
