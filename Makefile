@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 
-.PHONY: setup quickstart demo test lint types wheels clean
+.PHONY: setup quickstart demo test lint types docs wheels clean
 
 setup: $(KERNELS)
 
@@ -13,7 +13,7 @@ setup: $(KERNELS)
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[compress,parquet,gguf,optimum,genai,test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[compress,parquet,gguf,optimum,genai,docs,test]"
 	@touch $(STAMP) $(KERNELS)
 
 # The install has built the kernels; here they are built again when a source changes. Without a compiler all else works.
@@ -47,6 +47,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# The documentation as a site that works from disk: open site/index.html.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 # For other machines with Linux: x86-64 and Arm, glibc 2.28 or later, cross-compiled by the package ziglang.
 wheels: $(STAMP)
 	SPORTSLLM_WHEEL=x86_64 $(BIN)/python -m build --wheel
@@ -55,4 +59,4 @@ wheels: $(STAMP)
 	rm -rf build
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

@@ -124,7 +124,7 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="A rare setting, for example warmup=100; may be repeated. docs/use/settings.md lists them.",
+        help="A rare setting, for example warmup=100; may be repeated. docs/reference/settings.md lists them.",
         show_default="none",
         rich_help_panel=_TRAINING,
     ),

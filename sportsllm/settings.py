@@ -1,7 +1,7 @@
 """Rare settings, given as `--set name=value`, from Python as `settings={"name": value}`, in recipes as `set = {...}`.
 
-Each group below is a table of names, types and meanings; a verb says which groups it takes. `docs/use/settings.md` is
-made of these tables (`python -m sportsllm.settings`). Imports no torch.
+Each group below is a table of names, types and meanings; a verb says which groups it takes. `python -m
+sportsllm.settings` makes `docs/reference/settings.md` of these tables. Imports no torch.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
 
 
 def settings_page() -> str:
-    """`docs/use/settings.md`."""
+    """`docs/reference/settings.md`."""
     lines = [
         "# Settings",
         "",

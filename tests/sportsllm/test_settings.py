@@ -44,5 +44,5 @@ def test_mistakes_are_one_line(text: str, message: str) -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    """Made by `python -m sportsllm.settings > docs/use/settings.md`."""
-    assert (ROOT / "docs" / "use" / "settings.md").read_text(encoding="utf-8") == settings_page()
+    """Made by `python -m sportsllm.settings > docs/reference/settings.md`."""
+    assert (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8") == settings_page()

@@ -1,0 +1,113 @@
+"""What the site makes at build time: commands, device targets, tables of results, and code of the packages.
+
+A line `<!-- NAME ARGUMENTS -->` of a page is replaced by what the function NAME below returns.
+"""
+
+import ast
+import csv
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    def replace(match: re.Match[str]) -> str:
+        return MAKERS[match[1]](*shlex.split(match[2]))
+
+    return re.sub(rf"^<!-- ({'|'.join(MAKERS)}) ?(.*) -->$", replace, markdown, flags=re.MULTILINE)
+
+
+def grid(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(header), *(map(str, row) for row in rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def commands() -> str:
+    """Every command with its arguments and options, from the typer application."""
+    import typer
+
+    from sportsllm.cli import build_app
+    from sportsllm.commands import COMMANDS
+
+    app, parts = typer.main.get_command(build_app()), []
+    for name in COMMANDS:
+        command = app
+        for word in name.split():
+            command = command.commands[word]
+        usage = " ".join(p.metavar for p in command.params if p.param_type_name == "argument")
+        summary = " ".join((command.help or "").partition("Raises:")[0].split())
+        parts.append(f"## {name}\n\n```\nsportsllm-compress {name} [OPTIONS] {usage}\n```\n\n{summary}\n")
+        rows = [_option(each) for each in command.params if each.opts != ["--help"]]
+        parts.append(grid(["option", "meaning", "default"], rows) + "\n")
+    return "\n".join(parts)
+
+
+def _option(option: object) -> list[str]:
+    names = option.opts + option.secondary_opts if option.param_type_name == "option" else [option.metavar]
+    value = f" {option.metavar}" if option.param_type_name == "option" and option.metavar else ""
+    shown = option.show_default if isinstance(option.show_default, str) else option.default
+    default = "required" if option.required else "" if shown in (None, False, True) or callable(shown) else str(shown)
+    return [", ".join(f"`{name}{value}`" for name in names), option.help or "", default]
+
+
+def targets() -> str:
+    """The shipped targets: a table of their limits, then each with the source of its figures."""
+    from benchmarks.devices.load import list_devices, load_device
+
+    devices = [load_device(name) for name in list_devices()]
+    rows = [[f"[`{d.name}`](#{d.name})", *(f"{getattr(d.limits, name):,g}" for name in LIMITS)] for d in devices]
+    parts = [grid(["target", *LIMITS.values()], rows)]
+    for device in devices:
+        parts += [f"## {device.name}", f"{device.title}. {device.description}", f"Limits: {device.limits.reason}"]
+        figures = [
+            [name.replace("_", " "), _value(figure), figure.kind, f"{figure.source} ({figure.date})"]
+            for name, figure in device.hardware or ()
+            if figure is not None
+        ]
+        parts += [grid(["figure", "value", "kind", "source"], figures)] if figures else []
+    return "\n\n".join(parts)
+
+
+def _value(figure: object) -> str:
+    return f"{figure.value:,g} {figure.unit}" if hasattr(figure, "unit") else figure.value
+
+
+LIMITS = {
+    "file_mb": "file, MB",
+    "peak_memory_mb": "memory, MB",
+    "ttft_ms": "first token of 512, ms",
+    "tpot_p50_ms": "token at 512, median, ms",
+    "tpot_p95_ms": "95th percentile, ms",
+    "quality_loss_percent": "quality loss, %",
+}
+
+
+def table(path: str, *columns: str) -> str:
+    """Columns of a file in benchmarks/results, `name=Heading`; `name==value` keeps only the rows with that value."""
+    wanted = [column.split("==", 1) for column in columns if "==" in column]
+    shown = [column.partition("=")[::2] for column in columns if "==" not in column]
+    with (ROOT / "benchmarks" / "results" / path).open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if all(row[name] == value for name, value in wanted)]
+    return grid((title or name for name, title in shown), ([row[name] or "-" for name, _ in shown] for row in rows))
+
+
+def source(path: str, name: str) -> str:
+    """A function, class or method (`Class.method`) with the path and line it has today."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    nodes = [ast.parse(text)]
+    for part in name.split("."):
+        nodes = [child for node in nodes for child in node.body if getattr(child, "name", None) == part]
+    (node,) = nodes
+    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    code = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+    return f'```python title="{path}, line {first}" linenums="{first}"\n{textwrap.dedent(code)}\n```'
+
+
+MAKERS = {"commands": commands, "targets": targets, "table": table, "source": source}
