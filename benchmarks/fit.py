@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 RESULT, SETTINGS, RECIPE = "fit.json", "search.json", "recipe.toml"
 _QUALITY = "quality_loss_percent"
 _STANDING = {"pass": 0, "uncertain": 1, "fail": 2}
-_FEW_DOCUMENTS = 16  # `benchmarks.quality.LEAST_DOCUMENTS`
 _FEW_MINUTES = 0.1
 
 
@@ -291,11 +290,12 @@ def complaint(result: FitResult) -> str:
 
 def _warn_of_little_text(text: HeldOut) -> None:
     from sportsllm.console import log
+    from sportsllm.inference.scoring import LEAST_DOCUMENTS
 
-    if min(text.chosen_by, text.reported) < _FEW_DOCUMENTS:
+    if min(text.chosen_by, text.reported) < LEAST_DOCUMENTS:
         log(
             f"held-out text is short: {text.chosen_by} documents choose and {text.reported} judge, so that the final "
-            f"loss may differ much from the trials'; give {2 * _FEW_DOCUMENTS} or more with --valid"
+            f"loss may differ much from the trials'; give {2 * LEAST_DOCUMENTS} or more with --valid"
         )
 
 

@@ -23,6 +23,7 @@ CASES: list[tuple[str, int, str]] = [
     (f"generate {MISSING}", ARTIFACT, "missing"),
     (f"eval {MISSING} --text {TEXT}", ARTIFACT, "missing"),
     (f"eval {MODEL} --text {MISSING}", ARTIFACT, "missing"),
+    (f"eval {MODEL} --text {TEXT} --against {MISSING}", ARTIFACT, "missing"),
     (f"bench {MISSING}", ARTIFACT, "missing"),
     (f"fit --teacher {MISSING} --target raspberry-pi-5 --out {NEW}", ARTIFACT, "missing"),
     (f"plan {MISSING}", USAGE, "missing"),
@@ -72,6 +73,7 @@ CASES: list[tuple[str, int, str]] = [
     # nothing asked for
     (f"prune {MODEL} --out {NEW} --calibration {TEXT}", USAGE, "--params"),
     (f"eval {MODEL}", USAGE, "--text"),
+    (f"eval {MODEL} --against {MODEL} --questions {TEXT}", USAGE, "--text"),
     # the output is there already
     (f"quantize {MODEL} --out {TAKEN} --method rtn", CONFLICT, "taken"),
     (f"prune {MODEL} --out {TAKEN} --intermediate 32 --calibration {TEXT}", CONFLICT, "taken"),

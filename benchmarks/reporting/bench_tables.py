@@ -17,8 +17,8 @@ from benchmarks.labels import (
     reliability_line,
     with_unit,
 )
-from benchmarks.quality import LEAST_DOCUMENTS
 from benchmarks.spread import CONFIDENCE
+from sportsllm.inference.scoring import LEAST_DOCUMENTS
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,13 +17,11 @@ from export.runtime.providers import CPU, Provider, find_provider, one_line, pla
 from export.runtime.session import Kernels, choose_kernels, open_session, portable, raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.huggingface import load_config
-from sportsllm.inference.decoder import Logits, log_softmax
+from sportsllm.inference.decoder import LOGITS_AT_ONCE, Logits, log_softmax
 
 # Prompts are read in pieces of this many tokens, so that memory does not grow with the prompt. Time for 512 tokens
 # and peak memory of a 97M INT4 model, 2 threads: 405 ms and 179 MB at 64, 342 and 186 at 128, 340 and 200 at 256.
 PREFILL_CHUNK = 128
-# Scoring holds every position's logits of a piece, vocab_size floats a token.
-SCORE_CHUNK = 128
 
 
 def open(
@@ -142,7 +140,7 @@ class OnnxDecoder:
         return logits_BV
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """See `Decoder.score`; uses a cache of its own, and holds the logits of at most `SCORE_CHUNK` tokens.
+        """See `Decoder.score`; uses a cache of its own, and holds the logits of at most `LOGITS_AT_ONCE` tokens.
 
         INT8 per row rounds inputs by the range of the whole piece, so a token's score depends slightly on the tokens
         after it in the piece.
@@ -169,12 +167,17 @@ class OnnxDecoder:
             logits_TV[start : start + len(part)] = part
         return logits_TV
 
+    def stream_logits(self, row: Sequence[int]) -> Iterator[Logits]:
+        """See `Decoder.stream_logits`."""
+        for _, part in self._all_logits(self._checked(row, self.config.max_position_embeddings)):
+            yield part
+
     def _all_logits(self, ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, Logits]]:
         """Yield (start, (T, V) logits) piece by piece; a piece is overwritten by the next one."""
         cache = self._make_cache(1, max(len(ids), 1))
-        buffer = np.empty((1, min(len(ids), SCORE_CHUNK), self.config.vocab_size), dtype=np.float32)
-        for start in range(0, len(ids), SCORE_CHUNK):
-            piece = ids[None, start : start + SCORE_CHUNK]
+        buffer = np.empty((1, min(len(ids), LOGITS_AT_ONCE), self.config.vocab_size), dtype=np.float32)
+        for start in range(0, len(ids), LOGITS_AT_ONCE):
+            piece = ids[None, start : start + LOGITS_AT_ONCE]
             out = buffer[:, : piece.shape[1]]
             self._run(cache, slice(0, 1), piece, out, keep=0)
             yield start, out[0]

@@ -19,6 +19,8 @@ from sportsllm.formats.json_files import JsonObject
 from sportsllm.models.config import ModelConfig
 
 Logits = npt.NDArray[np.float32]
+LOGITS_AT_ONCE = 128
+"""Tokens whose logits `stream_logits` holds at once."""
 
 
 class Decoder(Protocol):
@@ -41,6 +43,12 @@ class Decoder(Protocol):
         """Natural-log probability of every token given those before it, per row; shape (len(row) - 1,).
 
         Neither reads nor changes the cache.
+        """
+
+    def stream_logits(self, row: Sequence[int]) -> Iterator[Logits]:
+        """Logits after every token of a sequence, in order: (`LOGITS_AT_ONCE`, V), the last may be shorter.
+
+        The next array may overwrite the one before. Neither reads nor changes the cache.
         """
 
 

@@ -9,8 +9,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
@@ -19,6 +21,10 @@ from sportsllm.inference.decoder import Decoder
 from sportsllm.text.tokenizer import TextTokenizer
 
 _ROWS_AT_ONCE = 64
+LEAST_DOCUMENTS = 16
+"""Fewer give no interval: resampling a handful of documents says little about others."""
+_RESAMPLES, _MOST_DRAWN = 4_000, 1_000_000  # draws of the bootstrap; documents drawn at a time, to bound the memory
+_TAIL_PERCENT = 2.5  # of a 95% interval, on either side
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,54 @@ def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
         scored, start = stop, start + context // 2
 
 
+class Window(NamedTuple):
+    """Tokens that are read at once; those from place `first` on are scored."""
+
+    ids: list[int]
+    first: int
+    document: int
+
+
+class Windows(NamedTuple):
+    """All windows of a text, the scored tokens of each document, and the bytes of all."""
+
+    rows: list[Window]
+    tokens: list[int]
+    bytes: int
+
+
+def document_windows(
+    tokenizer: TextTokenizer,
+    documents: Sequence[str],
+    context: int,
+    *,
+    first_window: bool = False,
+    max_tokens: int | None = None,
+) -> Windows:
+    """Cut documents, each from its begin token, into windows of `context` tokens; see `score_documents`.
+
+    Raises:
+        ArtifactError: there is nothing to score.
+    """
+    rows, tokens, size = list[Window](), list[int](), 0
+    for number, text in enumerate(documents):
+        ids = [tokenizer.begin_id, *tokenizer.encode(text)]
+        if first_window and len(ids) > context:
+            ids = ids[:context]
+            read = tokenizer.decode(ids)
+            whole = read if text.startswith(read) else read.rstrip("\ufffd")  # drops a character that the window cuts
+            size += len(whole.encode())
+        else:
+            size += len(text.encode())
+        rows += [Window(ids[start:stop], scored - start, number) for start, stop, scored in windows(len(ids), context)]
+        tokens.append(len(ids) - 1)
+        if max_tokens is not None and sum(tokens) >= max_tokens:
+            break
+    if not rows or not size:
+        raise ArtifactError("the held-out text is empty; give --text with text in it")
+    return Windows(rows, tokens, size)
+
+
 def score_documents(
     decoder: Decoder,
     tokenizer: TextTokenizer,
@@ -71,35 +125,33 @@ def score_documents(
         ArtifactError: there is nothing to score.
     """
     context = min(window or decoder.config.max_position_embeddings, decoder.config.max_position_embeddings)
-    rows: list[list[int]] = []
-    first_scored, owners = list[int](), list[int]()  # and the document of each row
-    tokens = size = 0
-    for number, text in enumerate(documents):
-        ids = [tokenizer.begin_id, *tokenizer.encode(text)]
-        if first_window and len(ids) > context:
-            ids = ids[:context]
-            read = tokenizer.decode(ids)
-            whole = read if text.startswith(read) else read.rstrip("\ufffd")  # drops a character that the window cuts
-            size += len(whole.encode())
-        else:
-            size += len(text.encode())
-        for start, stop, scored in windows(len(ids), context):
-            rows.append(ids[start:stop])
-            first_scored.append(scored - start)
-            owners.append(number)
-        tokens += len(ids) - 1
-        if max_tokens is not None and tokens >= max_tokens:
-            break
-    if not tokens or not size:
-        raise ArtifactError("the held-out text is empty; give --text with text in it")
-    nats = [0.0] * (number + 1)
-    with progress_bar(description, len(rows)) as bar:
-        for begin in range(0, len(rows), _ROWS_AT_ONCE):
-            part = rows[begin : begin + _ROWS_AT_ONCE]
-            for place, scores in enumerate(decoder.score(part), start=begin):
-                nats[owners[place]] -= float(scores[first_scored[place] - 1 :].sum(dtype=np.float64))
+    text = document_windows(tokenizer, documents, context, first_window=first_window, max_tokens=max_tokens)
+    nats = [0.0] * len(text.tokens)
+    with progress_bar(description, len(text.rows)) as bar:
+        for begin in range(0, len(text.rows), _ROWS_AT_ONCE):
+            part = text.rows[begin : begin + _ROWS_AT_ONCE]
+            for row, scores in zip(part, decoder.score([row.ids for row in part]), strict=True):
+                nats[row.document] -= float(scores[row.first - 1 :].sum(dtype=np.float64))
             bar.advance(len(part))
-    return TextScore(sum(nats), tokens, size, tuple(nats))
+    return TextScore(sum(nats), sum(text.tokens), text.bytes, tuple(nats))
+
+
+def ratio_interval(over: Sequence[float], under: Sequence[float], seed: int = 0) -> tuple[float, float] | None:
+    """95% interval of sum(over) / sum(under) by a paired bootstrap over documents; None for few documents.
+
+    Pairs are resampled, so most of the variance between documents cancels; the interval is the percentiles of the
+    resampled ratios (Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13; ratios of paired sums as
+    in https://aclanthology.org/W04-3250).
+    """
+    if (size := len(over)) < LEAST_DOCUMENTS:
+        return None
+    ours, theirs = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
+    rng, ratios = np.random.default_rng(seed), list[npt.NDArray[np.float64]]()
+    for start in range(0, _RESAMPLES, block := max(1, _MOST_DRAWN // size)):
+        chosen = rng.integers(0, size, (min(block, _RESAMPLES - start), size))
+        ratios.append(ours[chosen].sum(axis=1) / theirs[chosen].sum(axis=1))
+    low, high = np.percentile(np.concatenate(ratios), [_TAIL_PERCENT, 100 - _TAIL_PERCENT])
+    return float(low), float(high)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A PyTorch checkpoint behind the `Decoder` protocol."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.inference.decoder import Logits
+from sportsllm.inference.decoder import LOGITS_AT_ONCE, Logits
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import KVCache
 
@@ -73,6 +73,16 @@ class TorchDecoder:
                 results[member] = scores[position, : len(rows[member]) - 1]
         self.model.train(was_training)
         return results
+
+    def stream_logits(self, row: Sequence[int]) -> Iterator[Logits]:
+        """See `Decoder.stream_logits`."""
+        with torch.inference_mode():
+            tokens_1T = torch.tensor([list(row)], device=self.model.head_weight.device)
+            hidden_TD = self.model.hidden(tokens_1T)[0]
+        for start in range(0, len(row), LOGITS_AT_ONCE):
+            with torch.inference_mode():
+                logits_TV: Logits = self.model.logits(hidden_TD[start : start + LOGITS_AT_ONCE]).float().cpu().numpy()
+            yield logits_TV
 
     def _next_token_scores(self, tokens_BT: torch.Tensor) -> npt.NDArray[np.float32]:
         hidden_ND = self.model.hidden(tokens_BT[:, :-1]).flatten(0, 1)

@@ -14,6 +14,7 @@ from sportsllm.results import Result
 
 if TYPE_CHECKING:
     from sportsllm.inference.decoder import Decoder
+    from sportsllm.inference.divergence import Divergence
     from sportsllm.models.config import ModelConfig
 
 UNSCALED = "none"
@@ -40,6 +41,7 @@ class EvalResult(Result):
         perplexity, bits_per_byte, tokens, bytes: of the text.
         text: its files.
         trained_documents: documents of the text that the model was trained on.
+        against: the base model that was compared with, and `divergence`, how far the model is from it.
         accuracy, questions: of the questions, if there is one file of them.
         question_files: of each file.
         kernels, provider, placement: what ran an export, and where.
@@ -53,6 +55,8 @@ class EvalResult(Result):
     bytes: int | None = None
     text: list[Path] = field(default_factory=list)
     trained_documents: int | None = None
+    against: Path | None = None
+    divergence: Divergence | None = None
     accuracy: float | None = None
     questions: int | None = None
     question_files: dict[str, QuestionScore] = field(default_factory=dict)
@@ -65,6 +69,11 @@ def eval(
     directory: options.Directory,
     *,
     text: options.Text = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="BASE", help="Also compare with this model on --text: KL, top-1 agreement, perplexity."),
+        options.BY_NAME,
+    ] = None,
     questions: Annotated[
         list[Path] | None, typer.Option(help="Multiple-choice questions, .jsonl.", show_default="none")
     ] = None,
@@ -89,6 +98,8 @@ def eval(
     """Perplexity, bits per byte and multiple-choice accuracy of a checkpoint or an export."""
     if not text and not questions:
         raise UsageError("give --text FILE, --questions FILE, or both")
+    if against is not None and not text:
+        raise UsageError(f"--against {against}: needs --text FILE, which both models score")
     for path in [*(text or []), *(questions or [])]:
         if not path.exists():
             raise ArtifactError(f"{path}: not found; give an existing file")
@@ -96,23 +107,33 @@ def eval(
     from sportsllm.console import output
     from sportsllm.files import require_directory
     from sportsllm.inference.decoder import log_runtime
+    from sportsllm.inference.divergence import compare_documents
     from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents, wilson_interval
     from sportsllm.text.documents import read_documents, warn_if_trained_on
     from sportsllm.text.tokenizer import load_tokenizer
 
-    require_directory(directory, "a checkpoint or an export")
+    for each in [directory] if against is None else [directory, against]:
+        require_directory(each, "a checkpoint or an export")
     decoder = _open(directory, context, rope_scaling, threads, kernels, provider)
     ran, placement = log_runtime(decoder)
     tokenizer = load_tokenizer(directory, decoder.config)
-    score, trained = None, None
+    base = None if against is None else _open(against, context, rope_scaling, threads)
+    score, trained, divergence = None, None, None
     if text:
         documents = list(read_documents(text))
         trained = warn_if_trained_on(directory, documents)
-        score = score_documents(decoder, tokenizer, documents)
+        if against is None or base is None:
+            score = score_documents(decoder, tokenizer, documents)
+        else:
+            score, divergence = compare_documents(
+                decoder, base, tokenizer, load_tokenizer(against, base.config), documents
+            )
         output().print(
             f"{directory}: perplexity {score.perplexity:.4f}, bits per byte {score.bits_per_byte:.4f} "
             f"({score.tokens:,} tokens, {score.bytes:,} bytes)"
         )
+    if divergence is not None:
+        output().print(f"against {against}: {divergence}", markup=False)
     asked: dict[str, QuestionScore] = {}
     for path in questions or []:
         items = read_questions(path)[:max_questions]
@@ -127,13 +148,15 @@ def eval(
     only = next(iter(asked.values())) if len(asked) == 1 else None
     return EvalResult(
         directory=directory,
-        context=decoder.config.max_position_embeddings,
+        context=min(each.config.max_position_embeddings for each in (decoder, base or decoder)),
         perplexity=None if score is None else score.perplexity,
         bits_per_byte=None if score is None else score.bits_per_byte,
         tokens=None if score is None else score.tokens,
         bytes=None if score is None else score.bytes,
         text=text or [],
         trained_documents=trained,
+        against=against,
+        divergence=divergence,
         accuracy=None if only is None else only.accuracy,
         questions=None if only is None else only.questions,
         question_files=asked,
@@ -144,7 +167,12 @@ def eval(
 
 
 def _open(
-    directory: Path, context: int | None, scaling: str | None, threads: int | None, kernels: str, provider: str
+    directory: Path,
+    context: int | None,
+    scaling: str | None,
+    threads: int | None,
+    kernels: str = "auto",
+    provider: str = "cpu",
 ) -> Decoder:
     """The model, for windows of `context` tokens; by default of the most that `scaling` allows.
 

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.quality import LEAST_DOCUMENTS, quality_loss
+from benchmarks.quality import quality_loss
 from benchmarks.spread import agree, spread
+from sportsllm.inference.scoring import LEAST_DOCUMENTS
 
 
 def rounds(count: int, runs: int, noise: float, correlation: float, seed: int = 0) -> list[list[float]]:

@@ -139,7 +139,7 @@ def test_the_context_can_be_filled(model: SportsLLM, decoder: OnnxDecoder) -> No
 
 @pytest.mark.parametrize("chunk", [5, 128])
 def test_score(chunk: int, model: SportsLLM, decoder: OnnxDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "SCORE_CHUNK", chunk)
+    monkeypatch.setattr(runtime, "LOGITS_AT_ONCE", chunk)
     rows = draw(1, 2, 33, 64)
     decoder.prefill([rows[2]])
     before = decoder.score(rows)

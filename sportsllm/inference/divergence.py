@@ -1,0 +1,131 @@
+"""How far a model's predictions are from a base model's on the same tokens (numpy only).
+
+The quantities are those of llama.cpp's `llama-perplexity --kl-divergence`. Shape suffixes: T tokens, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sportsllm.console import progress_bar
+from sportsllm.errors import UsageError
+from sportsllm.inference.decoder import Decoder, Logits
+from sportsllm.inference.scoring import TextScore, document_windows, ratio_interval, wilson_interval
+from sportsllm.text.tokenizer import TextTokenizer
+
+_LOGITS_AT_ONCE = 2**20  # in float64, of either model
+_ADVICE = "KL compares models that share a tokenizer, so compare these by bits per byte"
+
+Doubles = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """A model beside a base model.
+
+    Attributes:
+        base_perplexity: of the same tokens.
+        perplexity_ratio: the model's over the base's; its 95% interval is over documents, None for few.
+        kl: mean over tokens of KL(base || model) in nats, `kl_error` its standard error with tokens as independent.
+        kl_p99, kl_max: 99th percentile and maximum over tokens.
+        top1_agreement: share of tokens before which both expect the same one most, with a 95% interval (Wilson's).
+    """
+
+    base_perplexity: float
+    perplexity_ratio: float
+    perplexity_ratio_interval: tuple[float, float] | None
+    kl: float
+    kl_error: float
+    kl_p99: float
+    kl_max: float
+    top1_agreement: float
+    top1_interval: tuple[float, float]
+
+    def __str__(self) -> str:
+        """Two lines for people."""
+        ends, (low, high) = self.perplexity_ratio_interval, self.top1_interval
+        between = "too few documents for an interval"
+        if ends is not None:
+            between = f"95% interval {ends[0]:.4f} to {ends[1]:.4f}"
+        return (
+            f"perplexity ratio {self.perplexity_ratio:.4f} ({between}), same likeliest token {self.top1_agreement:.2%} "
+            f"(95% interval {low:.2%} to {high:.2%})\nmean KL {self.kl:.6f} \u00b1 {self.kl_error:.6f}, "
+            f"99th percentile {self.kl_p99:.6f}, maximum {self.kl_max:.6f}"
+        )
+
+
+def compare_documents(
+    decoder: Decoder,
+    base: Decoder,
+    tokenizer: TextTokenizer,
+    base_tokenizer: TextTokenizer,
+    documents: Sequence[str],
+) -> tuple[TextScore, Divergence]:
+    """Score documents as `score_documents` does with both models, in windows of the shorter context.
+
+    Logits are held for one chunk of tokens, and one number for each token.
+
+    Raises:
+        UsageError: the models do not have the same tokens.
+        ArtifactError: there is nothing to score.
+    """
+    sizes = decoder.config.vocab_size, base.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise UsageError(f"--against: the models have {sizes[0]:,} and {sizes[1]:,} tokens; {_ADVICE}")
+    if any(_ids(tokenizer, text) != _ids(base_tokenizer, text) for text in documents):
+        raise UsageError(f"--against: the models' tokenizers cut the text differently; {_ADVICE}")
+    context = min(decoder.config.max_position_embeddings, base.config.max_position_embeddings)
+    text = document_windows(tokenizer, documents, context)
+    nats, kl, agree = np.zeros((2, len(text.tokens))), list[npt.NDArray[np.float32]](), 0
+    with progress_bar("compare", len(text.rows)) as bar:
+        for row in text.rows:
+            place, ids = 1, np.array(row.ids)  # place: of the token that the next logits predict
+            for own_TV, base_TV in zip(
+                decoder.stream_logits(row.ids[:-1]), base.stream_logits(row.ids[:-1]), strict=True
+            ):
+                skip, stop = max(0, row.first - place), place + len(own_TV)
+                for begin in range(skip, len(own_TV), step := max(1, _LOGITS_AT_ONCE // sizes[0])):
+                    part = slice(begin, begin + step)
+                    found = _compare(base_TV[part], own_TV[part], ids[place:stop][part])
+                    kl.append(found[0].astype(np.float32))
+                    agree += found[1]
+                    nats[:, row.document] += found[2:]
+                place = stop
+            bar.advance()
+    every, tokens = np.concatenate(kl), sum(text.tokens)
+    (own, theirs), lost = nats, nats[0] - nats[1]
+    ends = ratio_interval(lost.tolist(), text.tokens)
+    score = TextScore(float(own.sum()), tokens, text.bytes, tuple(own.tolist()))
+    return score, Divergence(
+        base_perplexity=math.exp(float(theirs.sum()) / tokens),
+        perplexity_ratio=math.exp(float(lost.sum()) / tokens),
+        perplexity_ratio_interval=None if ends is None else (math.exp(ends[0]), math.exp(ends[1])),
+        kl=float(every.mean(dtype=np.float64)),
+        kl_error=float(every.std(dtype=np.float64, ddof=1)) / math.sqrt(tokens) if tokens > 1 else math.inf,
+        kl_p99=float(np.percentile(every, 99)),
+        kl_max=float(every.max()),
+        top1_agreement=agree / tokens,
+        top1_interval=wilson_interval(agree / tokens, tokens),
+    )
+
+
+def _ids(tokenizer: TextTokenizer, text: str) -> list[int]:
+    return [tokenizer.begin_id, *tokenizer.encode(text)]
+
+
+def _compare(base_TV: Logits, own_TV: Logits, targets_T: npt.NDArray[np.int64]) -> tuple[Doubles, int, float, float]:
+    """KL(base || own) before each target, how often the likeliest token agrees, and the nats of the targets by each."""
+    base_logs, own_logs = _log_probabilities(base_TV), _log_probabilities(own_TV)
+    kl_T: Doubles = (np.exp(base_logs) * (base_logs - own_logs)).sum(axis=-1)
+    agree = int((base_TV.argmax(axis=-1) == own_TV.argmax(axis=-1)).sum())
+    own, base = (-float(logs[np.arange(len(targets_T)), targets_T].sum()) for logs in (own_logs, base_logs))
+    return kl_T, agree, own, base
+
+
+def _log_probabilities(logits_TV: Logits) -> Doubles:
+    shifted: Doubles = logits_TV.astype(np.float64) - logits_TV.max(axis=-1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return shifted
