@@ -39,6 +39,7 @@ class ExportResult(StageResult):
         precision: the narrowest that a graph's matrices are stored in: `int4`, `int8`, `fp16` or `fp32`.
         kv_cache: what a graph caches in: `fp32`, `fp16` or `int8`.
         kernels: version of this program's kernels that a graph calls; None if it calls none.
+        wide_inputs: modules whose inputs are rounded to 16 bits instead of 8, because the gate asks for it.
         architecture, formats: of a GGUF file: llama.cpp's name, and bytes of tensors by their format.
         build_seconds: without the parity gate.
         peak_rss_bytes: of this process.
@@ -49,6 +50,7 @@ class ExportResult(StageResult):
     precision: str | None = None
     kv_cache: str = "fp32"
     kernels: str | None = None
+    wide_inputs: list[str] = field(default_factory=list)
     architecture: str | None = None
     formats: dict[str, int] = field(default_factory=dict)
     build_seconds: float = 0.0
@@ -132,6 +134,8 @@ def export(
                 facts, check = _write_graph(job, source, directory, threads, provider)
             built = time.perf_counter()
             report = check()
+            if format != "gguf" and not report.passed and report.only_rounding_failed():
+                facts, report = _widen_inputs(job, source, directory, threads, provider, report)
         _require(checkpoint, report)
         parity = report.to_dict()
         write_json(directory / "parity.json", parity)
@@ -296,7 +300,14 @@ _Written = tuple[dict[str, Any], Callable[[], "ParityReport"]]
 """Fields of the result, and the gate of what was written."""
 
 
-def _write_graph(job: _Job, checkpoint: Path, directory: Path, threads: int | None, provider: str) -> _Written:
+def _write_graph(
+    job: _Job,
+    checkpoint: Path,
+    directory: Path,
+    threads: int | None,
+    provider: str,
+    wide_inputs: frozenset[str] = frozenset(),
+) -> _Written:
     """Write the graph, and the files that loaders read beside it."""
     from export.cache_scales import cache_scales
     from export.graph.builder import GraphForm
@@ -323,6 +334,7 @@ def _write_graph(job: _Job, checkpoint: Path, directory: Path, threads: int | No
         half_cache=job.kv_cache == "fp16" and not job.in_half,
         scales=cache_scales(checkpoint, job.calibration) if job.kv_cache == "int8" else None,
         inline=job.inline,
+        wide_inputs=wide_inputs,
     )
     written = write_graph(checkpoint, directory, form)
     log(str(written.kernels))
@@ -333,6 +345,24 @@ def _write_graph(job: _Job, checkpoint: Path, directory: Path, threads: int | No
         log(others)
     facts = {"precision": written.precision, "kv_cache": job.cache, "kernels": written.kernels.version}
     return facts, lambda: check_parity(checkpoint, directory, threads, find_provider(provider))
+
+
+def _widen_inputs(
+    job: _Job, checkpoint: Path, directory: Path, threads: int | None, provider: str, report: ParityReport
+) -> tuple[dict[str, Any], ParityReport]:
+    """Write the graph again, with 16-bit inputs for the matrices that 8-bit inputs harm most, until it passes."""
+    from export.parity.wide_inputs import remedies
+    from sportsllm.console import log
+
+    log(f"8-bit inputs change this model too much ({report.failures()[0]}); measuring which matrices they harm")
+    facts: dict[str, Any] = {}
+    for remedy in remedies(checkpoint, report):
+        facts, check = _write_graph(job, checkpoint, directory, threads, provider, remedy.modules)
+        report, facts["wide_inputs"] = check(), sorted(remedy.modules)
+        log(str(remedy))
+        if report.passed:
+            break
+    return facts, report
 
 
 def _write_gguf(job: _Job, checkpoint: Path, directory: Path, threads: int | None) -> _Written:
@@ -368,7 +398,7 @@ def _require(checkpoint: Path, report: ParityReport) -> None:
     if report.only_rounding_failed():
         raise GateError(
             f"{checkpoint}: rounding activations to 8 bits changes this model too much ({found}); nothing was "
-            "published; quantize it with --method balance or gptq, or export it unquantized"
+            "published; quantize it in blocks (--group-size 32) by --method balance or gptq, or export it unquantized"
         )
     raise GateError(
         f"{checkpoint}: the export does not match the model ({found}); nothing was published, please report it with "

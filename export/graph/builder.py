@@ -61,6 +61,7 @@ class GraphForm:
         half_cache: cache in float16 what is computed in float32; not with `scales` or `standard`.
         scales: of an INT8 cache; not with `standard`.
         inline: write no functions for kernels.
+        wide_inputs: modules of packed matrices whose inputs are rounded to 16 bits instead of 8.
     """
 
     operators: str = "onnx"
@@ -69,6 +70,7 @@ class GraphForm:
     half_cache: bool = False
     scales: CacheScales | None = None
     inline: bool = False
+    wide_inputs: frozenset[str] = frozenset()
 
     @property
     def standard(self) -> bool:

@@ -237,8 +237,13 @@ class Matmul:
     def product(self, name: str, x: ir.Value, matrices: Sequence[Matrix]) -> ir.Value:
         """x W^T + b, W being matrices of one format, one under the other."""
         stored, packing = name if len(matrices) > 1 else matrices[0].name, self._packing(matrices[0])
-        multiply = self._dense_product if packing is None else partial(self._packed_product, packing)
-        y = multiply(name, stored, x, matrices)
+        if packing is None:
+            y = self._dense_product(name, stored, x, matrices)
+        elif self._is_wide(matrices):
+            both = self._in_two_parts(name, x, matrices[0].columns, packing.block_size)
+            y = self._sum_of_parts(name, self._packed_product(packing, name, stored, both, matrices))
+        else:
+            y = self._packed_product(packing, name, stored, x, matrices)
         return self._graph.node(f"{name}/biased", "Add", y, self._bias(name, matrices)) if matrices[0].bias else y
 
     def _bias(self, name: str, matrices: Sequence[Matrix]) -> ir.Value:
@@ -278,8 +283,42 @@ class Matmul:
         sizes["accuracy_level"] = FAST_ACCURACY
         return graph.node(f"{name}/product", "MatMulNBits", x, packed, scales, *zero_points, **sizes)
 
+    def _is_wide(self, matrices: Sequence[Matrix]) -> bool:
+        return any(matrix.name in self._form.wide_inputs for matrix in matrices)
+
+    def _in_two_parts(self, name: str, x: ir.Value, width: int, block: int) -> ir.Value:
+        """x to 16 bits as a sum of two tensors of 8 bits, joined along the first axis.
+
+        With s the step that the runtime rounds a block's inputs by, max|x| / 127:
+
+            coarse = round(x / s) * s, which the runtime's rounding keeps
+            fine = x - coarse, at most s / 2, which it rounds by a step of s / 254 at most
+        """
+        graph, at, real = self._graph, self._graph.at(f"{name}/"), self.real.numpy()
+        if padding := -width % block:
+            x = at("padded", "Pad", x, graph.ints(f"pad_{padding}", [0, padding]), None, graph.ints("axis_-1", [-1]))
+        blocks = at("blocks", "Reshape", x, graph.ints(f"blocks_{block}", [-1, block]))
+        largest = at("largest", "ReduceMax", at("sizes", "Abs", blocks), -1, keepdims=1)
+        share = graph.constant("wide/step", np.array(1 / 127, real))
+        least = graph.constant("wide/least_step", np.array(np.finfo(real).tiny, real))
+        step = at("step", "Max", at("block_step", "Mul", largest, share), least)
+        steps = at("steps", "Round", at("in_steps", "Div", blocks, step))
+        coarse = at("coarse", "Reshape", at("coarse_blocks", "Mul", steps, step), at("shape", "Shape", x))
+        both = at("both", "Concat", coarse, at("fine", "Sub", x, coarse), axis=0)
+        if padding:
+            start, end = (graph.ints(f"to_{i}", [i]) for i in (0, width))
+            both = at("unpadded", "Slice", both, start, end, -1)
+        return both
+
+    def _sum_of_parts(self, name: str, y: ir.Value) -> ir.Value:
+        outputs = [f"{name}/of_coarse", f"{name}/of_fine"]
+        parts = self._graph.nodes_of(f"{name}/parts", "Split", [y], outputs, axis=0, num_outputs=2)
+        return self._graph.node(f"{name}/wide", "Add", *parts)
+
     def operand(self, key: str, name: str, matrices: Sequence[Matrix]) -> Operand | str:
         """The matrix of the product `name`, which the graph has, as kernels read it; or why they do not."""
+        if self._is_wide(matrices):
+            return "16-bit inputs"
         if len({(self._packing(matrix), matrix.bias) for matrix in matrices}) > 1:
             return "matrices in unlike formats"
         stored, packing = name if len(matrices) > 1 else matrices[0].name, self._packing(matrices[0])

@@ -134,6 +134,15 @@ class ParityReport:
         failed = {item.name for item in self.passes if item.failures()}
         return not self.unequal_tables and failed <= {"deployed", "native"}
 
+    def excess(self) -> float:
+        """Mean square of the rounding errors relative to what the limits allow, by the figure that is furthest off."""
+        return max(
+            max((c.relative_error / item.limits.error) ** 2, c.kl / item.limits.kl)
+            for item in self.passes
+            if item.name in ("deployed", "native")
+            for c in item.comparisons
+        )
+
     @property
     def passed(self) -> bool:
         """Whether the export may be published."""
