@@ -15,7 +15,7 @@ from sportsllm.models.memory import TrainingStep, largest_batch, training_memory
 
 UTILIZATION = 0.3
 """Model FLOPs over the processor's peak. Large models on accelerators reached 21 to 46% (PaLM, table 3,
-https://arxiv.org/abs/2204.02311); models below 10M parameters on two cores 21 to 35%, `small` 57% (docs/log.md)."""
+https://arxiv.org/abs/2204.02311); models below 10M parameters on two cores 21 to 35%, `small` 57% (docs/results)."""
 CHECKPOINT = "--set checkpoint_activations=true"
 
 

@@ -72,7 +72,7 @@ def default_kl_weight(start: Start, tokens_per_parameter: float | None) -> KLWei
 
     A teacher that has read few tokens a parameter can still be surpassed by what the text says: with 20, a third cut
     and recovered on 5% of its tokens ends 2.1% behind it with 1, 1.4% with 0.5. One that has read thousands knows more
-    than the text: at 200,000 tokens 0.5 ends 2.6% behind 1 (docs/log.md). Rounding is to be undone, not more to be
+    than the text: at 200,000 tokens 0.5 ends 2.6% behind 1 (docs/results). Rounding is to be undone, not more to be
     learnt: 1. Fresh students take 0.9 (Minitron, https://arxiv.org/abs/2407.14679).
     """
     if start is Start.RANDOM:
@@ -88,7 +88,7 @@ def default_hidden_weight(
     alike, where the teacher runs and has read enough for its states to be worth copying.
 
     A third cut and recovered on 300,000 tokens then ends 14.4 instead of 17.5%, and 18.5 instead of 20.3% behind the
-    teacher; 1 and 10 give less. Of a teacher of 0.6 tokens a parameter the student ends 2.3% worse (docs/log.md).
+    teacher; 1 and 10 give less. Of a teacher of 0.6 tokens a parameter the student ends 2.3% worse (docs/results).
     """
     taught = signals is None and (kl_weight.start > 0.0 or kl_weight.end > 0.0)
     barely = tokens_per_parameter is not None and tokens_per_parameter < _TRAINED

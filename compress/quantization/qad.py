@@ -3,7 +3,7 @@
 Every matrix of a layer has a full-precision master weight. The forward pass multiplies by its rounding to the grid. The
 gradient passes through the rounding unchanged, and is 0 for values beyond the ends of the grid (straight-through
 estimation, https://arxiv.org/abs/1308.3432). Scales, zero points, embedding and head are not trained; learned scales
-(https://arxiv.org/abs/1902.08153) gained nothing (docs/log.md).
+(https://arxiv.org/abs/1902.08153) gained nothing (docs/results).
 Shape suffixes: N rows (outputs), K columns (inputs), G blocks per row.
 """
 

@@ -146,7 +146,7 @@ def session_options(threads: int | None, exact: bool = False, library: Path | No
     """How sessions run; `exact` for `export.parity.check.exact_graph`, with products in float32.
 
     `library` has kernels for the functions that the graph calls, see `choose_kernels`.
-    The figures are tokens/s of a 97M INT4 model on 2 threads, ONNX Runtime 1.31.1 (docs/log.md). The memory arena stays
+    The figures are tokens/s of a 97M INT4 model on 2 threads, ONNX Runtime 1.31.1 (docs/results). The arena stays
     on: without it the peak was 10 to 40 MB higher, since freed pieces went unused.
     """
     options = ort.SessionOptions()

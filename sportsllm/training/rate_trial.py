@@ -1,6 +1,6 @@
 """Trial runs that choose the learning rates, since no rule knows a checkpoint that somebody else trained.
 
-Short runs flatter high rates: a rate that wins after 12 steps loses after 200 (docs/log.md). If a lower rate is better
+Short runs flatter high rates: a rate that wins after 12 steps loses after 200 (docs/results). If a lower rate is better
 even in a short run, the higher one destroys what the weights know.
 """
 

@@ -132,7 +132,7 @@ _DEFAULTS = {
 DOCUMENTED_DROPOUT = 0.1
 """Dropout of a new model in the documented set-up; presets have none."""
 LEAST_STEPS = 200
-"""Least steps of a run that reads 1,024 tokens a step: at equal tokens, more steps help most (docs/log.md)."""
+"""Least steps of a run that reads 1,024 tokens a step: at equal tokens, more steps help most (docs/results)."""
 _MANY_STEPS = 800
 _TOKENS_PER_STEP = (1_024, 8_192)
 _WARMUP_FRACTION, _MOST_WARMUP = 0.05, 50
