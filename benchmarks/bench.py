@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm import options
+from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
-from sportsllm.results import Result
 from sportsllm.settings import BENCH, LIMITS, parse_settings, pick
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm import options
+from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
-from sportsllm.results import Result
 from sportsllm.settings import FIT, parse_settings
 
 if TYPE_CHECKING:
@@ -302,9 +302,8 @@ def _warn_of_little_text(text: HeldOut) -> None:
 def _claim(out: Path, source: Source, target: Target, effort: Effort, vocabularies: Sequence[int]) -> None:
     """Write the search's identity into `out`, or check that the search there has the same but for the time limit."""
     from sportsllm.console import log
-    from sportsllm.files import atomic_write_text
+    from sportsllm.files import atomic_write_text, read_json
     from sportsllm.formats.artifact import Stage
-    from sportsllm.formats.json_files import read_json
 
     inputs = [source.teacher, *source.corpus, *source.calibration, *source.valid]
     inputs += [Path(target.device)] if Path(target.device).is_file() else []

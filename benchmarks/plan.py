@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm import options
+from sportsllm.commands import Result
 from sportsllm.errors import UsageError
-from sportsllm.results import Result
 from sportsllm.settings import TRAINING_STEP, parse_settings
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sportsllm import options
+from sportsllm.commands import TrainingResult
 from sportsllm.errors import UsageError
-from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, LORA, SELECTION, TRAINING, parse_settings, pick
 
 if TYPE_CHECKING:
     from compress.distillation.starts import Fresh
     from compress.distillation.student import StudentTraining
-    from sportsllm.formats.json_files import JsonObject
+    from sportsllm.files import JsonObject
 
 _LOSS, _SHAPE = "Loss", "Shape"
 _RARE = {
@@ -164,11 +164,10 @@ def distill_student(
     """
     from compress.distillation.starts import check_no_larger
     from compress.distillation.student import RunState, StudentText, train_student
-    from sportsllm.files import atomic_write_text
+    from sportsllm.files import atomic_write_text, read_json
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.checkpoint import copy_tokenizer, save_checkpoint
     from sportsllm.formats.huggingface import load_config
-    from sportsllm.formats.json_files import read_json
     from sportsllm.models.language_model import SportsLLM
     from sportsllm.training.settings import Start
 

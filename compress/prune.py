@@ -18,10 +18,10 @@ import typer
 
 from compress.pruning.shapes import Shape, Target, fewer_experts
 from sportsllm import options
+from sportsllm.commands import TrainingResult
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.json_files import JsonObject
-from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, LORA, PRUNING, STEPS, TRAINING, parse_settings
 
 if TYPE_CHECKING:
@@ -280,8 +280,7 @@ def _cut(job: PruneJob, work: Calibration, shape: Shape, directory: Path, resume
     """
     from compress.pruning.cut import PrunedModel, prune_model
     from compress.pruning.scores import MEASURED, save_scores
-    from sportsllm.files import atomic_write_text
-    from sportsllm.formats.json_files import read_json
+    from sportsllm.files import atomic_write_text, read_json
     from sportsllm.models.language_model import SportsLLM
 
     smaller, kept = shape.applied_to(job.model_config()), directory / _CUT
@@ -328,8 +327,8 @@ def _prune_vocabulary(
 def _note_loaders(checkpoint: Path, directory: Path, config: ModelConfig) -> None:
     """Say which programs do not open the pruned model."""
     from sportsllm.console import log
+    from sportsllm.files import read_json
     from sportsllm.formats.huggingface import OWN_MODEL_TYPE
-    from sportsllm.formats.json_files import read_json
 
     if config.hidden_size != config.query_size and config.attention_kind == "grouped_query":
         log(f"note: hidden size {config.hidden_size} is not heads x head_dim {config.query_size}; optimum needs that")

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm import options
+from sportsllm.commands import TrainingResult
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, SIGNALS, STEPS, TRAINING, parse_settings
 
 if TYPE_CHECKING:

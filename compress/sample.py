@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sportsllm import options
+from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.results import Result
 
 if TYPE_CHECKING:
-    from sportsllm.formats.json_files import JsonObject
+    from sportsllm.files import JsonObject
     from sportsllm.text.tokenizer import TextTokenizer
 
 CORPUS = "corpus.jsonl"

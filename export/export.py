@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from sportsllm import options
+from sportsllm.commands import StageResult
 from sportsllm.errors import GateError, UsageError
-from sportsllm.results import StageResult
 from sportsllm.settings import EXPORT, parse_settings
 
 if TYPE_CHECKING:
@@ -102,10 +102,9 @@ def export(
         GateError: the result does not compute what the model computes; nothing is left behind.
         ConflictError: `out` holds something else.
     """
-    from sportsllm.files import require_directory
+    from sportsllm.files import require_directory, write_json
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.huggingface import load_config
-    from sportsllm.formats.json_files import write_json
     from sportsllm.formats.model_directory import checkpoint_with
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.process_memory import peak_rss_bytes

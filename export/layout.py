@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sportsllm.errors import ArtifactError
+from sportsllm.files import read_json, write_json
 from sportsllm.formats.huggingface import OWN_MODEL_TYPE, family_of, load_config, to_hf
-from sportsllm.formats.json_files import read_json, write_json
 from sportsllm.inference.decoder import web_graphs
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_state

@@ -25,9 +25,8 @@ from typer.exceptions import TyperException
 from typer.models import ArgumentInfo
 
 from sportsllm import __version__
-from sportsllm.commands import COMMANDS, GROUPS, Command, load_command, types_in
+from sportsllm.commands import COMMANDS, GROUPS, Command, Result, load_command, types_in
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, ResourceError, SportsLLMError, UsageError
-from sportsllm.results import Result
 
 LONGEST_MESSAGE = 400
 _EXTRA_OF = {

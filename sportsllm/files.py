@@ -1,9 +1,98 @@
-"""Files and directories: text written whole or not at all, models that are there. The device install uses it too."""
+"""Reads JSON, JSONL and TOML within bounds, writes text whole or not at all, and says what is wrong in a line.
 
+Parsed data can be walked recursively, printed and written again: no container is nested deeper than `MAX_NESTING`,
+every integer fits 64 bits, and every string is valid UTF-8. Imports no large library.
+"""
+
+from __future__ import annotations
+
+import json
 import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sportsllm.errors import ArtifactError
+from sportsllm.errors import ArtifactError, SportsLLMError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+Record = TypeVar("Record")
+JsonObject = dict[str, Any]
+
+MAX_BYTES = 512_000_000
+MAX_NESTING = 100
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_SHOWN_PROBLEMS, _SHOWN_CHARACTERS = 4, 60
+
+
+def read_json(path: Path, advice: str = "write the directory again") -> JsonObject:
+    """Parse a file that holds a JSON object; `advice` ends the error about a damaged one.
+
+    Raises:
+        ArtifactError: missing, damaged, beyond the bounds, or not an object.
+    """
+    if not path.is_file():
+        hint = gguf_hint(path.parent) or f"is {path.parent} a checkpoint or an export?"
+        raise ArtifactError(f"{path}: not found; {hint}")
+    return as_object(parse_json(_read(path), path, advice), path)
+
+
+def parse_json(text: str | bytes, where: object, advice: str = "write it again") -> Any:
+    """Parse JSON of any kind; `where` names its file in errors.
+
+    Raises:
+        ArtifactError: not JSON, not UTF-8, or beyond the bounds.
+    """
+    try:
+        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+        data = json.loads(decoded, parse_int=_integer)
+        _check_nesting(data)
+        if _SURROGATE.search(decoded):  # half of a pair is no text
+            json.dumps(data, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise ArtifactError(f"{where}: not valid JSON (nested deeper than {MAX_NESTING}); {advice}") from None
+    except ValueError as error:
+        raise ArtifactError(f"{where}: not valid JSON ({clip(_reason(error), 200)}); {advice}") from None
+    return data
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, JsonObject]]:
+    """The objects of a JSONL file with their line numbers; empty lines are skipped.
+
+    Raises:
+        ArtifactError: a line is damaged or not an object.
+    """
+    for number, line in enumerate(_read(path).splitlines(), start=1):
+        if line.strip():
+            where = f"{path}: line {number}"
+            yield number, as_object(parse_json(line, where, "fix or delete the line"), where)
+
+
+def read_toml(path: Path, advice: str = "correct it", error_type: type[SportsLLMError] = ArtifactError) -> JsonObject:
+    """Parse a TOML file.
+
+    Raises:
+        SportsLLMError: of `error_type`: missing, damaged, or beyond the bounds.
+    """
+    if not path.is_file():
+        problem = "is a directory" if path.is_dir() else "not found"
+        raise error_type(f"{path}: {problem}; give a .toml file")
+    try:
+        data = tomllib.loads(_read(path).decode("utf-8"))
+        _check_nesting(data, integers=True)
+    except RecursionError:
+        raise error_type(f"{path}: not valid TOML (nested deeper than {MAX_NESTING}); {advice}") from None
+    except ValueError as error:
+        raise error_type(f"{path}: not valid TOML ({clip(_reason(error), 200)}); {advice}") from None
+    return data
+
+
+def write_json(path: Path, data: Mapping[str, object]) -> None:
+    """A JSON object, indented, with a newline at the end."""
+    path.write_text(json.dumps(dict(data), indent=2) + "\n", encoding="utf-8")
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -44,3 +133,95 @@ def gguf_hint(path: Path) -> str | None:
     if found is None or found.suffix.lower() != ".gguf":
         return None
     return f"give the GGUF file itself, {found}"
+
+
+def as_object(data: object, where: object) -> JsonObject:
+    """`data` itself if it is a JSON object.
+
+    Raises:
+        ArtifactError: it is anything else.
+    """
+    if not isinstance(data, dict):
+        raise ArtifactError(f"{where}: holds a {type(data).__name__}, not a JSON object")
+    return data
+
+
+def validate(
+    kind: type[Record],
+    data: object,
+    where: object,
+    advice: str = "correct it",
+    error_type: type[SportsLLMError] = ArtifactError,
+) -> Record:
+    """Parsed data as a typed record: a dataclass or a pydantic model. `where` names its file in errors.
+
+    Raises:
+        SportsLLMError: of `error_type`: a field is missing, unknown or of the wrong type.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        raise error_type(f"{where}: {describe(error)}; {advice}") from None
+
+
+def describe(error: ValidationError) -> str:
+    """The first problems of a record as `field: what is wrong, not VALUE`, and the number of the others."""
+    found = []
+    problems = error.errors(include_url=False, include_context=False)
+    for item in problems[:_SHOWN_PROBLEMS]:
+        field = ".".join(map(str, item["loc"]))
+        message = {"missing": "is missing", "extra_forbidden": "unknown field"}.get(item["type"])
+        if message is None:
+            message = item["msg"].removeprefix("Value error, ")
+            if isinstance(item["input"], str | int | float | None):
+                message += f", not {clip(repr(item['input']))}"
+        found.append(f"{clip(field)}: {message}" if field else message)
+    more = len(problems) - _SHOWN_PROBLEMS
+    return "; ".join([*found, f"and {more} more"] if more > 0 else found)
+
+
+def clip(text: object, longest: int = _SHOWN_CHARACTERS) -> str:
+    """Text for an error message: one line, and the middle of a long one left out."""
+    line = " ".join(str(text).split())
+    half = (longest - 3) // 2
+    return line if len(line) <= longest else f"{line[:half]}...{line[-half:]}"
+
+
+def _read(path: Path) -> bytes:
+    if path.stat().st_size > MAX_BYTES:
+        raise ArtifactError(f"{path}: larger than {MAX_BYTES / 1e6:.0f} MB; give a smaller file")
+    return path.read_bytes()
+
+
+def _reason(error: ValueError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 at byte {error.start}"
+    return "half a surrogate pair, which is not text" if isinstance(error, UnicodeEncodeError) else str(error)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20:
+        raise ValueError(f"an integer of {len(digits)} digits, which does not fit 64 bits")
+    return _fitting(int(digits))
+
+
+def _fitting(value: int) -> int:
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(f"the integer {value} does not fit 64 bits")
+    return value
+
+
+def _check_nesting(data: object, integers: bool = False) -> None:
+    """Refuse containers nested too deeply and, if asked, integers beyond 64 bits."""
+    level = [data] if isinstance(data, dict | list) else []
+    for _ in range(MAX_NESTING):
+        items = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+        for item in items if integers else ():
+            if isinstance(item, int):
+                _fitting(item)
+        level = [item for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise RecursionError

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from benchmarks.devices.schema import Device
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.json_files import clip, describe, read_toml
+from sportsllm.files import clip, describe, read_toml
 
 DEVICES = Path(__file__).parent
 ALIASES = {"raspberry-pi-5": "raspberry-pi-5-8gb"}

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.labels import BUDGET_DEPTH
 from benchmarks.measure.process import disturbed
 from benchmarks.spread import NOISY_HALF_WIDTH, Spread, agree, percentiles, spread
-from sportsllm.formats.json_files import read_json
+from sportsllm.files import read_json
 from sportsllm.formats.manifest import directory_bytes, manifest_of
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.memory import kv_cache_bytes_per_token, quantized_bytes, state_bytes

@@ -39,7 +39,7 @@ from export.kernels.library import VERSION
 from export.runtime.session import problem_of
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import UsageError
-from sportsllm.formats.json_files import describe
+from sportsllm.files import describe
 from sportsllm.models.config import ModelConfig
 
 TIMEOUT_S = 300.0

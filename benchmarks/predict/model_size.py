@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from sportsllm.errors import UsageError
+from sportsllm.files import read_json
 from sportsllm.formats.huggingface import packed_by_bitsandbytes
-from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import directory_bytes, manifest_of
 from sportsllm.models import kinds
 from sportsllm.models.config import ModelConfig

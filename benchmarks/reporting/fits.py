@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.labels import LIMITS, MISSING, Table, bits, count, number
 from benchmarks.reporting.measured import Bench, Figure
-from sportsllm.formats.json_files import read_json, validate
+from sportsllm.files import read_json, validate
 
 FIT_FILE = "fit.json"
 _LEGEND = (

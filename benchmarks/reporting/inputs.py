@@ -12,8 +12,8 @@ from benchmarks.labels import BUDGET_DEPTH, is_number
 from benchmarks.reporting.fits import FIT_FILE, Fit, read_fit
 from benchmarks.reporting.measured import Bench, Scored, read_bench
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.files import read_json_lines
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.json_files import read_json_lines
 from sportsllm.formats.manifest import Manifest, directory_bytes, manifest_of
 from sportsllm.models.config import ModelConfig
 

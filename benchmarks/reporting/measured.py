@@ -12,7 +12,7 @@ from pydantic import Field
 from benchmarks.devices.verdict import LimitVerdict, Verdict
 from benchmarks.labels import LIMITS
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.json_files import JsonObject, read_json, validate
+from sportsllm.files import JsonObject, read_json, validate
 
 _ADVICE = "measure again with bench --out"
 

@@ -35,10 +35,9 @@ from benchmarks.search.recipe import (
 from compress.pruning.shapes import Shape
 from sportsllm.commands import load_command
 from sportsllm.console import log, logged
-from sportsllm.files import atomic_write_text
+from sportsllm.files import atomic_write_text, read_json
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import digest
 from sportsllm.models.config import ModelConfig
 

@@ -19,10 +19,10 @@ from compress.distillation.teacher import running_teacher
 from compress.distillation.teacher_cache import FORMAT, SIGNALS, CachedBatches, CacheInfo, sample_sparse, shard_name
 from sportsllm.console import ProgressBar, log, progress_bar
 from sportsllm.errors import InterruptedRun, UsageError
+from sportsllm.files import JsonObject, read_json, write_json
 from sportsllm.formats.artifact import STATE_DIRECTORY, Stage, partial_directory, replace_state, run_stage
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.json_files import JsonObject, read_json, write_json
 from sportsllm.formats.manifest import directory_bytes
 from sportsllm.text.documents import held_out_setting, load_corpus
 from sportsllm.text.packing import Batch, tokenize

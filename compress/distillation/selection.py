@@ -31,8 +31,8 @@ from compress.distillation.student import StudentText, StudentTraining
 from compress.layerwise import LeastSquares, blocks_of, run_layer, summed
 from compress.pruning.heads import as_complex, as_real, shared_pairs
 from sportsllm.errors import UsageError
+from sportsllm.files import JsonObject
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.json_files import JsonObject
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.config_records import Selection
 from sportsllm.models.language_model import SportsLLM

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sportsllm.errors import UsageError
-from sportsllm.formats.json_files import JsonObject
+from sportsllm.files import JsonObject
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.documents import tokens_per_parameter
 from sportsllm.training.settings import Start

@@ -12,9 +12,9 @@ from compress.distillation.student import StudentText, StudentTraining
 from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig, check_cut, cut_to_config
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.files import JsonObject
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.json_files import JsonObject
 from sportsllm.formats.manifest import MANIFEST, Ancestor, ancestors, manifest_of, read_manifest
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.calibration import calibration_samples

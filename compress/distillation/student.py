@@ -14,9 +14,9 @@ from compress.distillation.settings import DistillationConfig
 from compress.distillation.teacher import load_teacher
 from compress.distillation.teacher_cache import SIGNALS, TeacherCache, open_teacher_cache, wanted_info
 from sportsllm.console import log
+from sportsllm.files import JsonObject
 from sportsllm.formats.artifact import STATE_DIRECTORY
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.json_files import JsonObject
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.processors import training_device

@@ -29,8 +29,8 @@ from compress.distillation.loss import blended_chunk
 from compress.distillation.teacher import resolve_teacher_precision
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
+from sportsllm.files import read_json, validate
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.json_files import read_json, validate
 from sportsllm.formats.manifest import digest, file_sha256, read_manifest
 from sportsllm.processors import training_device
 from sportsllm.text.packing import Batch, PackedSequences, TokenizedDocuments

@@ -18,10 +18,10 @@ from compress.pruning.scores import Scores, load_scores, measure_scores
 from compress.pruning.shapes import Shape, fewer_experts
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
+from sportsllm.files import JsonObject
 from sportsllm.formats.artifact import Stage
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.json_files import JsonObject
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar
 from sportsllm.models.config import ModelConfig

@@ -27,9 +27,8 @@ from compress.pruning.shapes import (
 )
 from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import UsageError
-from sportsllm.files import atomic_write_text
+from sportsllm.files import atomic_write_text, read_json
 from sportsllm.formats.artifact import Stage, finished_manifest
-from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import manifest_of
 
 if TYPE_CHECKING:

@@ -31,10 +31,10 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.files import JsonObject, as_object, read_json, write_json
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.json_files import JsonObject, as_object, read_json, write_json
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder

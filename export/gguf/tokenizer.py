@@ -11,8 +11,8 @@ from gguf import TokenType
 from tokenizers import Tokenizer, models
 
 from sportsllm.errors import ArtifactError
+from sportsllm.files import read_json
 from sportsllm.formats.gguf.tokenizer import PRE_TOKENIZERS, SPACE
-from sportsllm.formats.json_files import read_json
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.chat import find_template
 

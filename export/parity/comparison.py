@@ -15,7 +15,7 @@ import numpy as np
 
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.providers import Placement, find_provider
-from sportsllm.formats.json_files import read_json
+from sportsllm.files import read_json
 from sportsllm.inference.decoder import Decoder, Logits, log_softmax
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer

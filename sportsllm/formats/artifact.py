@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from sportsllm import __version__
 from sportsllm.console import log
 from sportsllm.errors import ConflictError, UsageError
-from sportsllm.formats.json_files import JsonObject
+from sportsllm.files import JsonObject
 from sportsllm.formats.manifest import (
     MANIFEST,
     FileEntry,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.json_files import clip
+from sportsllm.files import clip
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sportsllm.errors import ArtifactError
+from sportsllm.files import JsonObject, write_json
 from sportsllm.formats.huggingface import load_config, to_hf
-from sportsllm.formats.json_files import JsonObject, write_json
 from sportsllm.formats.layouts import to_layout
 from sportsllm.formats.packed import BITS, ROW_BITS, QuantizedWeight, stored_bits
 from sportsllm.formats.safetensors import QUANT_METHOD, WEIGHTS, TensorFiles, check_shape, quantization_config

@@ -5,8 +5,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.files import JsonObject, clip, read_json
 from sportsllm.formats.huggingface_families import FAMILIES, Fields
-from sportsllm.formats.json_files import JsonObject, clip, read_json
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.config_records import ROPE_TYPES, Experts, RopeScaling, Selection
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.json_files import JsonObject, clip
+from sportsllm.files import JsonObject, clip
 from sportsllm.models.config import FULL, LATENT, SLIDING, UNROTATED, ModelConfig
 from sportsllm.models.config_records import Experts
 

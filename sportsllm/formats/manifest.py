@@ -12,8 +12,7 @@ from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from sportsllm.errors import ArtifactError
-from sportsllm.files import atomic_write_text
-from sportsllm.formats.json_files import JsonObject, clip, read_json, validate
+from sportsllm.files import JsonObject, atomic_write_text, clip, read_json, validate
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from sportsllm.errors import ArtifactError
-from sportsllm.files import atomic_write_text
+from sportsllm.files import JsonObject, atomic_write_text, read_json, validate
 from sportsllm.formats.huggingface import OWN_MODEL_TYPE, load_config
-from sportsllm.formats.json_files import JsonObject, read_json, validate
 from sportsllm.formats.manifest import Ancestor, FileEntry, Manifest, ancestors, origin, read_manifest
 from sportsllm.models.presets import described_shape
 from sportsllm.text.chat import find_template

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError
+from sportsllm.files import clip, read_json, write_json
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.json_files import clip, read_json, write_json
 from sportsllm.formats.manifest import MANIFEST, file_sha256, read_manifest
 from sportsllm.models.config import ModelConfig
 

@@ -14,10 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
-from sportsllm.files import require_directory
+from sportsllm.files import JsonObject, as_object, clip, read_json, require_directory, validate
 from sportsllm.formats.bitsandbytes import companions, read_dense
 from sportsllm.formats.huggingface import load_config, packed_by_bitsandbytes
-from sportsllm.formats.json_files import JsonObject, as_object, clip, read_json, validate
 from sportsllm.formats.layouts import LAYOUTS, Part, UnlikeTensor, is_buffer, layout_name, parts_of
 from sportsllm.formats.manifest import MANIFEST, read_manifest
 

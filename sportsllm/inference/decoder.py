@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sportsllm.errors import UsageError
-from sportsllm.files import require_directory
-from sportsllm.formats.json_files import JsonObject
+from sportsllm.files import JsonObject, require_directory
 from sportsllm.models.config import ModelConfig
 
 Logits = npt.NDArray[np.float32]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.json_files import JsonObject, read_json_lines
+from sportsllm.files import JsonObject, read_json_lines
 from sportsllm.inference.decoder import Decoder
 from sportsllm.text.tokenizer import TextTokenizer
 

@@ -19,7 +19,7 @@ from random import Random
 from typing import NamedTuple
 
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.json_files import read_toml
+from sportsllm.files import read_toml
 from sportsllm.simulator.world import PREFERENCES, Person, Writer
 
 _CHOICE = re.compile(r"\[([^\[\]]*)\]|<([\w{}]+)>")

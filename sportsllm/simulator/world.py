@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from sportsllm.formats.json_files import read_toml, validate
+from sportsllm.files import read_toml, validate
 
 WORLD_SEED = 20_240_607
 PREFERENCES = 1021  # choices are spread over a writer's preferences by a checksum of their text

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.json_files import JsonObject, clip, parse_json, read_json
+from sportsllm.files import JsonObject, clip, parse_json, read_json
 
 _MOST_SECONDS = 5.0
 _MOST_STEPS = 300_000  # lines of the template's code, and of filters, that run for a conversation

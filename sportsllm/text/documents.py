@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.json_files import clip, parse_json
+from sportsllm.files import clip, parse_json
 from sportsllm.formats.manifest import ancestors, manifest_of
 
 _SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")

@@ -14,7 +14,7 @@ from tokenizers.decoders import DecodeStream
 
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.json_files import JsonObject, clip, read_json
+from sportsllm.files import JsonObject, clip, read_json
 from sportsllm.models.config import ModelConfig
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, DivergedError, UsageError
-from sportsllm.formats.json_files import JsonObject, parse_json
+from sportsllm.files import JsonObject, parse_json
 from sportsllm.models.experts import balance_biases, pop_expert_load
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
@@ -62,7 +62,7 @@ class LoopResult:
     peak_rss_bytes: int
 
     def record(self, model: SportsLLM, batches: PackedSequences) -> JsonObject:
-        """What every training verb reports, by the names of `sportsllm.results.TrainingResult`."""
+        """What every training verb reports, by the names of `sportsllm.commands.TrainingResult`."""
         parameters = model.config.parameters
         return {
             "parameters": parameters,

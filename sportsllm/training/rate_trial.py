@@ -16,8 +16,7 @@ import torch
 
 from sportsllm.console import log
 from sportsllm.errors import DivergedError, InterruptedRun
-from sportsllm.files import atomic_write_text
-from sportsllm.formats.json_files import read_json
+from sportsllm.files import atomic_write_text, read_json
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import Loss, train_model

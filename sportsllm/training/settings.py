@@ -10,8 +10,8 @@ from pathlib import Path
 
 from sportsllm.console import log
 from sportsllm.errors import UsageError
+from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.json_files import JsonObject
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.memory import check_optimizer_bits
 from sportsllm.models.presets import preset

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
+from sportsllm.files import read_json
 from sportsllm.formats.artifact import STATE_DIRECTORY, replace_state
 from sportsllm.formats.checkpoint import save_tensors
-from sportsllm.formats.json_files import read_json
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM

@@ -37,11 +37,9 @@ from typing import Annotated, Any
 import typer
 
 from sportsllm import __version__, options
-from sportsllm.commands import COMMANDS, Command, load_command
+from sportsllm.commands import COMMANDS, Command, Result, load_command
 from sportsllm.errors import SportsLLMError, UsageError
-from sportsllm.files import atomic_write_text
-from sportsllm.formats.json_files import JsonObject, read_json, read_toml
-from sportsllm.results import Result
+from sportsllm.files import JsonObject, atomic_write_text, read_json, read_toml
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _FOLDER = "out"  # the name of the recipe's own folder

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm import options
+from sportsllm.commands import TrainingResult
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.results import TrainingResult
 from sportsllm.settings import LORA, SHAPE, TOKENIZER, TRAINING, parse_settings, pick
 from sportsllm.verbs.data import DEFAULT_CORPUS, SIMULATED_MEGABYTES, simulate
 
 if TYPE_CHECKING:
+    from sportsllm.files import JsonObject
     from sportsllm.formats.artifact import Stage
-    from sportsllm.formats.json_files import JsonObject
     from sportsllm.models.config import ModelConfig
     from sportsllm.models.language_model import SportsLLM
     from sportsllm.text.documents import TextSplit

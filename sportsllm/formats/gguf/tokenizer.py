@@ -13,8 +13,8 @@ from typing import Any
 from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from sportsllm.files import write_json
 from sportsllm.formats.gguf.config import GGUFFile
-from sportsllm.formats.json_files import write_json
 from sportsllm.text.tokenizer import PRE_TOKENIZERS as BY_DIGITS
 
 PREFIX = "tokenizer.ggml."

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from sportsllm.console import log
+from sportsllm.files import JsonObject
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.checkpoint import write_checkpoint
 from sportsllm.formats.gguf.config import ROPE_FACTORS, GGUFFile, architecture, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
-from sportsllm.formats.json_files import JsonObject
 from sportsllm.formats.layouts import UnlikeTensor, parts_of
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import parameters

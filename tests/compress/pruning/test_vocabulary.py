@@ -16,9 +16,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from compress.prune import prune
 from compress.pruning.vocabulary import kept_tokens, prune_vocabulary, read_vocabulary, saved_tokens
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.files import read_json, write_json
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.json_files import read_json, write_json
 from sportsllm.inference.decoder import Sampling, generate
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
