@@ -110,4 +110,10 @@ def source(path: str, name: str) -> str:
     return f'```python title="{path}, line {first}" linenums="{first}"\n{textwrap.dedent(code)}\n```'
 
 
-MAKERS = {"commands": commands, "targets": targets, "table": table, "source": source}
+def drawing(path: str) -> str:
+    """An SVG file inside the page, so that it has the page's colours."""
+    lines = (ROOT / "docs" / path).read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if line.strip())
+
+
+MAKERS = {"commands": commands, "drawing": drawing, "source": source, "table": table, "targets": targets}

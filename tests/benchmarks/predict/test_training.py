@@ -116,8 +116,8 @@ def test_the_ordinary_plan_says_whether_a_step_fits(capsys: pytest.CaptureFixtur
 
 
 def test_the_tables_in_the_docs_are_what_is_computed() -> None:
-    use = (DOCS / "how-to" / "benchmarks.md").read_text(encoding="utf-8")
-    model = (DOCS / "how-it-works" / "model.md").read_text(encoding="utf-8")
+    use = (DOCS / "how-to" / "plan.md").read_text(encoding="utf-8")
+    model = (DOCS / "reference" / "presets.md").read_text(encoding="utf-8")
     for name in ("rtx-3060", "rtx-3070", "rtx-3080", "rtx-3090"):
         found = _plan(name)
         (row,) = [line for line in use.splitlines() if line.startswith(f"| {name.upper().replace('-', ' ')}")]

@@ -1,0 +1,85 @@
+"""The tutorials run as they stand: every shell block, in order, and the outputs that they show.
+
+What differs from what a reader runs is all here: fewer tokens and rounds, a tiny chat model in place of SmolLM2-135M,
+and stand-ins for commands that need a network, a Raspberry Pi or an hour.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TUTORIALS = ROOT / "docs" / "tutorials"
+INSTEAD = {
+    "--megabytes 5": "--megabytes 0.3",
+    "--megabytes 1 ": "--megabytes 0.2 ",
+    "--tokens 600k": "--tokens 20k",
+    "--tokens 300k": "--tokens 10k",
+    "--samples 16": "--samples 2",
+    "bench student-onnx": "bench student-onnx --rounds 1",
+}
+STAND_INS = ("make", "scp", "pip", "npm")
+FENCE = re.compile(r'^```(\S+)(?: title="(\w+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the readers work: the web page continues from the model for the Raspberry Pi."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "bin").mkdir()
+    for name in STAND_INS:
+        (folder / "bin" / name).write_text("#!/bin/sh\n")
+        (folder / "bin" / name).chmod(0o755)
+    return folder
+
+
+def run_page(name: str, folder: Path, instead: dict[str, str]) -> None:
+    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    printed, exports = "", ""  # a variable that is exported in one block is there in the next
+    for language, title, text in FENCE.findall((TUTORIALS / name).read_text(encoding="utf-8")):
+        if language == "sh":
+            for word, other in instead.items():
+                text = text.replace(word, other)
+            exports += "".join(f"{line}\n" for line in text.splitlines() if line.startswith("export "))
+            script = f"set -e\n{exports}{text}"
+            run = subprocess.run(
+                ["bash", "-c", script],
+                cwd=folder,
+                env=os.environ | {"PATH": path, "COLUMNS": "110"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=600,
+            )
+            printed = run.stdout
+            missed_budget = run.returncode == 4 and "--target" in text  # a model trained for seconds
+            assert run.returncode == 0 or missed_budget, f"{text}\n{printed}"
+        elif title == "Output":
+            left = iter(words(printed))
+            assert all(word in left for word in words(text)), f"{name} shows\n{text}\nbut was printed\n{printed}"
+
+
+def words(text: str) -> list[str]:
+    """The words of an output, without figures and verdicts."""
+    return [word for word in re.findall(r"[A-Za-z]{3,}", text) if word not in ("pass", "fail", "uncertain")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["raspberry-pi.md", "web-page.md"])
+def test_from_text_to_a_raspberry_pi_and_a_web_page(name: str, folder: Path) -> None:
+    run_page(name, folder, INSTEAD)
+
+
+@pytest.mark.slow
+def test_from_a_checkpoint_to_a_phone(checkpoint: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(checkpoint, tmp_path / "chat-model")
+    template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    run_page("phone.md", tmp_path, INSTEAD | {"HuggingFaceTB/SmolLM2-135M-Instruct": str(model)})
