@@ -1,6 +1,8 @@
 """Tiny real models and texts that every test may use. Nothing is downloaded."""
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests often share the machine; see sportsllm.cli
@@ -8,11 +10,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests often share the mac
 import pytest
 import torch
 
+import sportsllm
+from compress.quantization.config import QuantizationConfig
+from compress.quantize import quantize_checkpoint
 from sportsllm import console
 from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.simulator import simulate
 from sportsllm.text.packing import PackedSequences, tokenize
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+from tests.support import gelu_kind
+from tests.support.command_line import CommandLine
 from tests.support.models import STORIES, TINY_VOCAB, tiny_model
 
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
@@ -47,10 +54,47 @@ def checkpoint(tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="session")
+def int4(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint in INT4, rounded to nearest."""
+    out = tmp_path_factory.mktemp("quantized") / "int4"
+    quantize_checkpoint(checkpoint=checkpoint, out=out, config=QuantizationConfig(), method="rtn")
+    return out
+
+
+@pytest.fixture(scope="session")
+def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint's ONNX export."""
+    return export_of(checkpoint, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def exported_int4(int4: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The export of its INT4 form, which calls kernels."""
+    return export_of(int4, tmp_path_factory)
+
+
+def export_of(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "onnx"
+    sportsllm.export(source, out=out, threads=1)
+    return out
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """The program's commands."""
+    return CommandLine(capsys)
+
+
+@pytest.fixture
+def gelu() -> Iterator[str]:
+    """The name of a second kind of feed-forward: two matrices with biases."""
+    with gelu_kind.registered() as name:
+        yield name
+
+
+@pytest.fixture(scope="session")
 def corpus_file(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The forty matches as .jsonl."""
-    import json
-
     path = tmp_path_factory.mktemp("corpus") / "matches.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return path

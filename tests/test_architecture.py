@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ FLOORS: dict[str, list[set[str]]] = {
 }
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
-MOST_LINES = {"sportsllm": 13_175, "compress": 7_560, "export": 6_130, "benchmarks": 8_500, "tests": 21_835}
+MOST_LINES = {"sportsllm": 13_175, "compress": 7_560, "export": 6_130, "benchmarks": 8_500, "tests": 20_550}
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
 
@@ -127,41 +128,10 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def import_cycles() -> list[set[str]]:
-    """Groups of modules that import each other, imports inside functions included, those for types only left out."""
-    ours = {name: path for name, path in modules().items() if path != FRONT_DOOR}
-    edges = {name: {each for each in imports(path) if each in ours} - {name} for name, path in ours.items()}
-    left = dict(edges)
-    while True:  # take away what nothing in a cycle can be: modules without imports left, then without importers
-        leaves = {name for name, found in left.items() if not found & left.keys()}
-        used = set().union(*left.values()) if left else set()
-        drop = leaves | (left.keys() - used)
-        if not drop:
-            break
-        left = {name: found for name, found in left.items() if name not in drop}
-    cycles: list[set[str]] = []
-    for name in sorted(left):
-        reached, queue = set[str](), [name]
-        while queue:
-            for each in left.get(queue.pop(), set()) & left.keys() - reached:
-                reached.add(each)
-                queue.append(each)
-        if name in reached and not any(name in cycle for cycle in cycles):
-            cycles.append({name} | {each for each in reached if name in _reach(each, left)})
-    return cycles
-
-
-def _reach(name: str, edges: dict[str, set[str]]) -> set[str]:
-    reached, queue = set[str](), [name]
-    while queue:
-        for each in edges.get(queue.pop(), set()) - reached:
-            reached.add(each)
-            queue.append(each)
-    return reached
-
-
 def test_no_import_cycle() -> None:
-    assert import_cycles() == []
+    """Imports inside functions included, those for types only left out; a cycle is named by the error."""
+    ours = {name: path for name, path in modules().items() if path != FRONT_DOOR}
+    TopologicalSorter({name: (imports(path) & ours.keys()) - {name} for name, path in ours.items()}).prepare()
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -219,7 +189,7 @@ def test_importing_the_packages_costs_nothing() -> None:
 
 def test_the_device_modules_need_no_torch() -> None:
     code = (
-        "import sys\nimport export.runtime, sportsllm.inference.decoder, sportsllm.inference.scoring\n"
+        "import sys\nimport export.runtime.decoder, sportsllm.inference.decoder, sportsllm.inference.scoring\n"
         "import sportsllm.formats.artifact, sportsllm.text.documents, sportsllm.text.tokenizer\n"
         "import benchmarks.measure.bench, benchmarks.measure.worker\n"
         "import benchmarks.predict.calibrate\n"

@@ -6,7 +6,7 @@ import pytest
 
 from sportsllm.commands import COMMANDS
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
-from tests.sportsllm.test_cli import call
+from tests.support.command_line import CommandLine
 
 USAGE, ARTIFACT, CONFLICT = UsageError.exit_code, ArtifactError.exit_code, ConflictError.exit_code
 MISSING, MODEL, TEXT, TAKEN, NEW = "{missing}", "{model}", "{text}", "{taken}", "{new}"
@@ -90,7 +90,7 @@ def test_bad_input_ends_in_one_line(
     line: str,
     code: int,
     named: str,
-    capsys: pytest.CaptureFixture[str],
+    cli: CommandLine,
     checkpoint: Path,
     corpus_file: Path,
     tmp_path: Path,
@@ -100,7 +100,7 @@ def test_bad_input_ends_in_one_line(
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     places = {"missing": "missing", "model": checkpoint, "text": corpus_file, "taken": "taken", "new": "new"}
-    found, out, err = call(capsys, *(word.format(**places) for word in line.split()))
+    found, out, err = cli(*(word.format(**places) for word in line.split()))
     errors = [text for text in err.splitlines() if text.startswith("error: ")]
     assert found == code, err
     assert len(errors) == 1 and named in errors[0] and len(errors[0]) <= LONGEST, err

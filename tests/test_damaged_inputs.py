@@ -1,7 +1,5 @@
 """A thousand seeded mutations of good files: every reader ends well or in one short line, and in time."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

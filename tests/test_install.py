@@ -74,20 +74,8 @@ def device(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return binaries
 
 
-@pytest.fixture(scope="module")
-def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import sportsllm
-    from compress.quantization.config import QuantizationConfig
-    from compress.quantize import quantize_checkpoint
-
-    base = tmp_path_factory.mktemp("exported")
-    quantize_checkpoint(checkpoint=checkpoint, out=base / "q4", config=QuantizationConfig())
-    sportsllm.export(base / "q4", out=base / "onnx", threads=2)
-    return base / "onnx"
-
-
 @pytest.mark.slow
-def test_a_device_needs_no_torch(device: Path, exported: Path, corpus_file: Path, tmp_path: Path) -> None:
+def test_a_device_needs_no_torch(device: Path, exported_int4: Path, corpus_file: Path, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -102,18 +90,18 @@ def test_a_device_needs_no_torch(device: Path, exported: Path, corpus_file: Path
     check = f"import importlib.util as u; print([n for n in {ABSENT!r} if u.find_spec(n)])"
     found = subprocess.run([str(device / "python"), "-c", check], capture_output=True, text=True, cwd=tmp_path)
     assert found.stdout.strip() == "[]"
-    result = run("generate", exported, "--prompt", "Goal", "--max-new-tokens", 5, "--json")
+    result = run("generate", exported_int4, "--prompt", "Goal", "--max-new-tokens", 5, "--json")
     assert result.returncode == 0, result.stderr
     generated = json.loads(result.stdout.splitlines()[-1])
     assert generated["tokens"] == 5
     assert generated["kernels"] == ("portable" if next(compilers(), None) is None else "native")
-    result = run("eval", exported, "--text", corpus_file, "--json")
+    result = run("eval", exported_int4, "--text", corpus_file, "--json")
     assert result.returncode == 0 and json.loads(result.stdout)["bits_per_byte"] > 0, result.stderr
-    result = run("inspect", exported, "--out", "parts.html")
+    result = run("inspect", exported_int4, "--out", "parts.html")
     assert result.returncode == 0 and "q_proj" in (tmp_path / "parts.html").read_text(encoding="utf-8"), result.stderr
-    result = run("verify", exported, "--json")
+    result = run("verify", exported_int4, "--json")
     assert result.returncode == 0 and json.loads(result.stdout)["ok"] is True, result.stderr
-    result = run("bench", exported, "--threads", 2, "--rounds", 2, "--set", "most_rounds=2", "--json")
+    result = run("bench", exported_int4, "--threads", 2, "--rounds", 2, "--set", "most_rounds=2", "--json")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1])["peak_rss_bytes"] > 0
     result = run("train", "--model", "tiny-1m", "--corpus", corpus_file, "--out", "x")

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,13 @@ from compress.prune import PruneResult, prune
 from compress.pruning import job as jobs
 from compress.pruning.scores import load_scores
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.training import loop
-from tests.support import gelu_kind
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import saved, tiny_config, tiny_model
 
 STEPS = {"batch_size": 2, "accumulation": 1, "sequence": 64, "learning_rate": 1e-3}
-
-
-@pytest.fixture
-def gelu() -> Iterator[str]:
-    """A feed-forward of two matrices with biases."""
-    with gelu_kind.registered() as name:
-        yield name
 
 
 class Pruning:
@@ -70,8 +61,7 @@ def test_another_kind_of_feed_forward_is_pruned_in_every_way(
 ) -> None:
     """Neurons, hidden channels, heads and layers; refitted, recovered (calibrated on the corpus) and written."""
     run.checkpoint = tmp_path / "full"
-    run.checkpoint.mkdir()
-    save_checkpoint(run.checkpoint, tiny_model(mlp_kind=gelu), tokenizer_directory)
+    saved(run.checkpoint, tiny_model(mlp_kind=gelu), tokenizer_directory)
     shape = {"hidden": 48, "intermediate": 64, "heads": 2, "kv_heads": 1, "layers": 1}
     result = run(tmp_path / "out", STEPS | {"learning_rate": 3e-3}, recover=1920, **shape)
     made = load_checkpoint(tmp_path / "out")
@@ -90,8 +80,7 @@ def test_a_shape_that_the_family_lacks_is_said(
     gpt2 = {"norm_kind": "layer", "mlp_kind": "gelu", "position_kind": "learned", "num_key_value_heads": 4}
     biases = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
     run.checkpoint = tmp_path / "full"
-    run.checkpoint.mkdir()
-    save_checkpoint(run.checkpoint, tiny_model(**gpt2, **biases), tokenizer_directory)
+    saved(run.checkpoint, tiny_model(**gpt2, **biases), tokenizer_directory)
     assert json.loads((run.checkpoint / "config.json").read_text(encoding="utf-8"))["model_type"] == "gpt2"
     run(tmp_path / "out", heads=2, kv_heads=2)
     assert "gpt2 has no such shape, so model_type is sportsllm" in capsys.readouterr().err.replace("\n", " ")

@@ -6,11 +6,11 @@ import torch
 
 from compress.sample import CORPUS, sample
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.batch_sampling import default_rows
 from sportsllm.text.tokenizer import load_tokenizer
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import saved, tiny_config, tiny_model
 
 
 def test_a_model_writes_a_corpus(checkpoint: Path, tmp_path: Path) -> None:
@@ -34,8 +34,7 @@ def test_a_model_writes_a_corpus(checkpoint: Path, tmp_path: Path) -> None:
 def test_texts_are_as_long_as_training_reads(
     tokenizer_directory: Path, tmp_path: Path, context: int, longest: int
 ) -> None:
-    (tmp_path / "model").mkdir()
-    save_checkpoint(tmp_path / "model", tiny_model(max_position_embeddings=context), tokenizer_directory)
+    saved(tmp_path / "model", tiny_model(max_position_embeddings=context), tokenizer_directory)
     sample(tmp_path / "model", out=tmp_path / "own", tokens=10, batch_size=1)
     settings = json.loads((tmp_path / "own" / "manifest.json").read_text(encoding="utf-8"))["settings"]
     assert settings["length"] == longest
@@ -45,8 +44,7 @@ def test_texts_end_at_a_stop_token(checkpoint: Path, tokenizer_directory: Path, 
     model = load_checkpoint(checkpoint)
     assert model.config.stop_token_ids
     model.head_weight.data.mul_(0.01)  # all tokens about as likely as each other
-    (tmp_path / "flat").mkdir()
-    save_checkpoint(tmp_path / "flat", model, tokenizer_directory)
+    saved(tmp_path / "flat", model, tokenizer_directory)
     flat = sample(tmp_path / "flat", out=tmp_path / "own", tokens=2_000, sequence=64, batch_size=32)
     # Every token ends a text with a chance of 2 of 384 (end and begin token): 1 - (382 / 384) ** 63 = 28% of them.
     assert 0.1 < flat.ended / flat.documents < 0.5

@@ -1,8 +1,7 @@
 """A checkpoint directory in, a finished export out, or nothing at all."""
 
-from __future__ import annotations
-
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,10 @@ import pytest
 import sportsllm
 from export.graph.decoder import WrittenGraph, write_graph
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import verify_directory
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.text.tokenizer import train_tokenizer
-from tests.support.export_models import CONTEXT, TINY, edit_tensor, pack_model, save, tiny_model
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """With a tokenizer, as a stage writes it."""
-    directory = tmp_path / "checkpoint"
-    directory.mkdir()
-    train_tokenizer(["the ball is out of play " * 50, "Zoë scores again " * 50], 280, directory)
-    return save(directory, tiny_model(vocab_size=280, max_position_embeddings=CONTEXT))
+from tests.support.export_models import edit_tensor, pack_model, save, tiny_model
 
 
 def test_export_writes_a_finished_directory(checkpoint: Path, tmp_path: Path) -> None:
@@ -37,7 +27,7 @@ def test_export_writes_a_finished_directory(checkpoint: Path, tmp_path: Path) ->
     assert verify_directory(out)[1] == []
     assert (out / "config.json").read_bytes() == (checkpoint / "config.json").read_bytes()
     assert result.precision == "fp32" and not result.cached
-    assert result.parameters == TINY.with_changes(vocab_size=280).parameters
+    assert result.parameters == load_config(checkpoint).parameters
     assert result.size_bytes == sum((out / name).stat().st_size for name in ("model.onnx", "model.onnx.data"))
     figures = {"max_abs_logit_error", "kl", "greedy_match", "passed", "input_rounding", "tokenizer_changes"}
     assert result.parity.keys() == figures
@@ -59,13 +49,6 @@ def test_packed_checkpoints_keep_their_precision(tmp_path: Path) -> None:
     for dtype in ("fp32", "fp16-weights"):
         with pytest.raises(UsageError, match=rf"--dtype {dtype}.*packed already"):
             sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "other", dtype=dtype, threads=1)
-
-
-@pytest.mark.parametrize(("dtype", "stored"), [("fp32", 4), ("fp16-weights", 2)])
-def test_bytes_a_parameter(dtype: str, stored: int, checkpoint: Path, tmp_path: Path) -> None:
-    result = sportsllm.export(str(checkpoint), out=str(tmp_path / "out"), dtype=dtype, threads=1)
-    assert json.loads(json.dumps(result.to_json()))["precision"] == result.precision == dtype[:4]
-    assert result.size_bytes == pytest.approx(stored * result.parameters, rel=0.6)
 
 
 def add_one(array: np.ndarray) -> None:
@@ -91,7 +74,8 @@ def test_bad_requests(checkpoint: Path, tmp_path: Path) -> None:
         sportsllm.export(tmp_path / "nowhere", out=tmp_path / "out")
     with pytest.raises(UsageError, match="fp32, fp16 or fp16-weights"):
         sportsllm.export(checkpoint, out=tmp_path / "out", dtype="fp64")
-    (checkpoint / "model.safetensors").unlink()
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    (copy / "model.safetensors").unlink()
     with pytest.raises(ArtifactError, match=r"no model\.safetensors"):
-        sportsllm.export(checkpoint, out=tmp_path / "out")
+        sportsllm.export(copy, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,7 +1,5 @@
 """The browser layout: names that transformers.js asks for, and that our own commands open it as well."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -31,11 +29,11 @@ NAMES = {
 
 
 @pytest.mark.parametrize("precision", NAMES)
-def test_layout(precision: str, checkpoint: Path, tmp_path: Path) -> None:
-    source, out = checkpoint, tmp_path / "web"
-    if precision.startswith("int"):
+def test_layout(precision: str, checkpoint: Path, int4: Path, tmp_path: Path) -> None:
+    source, out = int4 if precision == "int4" else checkpoint, tmp_path / "web"
+    if precision == "int8":
         source = tmp_path / "packed"
-        quantize_checkpoint(checkpoint=checkpoint, out=source, config=QuantizationConfig(bits=int(precision[3:])))
+        quantize_checkpoint(checkpoint, source, QuantizationConfig(bits=8), "rtn")
     dtype = "fp16-weights" if precision == "fp16" else None
     result = sportsllm.export(source, out=out, dtype=dtype, threads=1, format="web")
 

@@ -28,7 +28,7 @@ def test_a_loaded_model_generates_scores_and_gives_logits(checkpoint: Path) -> N
         next(model.generate("They", top_p=3))
 
 
-def test_commands_are_functions_with_typed_results_that_take_strings_as_paths(checkpoint: Path) -> None:
+def test_commands_are_functions_with_typed_results_that_take_strings_as_paths() -> None:
     assert set(sportsllm.__all__) <= {*dir(sportsllm), *sportsllm.__all__}
     for name in sportsllm.__all__:
         assert callable(getattr(sportsllm, name)), name

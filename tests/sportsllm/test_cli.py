@@ -14,33 +14,20 @@ from typing import Any
 import pytest
 import typer
 
-from sportsllm.cli import build_app, main
+from sportsllm.cli import build_app
 from sportsllm.commands import COMMANDS
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.settings import LORA, TRAINING
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.settings import ALPHA, TrainConfig
+from tests.support.command_line import CommandLine
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 CLI = [sys.executable, "-m", "sportsllm.cli"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Run in this process: exit code, standard output, standard error."""
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return int(stop.value.code or 0), out, err
-
-
-def complains(result: tuple[int, str, str], code: int, text: str) -> None:
-    assert result[0] == code, result
-    lines = [line for line in result[2].splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and text in lines[0], result[2]
 
 
 def train(corpus: Path, out: Path, *more: object) -> list[object]:
@@ -59,82 +46,71 @@ def matches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, "--help")
+def test_help_and_version(cli: CommandLine) -> None:
+    code, out, _ = cli("--help")
     assert code == 0 and all(name.partition(" ")[0] in out for name in COMMANDS)
-    assert call(capsys, "--version")[1].startswith("0.")
+    assert cli("--version")[1].startswith("0.")
     for name in COMMANDS:
-        assert call(capsys, *name.split(), "--help")[0] == 0
+        assert cli(*name.split(), "--help")[0] == 0
 
 
-def test_json_is_one_object_and_words_go_to_stderr(
-    capsys: pytest.CaptureFixture[str], checkpoint: Path, corpus_file: Path
-) -> None:
-    code, out, err = call(capsys, "eval", checkpoint, "--text", corpus_file, "--json")
+def test_json_is_one_object_and_words_go_to_stderr(cli: CommandLine, checkpoint: Path, corpus_file: Path) -> None:
+    code, out, err = cli("eval", checkpoint, "--text", corpus_file, "--json")
     assert code == 0 and "bits per byte" in err
     assert {"perplexity", "bits_per_byte", "tokens", "bytes"} <= set(json.loads(out))
-    code, out, _ = call(capsys, "generate", checkpoint, "--prompt", "Goal", "--max-new-tokens", 5, "--json")
+    code, out, _ = cli("generate", checkpoint, "--prompt", "Goal", "--max-new-tokens", 5, "--json")
     result = json.loads(out.splitlines()[-1])
     assert {"text", "tokens", "ttft_ms", "tokens_per_s"} <= set(result) and result["tokens"] == 5
     text = json.loads(out)["text"]
-    stopped = call(
-        capsys, "generate", checkpoint, "--prompt", "Goal", "--max-new-tokens", 5, "--stop", text[1:3], "--json"
-    )
+    stopped = cli("generate", checkpoint, "--prompt", "Goal", "--max-new-tokens", 5, "--stop", text[1:3], "--json")
     assert json.loads(stopped[1])["text"] == text[: text.index(text[1:3])]
-    complains(call(capsys, "generate", checkpoint, "--stop", ""), 2, "--stop is empty")
-    code, out, _ = call(capsys, "generate", checkpoint, "--ids", "--temperature", 0, "--max-new-tokens", 3)
+    cli.refuses(2, "--stop is empty", "generate", checkpoint, "--stop", "")
+    code, out, _ = cli("generate", checkpoint, "--ids", "--temperature", 0, "--max-new-tokens", 3)
     assert len([int(token) for token in out.split()]) == 3
 
 
-def test_generate_says_that_the_context_is_full(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+def test_generate_says_that_the_context_is_full(cli: CommandLine, checkpoint: Path) -> None:
     endless = ("generate", checkpoint, "--temperature", 0, "--repetition-penalty", 1, "--json", "--max-new-tokens")
-    code, out, err = call(capsys, *endless, 9_999)
+    code, out, err = cli(*endless, 9_999)
     result, context = json.loads(out.splitlines()[-1]), load_config(checkpoint).max_position_embeddings
     assert code == 0 and result["context_full"] is True and result["tokens"] == context - 1
     assert f"the context of {context:,} tokens is full: {context - 1:,} of 9,999" in err
-    code, out, err = call(capsys, *endless, 3)
+    code, out, err = cli(*endless, 3)
     assert json.loads(out.splitlines()[-1])["context_full"] is False and "is full" not in err
 
 
-def test_chat(capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path) -> None:
+def test_chat(cli: CommandLine, checkpoint: Path, tmp_path: Path) -> None:
     import shutil
 
-    complains(call(capsys, "generate", checkpoint, "--chat", "--prompt", "Hi"), 3, "has no chat template")
+    cli.refuses(3, "has no chat template", "generate", checkpoint, "--chat", "--prompt", "Hi")
     chatty = shutil.copytree(checkpoint, tmp_path / "chatty")
     (chatty / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}", encoding="utf-8")
-    code, out, _ = call(
-        capsys, "generate", chatty, "--chat", "--prompt", "Hi", "--max-new-tokens", 2, "--temperature", 0
-    )
+    code, out, _ = cli("generate", chatty, "--chat", "--prompt", "Hi", "--max-new-tokens", 2, "--temperature", 0)
     assert code == 0 and out.startswith("Hi\n\n")
     tokenizer, decoder = load_tokenizer(chatty), open_decoder(chatty, 1)
     first = int(decoder.prefill([[*tokenizer.encode("Hi"), 1]])[0].argmax())
-    code, out, _ = call(capsys, "generate", chatty, "--chat", "--prompt", "Hi", "--temperature", 0, "--json")
+    code, out, _ = cli("generate", chatty, "--chat", "--prompt", "Hi", "--temperature", 0, "--json")
     assert json.loads(out.splitlines()[-1])["ids"][:1] == [first]
 
 
-def test_a_prompt_that_fills_the_context_is_refused(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
-    complains(call(capsys, "generate", checkpoint, "--prompt", "x" * 4000), 2, "context is 128")
+def test_a_prompt_that_fills_the_context_is_refused(cli: CommandLine, checkpoint: Path) -> None:
+    cli.refuses(2, "context is 128", "generate", checkpoint, "--prompt", "x" * 4000)
 
 
 def test_train_distill_quantize_prune_verify(
-    capsys: pytest.CaptureFixture[str], matches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: CommandLine, matches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> dict[str, Any]:
-        code, out, err = call(capsys, *arguments, "--json")
-        assert code == 0, err
-        return dict(json.loads(out))
-
+    run = cli.result
     small = train(matches / "train.jsonl", "runs/tiny-300k")
     keys = {"out", "parameters", "size_bytes", "seconds", "tokens", "tokens_per_s", "loss", "valid_bits_per_byte"}
     assert keys | {"peak_rss_bytes"} <= run(*small, "--steps", 2).keys()
     assert run(*small, "--steps", 2)["cached"] is True
-    complains(call(capsys, *small, "--steps", 3), 6, "other settings")
+    cli.refuses(6, "other settings", *small, "--steps", 3)
     # The bare command: teacher by preset name, corpus from its manifest, output from the student's name.
     few = ["--steps", 1, "--batch-size", 2, "--set", "accumulation=1", "--sequence", 32]
     distill = ["distill", "--teacher", "tiny-300k", "--student"]
-    complains(call(capsys, *distill, "tiny-1m", *few), 2, "larger than the teacher")
+    cli.refuses(2, "larger than the teacher", *distill, "tiny-1m", *few)
     assert run(*distill, "runs/tiny-300k", "--out", "runs/again", *few)["out"] == "runs/again"
     run("quantize", "runs/again", "--out", "runs/q", "--bits", 4)
     prune = ["prune", "runs/tiny-300k", "--out", "runs/p", "--intermediate", 96, "--set", "samples=4"]
@@ -144,14 +120,14 @@ def test_train_distill_quantize_prune_verify(
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    code, out, _ = call(capsys, "verify", "runs/q", "--json")
+    code, out, _ = cli("verify", "runs/q", "--json")
     assert code == 3 and json.loads(out)["problems"] == [
         "model.safetensors: content differs from the manifest's SHA-256"
     ]
     assert run("eval", "runs/p", "--questions", matches / "questions.jsonl")["questions"] == 8
 
 
-def test_interrupt_saves_and_resume_finishes(matches: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_saves_and_resume_finishes(matches: Path, tmp_path: Path, cli: CommandLine) -> None:
     arguments = [str(a) for a in train(matches / "train.jsonl", tmp_path / "out", "--steps", 40)]
     process = subprocess.Popen([*CLI, *arguments], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     metrics = tmp_path / "out.partial" / "metrics.jsonl"
@@ -162,28 +138,26 @@ def test_interrupt_saves_and_resume_finishes(matches: Path, tmp_path: Path, caps
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "--resume" in err and not (tmp_path / "out").exists()
-    complains(call(capsys, *arguments), 6, "add --resume")
-    code, _, err = call(capsys, *arguments, "--resume", "--json")
+    cli.refuses(6, "add --resume", *arguments)
+    code, _, err = cli(*arguments, "--resume", "--json")
     assert code == 0, err
     steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps) and steps[-1] == 40
     assert not (tmp_path / "out" / "state").exists()
 
 
-def test_full_disk_and_read_only_folder_leave_nothing(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_full_disk_and_read_only_folder_leave_nothing(checkpoint: Path, tmp_path: Path, cli: CommandLine) -> None:
     quantize = ["quantize", checkpoint, "--method", "rtn", "--out"]
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-        complains(call(capsys, *quantize, tmp_path / "out"), 5, "grew over the allowed size")
+        cli.refuses(5, "grew over the allowed size", *quantize, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
     assert list(tmp_path.iterdir()) == []
-    complains(call(capsys, *quantize, "/sys/nothing/out"), 5, "/sys/nothing")
+    cli.refuses(5, "/sys/nothing", *quantize, "/sys/nothing/out")
 
 
 def test_a_missing_package_names_the_extra_and_a_hidden_one_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -204,9 +178,9 @@ def test_a_missing_package_names_the_extra_and_a_hidden_one_is_refused(checkpoin
 
 
 def test_a_tokenizer_keeps_its_own_special_tokens(
-    capsys: pytest.CaptureFixture[str], stories: Path, corpus_file: Path, tmp_path: Path
+    cli: CommandLine, stories: Path, corpus_file: Path, tmp_path: Path
 ) -> None:
-    code, _, err = call(capsys, *train(corpus_file, tmp_path / "out", "--tokenizer", stories, "--steps", 0))
+    code, _, err = cli(*train(corpus_file, tmp_path / "out", "--tokenizer", stories, "--steps", 0))
     assert code == 0, err
     config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert (config["bos_token_id"], config["eos_token_id"], config["vocab_size"]) == (1, 2, 512)
@@ -219,9 +193,9 @@ def test_a_closed_pipe_is_no_bug(checkpoint: Path) -> None:
     assert piped.returncode == 0 and piped.stderr == ""
 
 
-def test_generated_text_joins_its_prompt(capsys: pytest.CaptureFixture[str], stories: Path) -> None:
+def test_generated_text_joins_its_prompt(cli: CommandLine, stories: Path) -> None:
     arguments = ["generate", stories, "--prompt", "Once upon a time, there", "--temperature", 0, "--max-new-tokens", 4]
-    _, out, _ = call(capsys, *arguments, "--json")
+    _, out, _ = cli(*arguments, "--json")
     assert json.loads(out.splitlines()[-1])["text"].startswith(" was a little")
 
 

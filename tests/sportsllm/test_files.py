@@ -34,7 +34,7 @@ def test_damaged_json_is_one_short_line(tmp_path: Path, content: bytes, problem:
     assert str(path) in str(error.value) and len(str(error.value)) < 400
 
 
-def test_json_within_the_bounds_is_read(tmp_path: Path) -> None:
+def test_json_within_the_bounds_is_read() -> None:
     text = '{"a": ' + "[" * 99 + "]" * 99 + ', "b": 18446744073709551615, "c": "\\ud83d\\ude00", "d": NaN}'
     data = parse_json(text, "here")
     assert data["b"] == 2**64 - 1 and data["c"] == "\N{GRINNING FACE}"

@@ -1,7 +1,5 @@
 """Checkpoints as `transformers` saves them from models that bitsandbytes packed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

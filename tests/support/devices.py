@@ -1,7 +1,5 @@
 """A device with known figures, for tests of predictions."""
 
-from __future__ import annotations
-
 from benchmarks.devices.load import load_device
 from benchmarks.devices.schema import Device
 

@@ -1,7 +1,5 @@
 """Tiny real models for the tests of `export`, dense and packed."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,34 +21,19 @@ from export.parity.comparison import ParityReport
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.formats.checkpoint import QuantizedEmbedding, QuantizedLinear, save_checkpoint
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
-from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
+from tests.support import models
+from tests.support.models import tiny_config
 
-TINY = ModelConfig(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=112,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=64,
-)
+TINY = tiny_config(vocab_size=96, intermediate_size=112, max_position_embeddings=64)
 
 CONTEXT = 320
 """The longest sequence of the gate fits."""
 
 
 def tiny_model(std: float = 0.1, **changes: Any) -> SportsLLM:
-    """Random weights, norms and biases included, large enough for attention to look at some tokens more than others."""
-    model = SportsLLM(TINY.with_changes(**changes))
-    model.initialize(0, std)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
+    """Random weights, large enough for attention to look at some tokens more than others."""
+    return models.tiny_model(0, std, **vars(TINY) | changes)
 
 
 def round_to_nearest(weight: npt.NDArray[np.float32], bits: int, block: int, asymmetric: bool) -> QuantizedWeight:

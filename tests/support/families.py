@@ -1,6 +1,4 @@
-"""Small models of `transformers` in families other than LLaMA's, with random weights."""
-
-from __future__ import annotations
+"""Small models of `transformers` of every family, with random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -95,12 +93,25 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     ),
     "deepseek-v2": transformers.DeepseekV2Config(**_ALL_HEADS, **_LATENT, q_lora_rank=None, head_dim=8),
 }
+PLAIN: dict[str, transformers.PretrainedConfig] = {
+    "llama": transformers.LlamaConfig(**SIZES, head_dim=24, rope_theta=500_000.0, rms_norm_eps=1e-5),
+    "llama-tied": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama-bias": transformers.LlamaConfig(**_ALL_HEADS, attention_bias=True, mlp_bias=True),
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=32),
+}
+"""Families whose layers are alike and have no parts of their own."""
 
 
 def peer(name: str) -> Any:
-    """A model of one of `CONFIGS`, norms and biases random too."""
+    """A model of one of `CONFIGS` or `PLAIN`, norms and biases random too."""
+    return peer_of((CONFIGS | PLAIN)[name])
+
+
+def peer_of(config: transformers.PretrainedConfig) -> Any:
+    """A model of any shape."""
     torch.manual_seed(0)
-    found = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").float().eval()
+    found = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in found.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

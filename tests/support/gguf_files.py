@@ -1,7 +1,5 @@
 """Tiny GGUF files, written by the package `gguf` as llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Its header is `include/llama.h` of https://github.com/ggml-org/llama.cpp. Struct
 release and are passed by value, so they are kept as bytes of more than their size, as the engine fills them.
 """
 
-from __future__ import annotations
-
 import ctypes as c
 from functools import cache
 from pathlib import Path

@@ -4,12 +4,21 @@ from pathlib import Path
 
 import torch
 
+from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 STORIES = DATA / "models" / "stories260K"
 TINY_VOCAB = 384
+FAMILIES: list[dict[str, object]] = [
+    {},
+    {"tie_word_embeddings": False},
+    {"qk_norm": True},
+    {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+    {"mlp_kind": "gelu"},
+]
+"""Changes of a tiny model that give it every part that a plain one lacks."""
 
 
 def tiny_config(**changes: object) -> ModelConfig:
@@ -38,6 +47,13 @@ def tiny_model(seed: int = 0, std: float = 0.2, **changes: object) -> SportsLLM:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(0.1 * noise) if "norm" in name else parameter.copy_(0.1 * noise)
     return model.eval()
+
+
+def saved(directory: Path, model: SportsLLM, tokenizer_from: Path | None = None) -> Path:
+    """A new checkpoint directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(directory, model, tokenizer_from)
+    return directory
 
 
 def fresh(**changes: object) -> SportsLLM:

@@ -1,9 +1,17 @@
-"""Calls of `train` with the settings of a `TrainConfig`."""
+"""Calls of `train` with the settings of a `TrainConfig`, and trainings that are interrupted."""
 
 import dataclasses
+import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
+from sportsllm.models.language_model import SportsLLM
 from sportsllm.settings import TRAINING
+from sportsllm.text.packing import Batch
+from sportsllm.training.loop import language_model_loss
 from sportsllm.training.settings import TrainConfig
 
 _OPTIONS = ("steps", "batch_size", "sequence", "learning_rate", "seed")
@@ -15,3 +23,17 @@ def options_of(config: TrainConfig) -> dict[str, Any]:
     rare = {name: value for name, value in fields.items() if name in TRAINING and value != getattr(TrainConfig, name)}
     rare |= {"documented": True}
     return {name: fields[name] for name in _OPTIONS} | {"settings": rare}
+
+
+def interrupted_at(batch: int, number: signal.Signals = signal.SIGINT) -> Callable[[SportsLLM, Batch], Tensor]:
+    """The ordinary loss, which sends this process a signal at its nth batch."""
+    calls = 0
+
+    def loss(model: SportsLLM, of: Batch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == batch:
+            os.kill(os.getpid(), number)
+        return language_model_loss(model, of)
+
+    return loss

@@ -1,7 +1,5 @@
 """Judging limits: known, unknown and predicted figures, and contexts too short for a limit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +99,6 @@ def test_a_context_too_short_for_a_limit_is_unknown_to_all(context: int) -> None
     assert (predicted["tpot_p50_ms"] is None) == (context <= TIMED_STEPS)
     assert budget["tpot_depth_tokens"] == (limit_lengths(HOST.limits, context).tpot_depth or 0)
     assert budget["verdict"] == "uncertain"  # quality is unknown
-
-
-def test_depths_fit_the_context() -> None:
-    """After the deepest one there is room for every timed step: none at the context's own end."""
-    assert depths_that_fit(1_024, (32, 512, 1_024)) == [32, 512, 876]
-    assert depths_that_fit(2_048, (32, 512, 1_024)) == [32, 512, 1_024, 1_900]
-    assert depths_that_fit(100) == []
-    assert bench.WARM_UP_STEPS + bench.STEPS == TIMED_STEPS
 
 
 @pytest.mark.parametrize("depth", [1, 2, 16, 32, 152, 512, 1_900])

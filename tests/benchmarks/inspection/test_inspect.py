@@ -1,7 +1,5 @@
 """`inspect`: drawings, attention maps and the use of experts."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -13,17 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-import sportsllm
 from benchmarks.inspection.on_text import MOST_TOKENS, attention_chart, measure_attention
 from sportsllm.errors import UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.inspection import attention_weights
 from sportsllm.models.config import FULL, SLIDING
 from sportsllm.models.config_records import Experts
 from sportsllm.models.presets import PRESETS
 from sportsllm.text.tokenizer import load_tokenizer
-from tests.sportsllm.test_cli import call, complains
-from tests.support.models import tiny_model
+from tests.support.command_line import CommandLine
+from tests.support.models import saved, tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = "The home <b>side</b> won 3-1."
@@ -42,15 +39,7 @@ def mixture(tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory)
     with torch.no_grad():
         half.gate.bias.copy_(torch.tensor([0.0, 0.0, -5.0]))
     directory = tmp_path_factory.mktemp("pictures") / "mixture"
-    directory.mkdir()
-    save_checkpoint(directory, model, tokenizer_directory)
-    return directory
-
-
-def result_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    code, said, err = call(capsys, "inspect", *arguments, "--json")
-    assert code == 0, err
-    return dict(json.loads(said.splitlines()[-1]))
+    return saved(directory, model, tokenizer_directory)
 
 
 def figures(page: str) -> dict[str, dict[str, Any]]:
@@ -60,13 +49,13 @@ def figures(page: str) -> dict[str, dict[str, Any]]:
     return {figure["id"]: figure for figure in json.loads(found[1])}
 
 
-def test_a_shape_is_drawn_as_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    result = result_of(capsys, "small", "--out", tmp_path / "small.html")
+def test_a_shape_is_drawn_as_a_page(cli: CommandLine, tmp_path: Path) -> None:
+    result = cli.result("inspect", "small", "--out", tmp_path / "small.html")
     assert result["out"] == str(tmp_path / "small.html") and result["parameters"] == PRESETS["small"].parameters
     assert [block["layers"] for block in result["blocks"]] == [list(range(12))]
     page = (tmp_path / "small.html").read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>") and not re.search(r"(?:src|href)=|url\(|@import", page)
-    assert result_of(capsys, "small")["out"] is None
+    assert cli.result("inspect", "small")["out"] is None
 
 
 def test_a_device_draws_without_torch_or_templates(tmp_path: Path) -> None:
@@ -79,9 +68,9 @@ def test_a_device_draws_without_torch_or_templates(tmp_path: Path) -> None:
     assert "kv_a_proj_with_mqa" in (tmp_path / "out.html").read_text(encoding="utf-8")
 
 
-def test_maps_hold_the_weights_of_every_head(mixture: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_maps_hold_the_weights_of_every_head(mixture: Path, cli: CommandLine, tmp_path: Path) -> None:
     out = tmp_path / "maps.html"
-    found = result_of(capsys, mixture, "--text", TEXT, "--out", out)["attention"]
+    found = cli.result("inspect", mixture, "--text", TEXT, "--out", out)["attention"]
     model = load_checkpoint(mixture)
     tokenizer = load_tokenizer(mixture, model.config)
     ids = [tokenizer.begin_id, *tokenizer.encode(TEXT)]
@@ -127,14 +116,12 @@ def test_a_layer_without_attention_is_named(checkpoint: Path) -> None:
     assert found["layers_without_attention"] == [1]
 
 
-def test_shares_of_experts_by_text(
-    mixture: Path, texts: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_shares_of_experts_by_text(mixture: Path, texts: list[str], cli: CommandLine, tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("tennis.txt", "cycling.txt")]
     for path, text in zip(files, texts, strict=False):
         Path(path).write_text(text, encoding="utf-8")
     flags = ["--experts", files[0], "--experts", files[1]]
-    found = result_of(capsys, mixture, *flags, "--out", tmp_path / "use.html")["experts"]
+    found = cli.result("inspect", mixture, *flags, "--out", tmp_path / "use.html")["experts"]
     assert list(found["tokens"]) == files and min(found["tokens"].values()) > 1
     assert [layer["never_used"] for layer in found["layers"]] == [[], [2]]
     shares = [layer["shares"][path] for layer in found["layers"] for path in files]
@@ -142,15 +129,15 @@ def test_shares_of_experts_by_text(
     chart = figures((tmp_path / "use.html").read_text(encoding="utf-8"))["experts"]["data"][0]
     np.testing.assert_allclose(chart["z"], 3 * np.array(shares), atol=5e-4)
     assert chart["y"] == [f"layer {layer}, {path}" for layer in (0, 1) for path in files]
-    code, said, _ = call(capsys, "inspect", mixture, *flags)
+    code, said, _ = cli("inspect", mixture, *flags)
     assert code == 0 and "experts that no token was sent to: layer 1: 2" in said
 
 
 def test_what_cannot_be_shown_is_refused_in_a_line(
-    checkpoint: Path, mixture: Path, corpus_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    checkpoint: Path, exported: Path, mixture: Path, corpus_file: Path, cli: CommandLine, tmp_path: Path
 ) -> None:
     def refused(code: int, said: str, *arguments: object) -> None:
-        complains(call(capsys, "inspect", *arguments), code, said)
+        cli.refuses(code, said, "inspect", *arguments)
 
     refused(2, "end it in .html", "small", "--out", tmp_path / "x.svg")
     refused(2, "small is a preset; give a checkpoint", "small", "--text", TEXT)
@@ -161,7 +148,6 @@ def test_what_cannot_be_shown_is_refused_in_a_line(
     refused(3, "nowhere.txt: not found", mixture, "--experts", "nowhere.txt")
     with pytest.raises(UsageError, match=r"5,120 heads of 64 tokens are too much for a page"):
         attention_chart({"tokens": ["a"] * 64}, [torch.zeros(64, 64, 64)] * 80)
-    sportsllm.export(checkpoint, out=tmp_path / "export", threads=1)
-    refused(2, "is an export; give a checkpoint", tmp_path / "export", "--experts", corpus_file)
+    refused(2, "is an export; give a checkpoint", exported, "--experts", corpus_file)
     assert not list(tmp_path.glob("x.*"))
-    assert result_of(capsys, tmp_path / "export")["blocks"] == result_of(capsys, checkpoint)["blocks"]
+    assert cli.result("inspect", exported)["blocks"] == cli.result("inspect", checkpoint)["blocks"]

@@ -1,7 +1,5 @@
 """The parts of a stored model against the graph that `export` writes, and formats that do not exist."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -12,32 +10,16 @@ import pytest
 
 from benchmarks.measure.summary import bytes_read_per_token
 from benchmarks.predict.calibrate import FORMATS, INT8_CACHE, export_untrained
-from benchmarks.predict.model_size import (
-    ModelFormat,
-    file_bytes,
-    layer_activations,
-    mixing_macs,
-    sizes,
-    stored_format,
-)
+from benchmarks.predict.model_size import ModelFormat, file_bytes, layer_activations, mixing_macs, sizes, stored_format
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import to_hf
-from sportsllm.models.config import ModelConfig
 from sportsllm.models.presets import PRESETS
+from tests.support.models import tiny_config
 
 SMALL = PRESETS["small"]
 PRODUCTS = {"MatMulNBits", "DynamicQuantizeMatMul", "FusedMatMul", "MatMul", "DequantizeLinear"}
 # Large enough for the tensors to lie in the data file.
-SHAPE = ModelConfig(
-    vocab_size=500,
-    hidden_size=256,
-    intermediate_size=384,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=256,
-)
+SHAPE = tiny_config(vocab_size=500, hidden_size=256, intermediate_size=384, head_dim=64, max_position_embeddings=256)
 
 
 def _sizes_on_disk(directory: Path) -> tuple[int, int]:

@@ -1,7 +1,5 @@
 """`plan --training`: memory against a card's, the changes that make a step fit, time and price."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

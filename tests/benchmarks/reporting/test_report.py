@@ -16,10 +16,10 @@ from benchmarks.report import output_files, report
 from benchmarks.reporting.inputs import Inputs, Sample, StageSummary, collect
 from benchmarks.reporting.measured import Bench, as_bench
 from benchmarks.reporting.page import csv_text, html_page, markdown
-from sportsllm import cli
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import Stage, output_directory
 from sportsllm.formats.manifest import FileEntry, Manifest, Parent
+from tests.support.command_line import CommandLine
 
 EVIL = "</script><script>alert(1)</script><img src=https://example.org/x.png onerror=alert(2)>"
 LIMITS = (("file_mb", 1.0, 0.5, "pass"), ("ttft_ms", 100.0, 150.0, "fail"), ("tpot_p50_ms", 10.0, None, "uncertain"))
@@ -244,7 +244,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     assert out.read_text(encoding="utf-8") == "old"
 
 
-def test_the_command_sorts_what_it_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_sorts_what_it_is_given(tmp_path: Path, cli: CommandLine) -> None:
     made = tmp_path / "stage"
     record = Stage("train", {"steps": 3}, results={"parameters": 77, "valid_bits_per_byte": 2.5})
     with output_directory(made, record) as partial:
@@ -259,10 +259,7 @@ def test_the_command_sorts_what_it_is_given(tmp_path: Path, capsys: pytest.Captu
     assert inputs.samples == [Sample("before", "The ball is round.")]
     (alone,) = collect([bench]).stages  # a measurement whose directory was not given
     assert (alone.name, alone.command, alone.bench) == ("stage", "bench", inputs.bench)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["report", str(made), str(bench), str(sample), "--out", str(out), "--json"])
-    assert stop.value.code == 0
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = cli.result("report", made, bench, sample, "--out", out)
     assert printed["stages"] == ["stage"] and printed["bytes"] == out.stat().st_size
     assert "The ball is round." in out.read_text(encoding="utf-8")
 

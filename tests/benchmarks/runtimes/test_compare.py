@@ -21,21 +21,18 @@ from benchmarks.runtimes.compare import (
 )
 from benchmarks.runtimes.worker import RUNTIMES, WARM_UP, time_turn
 from sportsllm.errors import UsageError
-from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.formats.manifest import verify_directory
-from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
+from tests.support.models import saved, tiny_config
 
-CONFIG = ModelConfig(
+CONFIG = tiny_config(
     vocab_size=64,
     hidden_size=32,
     intermediate_size=48,
-    num_hidden_layers=2,
     num_attention_heads=2,
     num_key_value_heads=1,
-    head_dim=16,
-    max_position_embeddings=160,  # room for depth 32
-)
+    max_position_embeddings=160,
+)  # room for depth 32
 COMMON = """
 import json, os
 def log(**what):
@@ -135,12 +132,8 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("against")
     model = SportsLLM(CONFIG)
     model.initialize(0)
-    (directory / "checkpoint").mkdir()
-    save_checkpoint(directory / "checkpoint", model)
-    sportsllm.export(
-        directory / "checkpoint",
-        out=directory / "export",
-    )
+    saved(directory / "checkpoint", model)
+    sportsllm.export(directory / "checkpoint", out=directory / "export")
     return directory / "export"
 
 

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -7,11 +6,9 @@ import bitsandbytes
 import pytest
 import torch
 
-from compress.distill import distill_student
 from compress.distillation.loss import distillation_loss
-from compress.distillation.settings import DistillationConfig, distillation_config
-from compress.distillation.starts import check_no_larger, choose_start, resolve_teacher, teacher_corpus
-from compress.distillation.student import StudentTraining
+from compress.distillation.settings import distillation_config
+from compress.distillation.starts import check_no_larger, resolve_teacher, teacher_corpus
 from compress.distillation.teacher import load_teacher
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
@@ -21,24 +18,8 @@ from sportsllm.text.packing import Batch
 from sportsllm.text.tokenizer import train_tokenizer
 from sportsllm.training.settings import Start, TrainConfig
 from tests.support.bnb_models import dequantize
+from tests.support.distillation import FP32, run
 from tests.support.models import tiny_config, tiny_model
-
-CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=32, precision="fp32", warmup=0)
-FP32 = DistillationConfig(teacher_precision="fp32")
-
-
-def run(teacher: Path, student: str, out: Path, corpus: Path, **changes: object) -> dict[str, object]:
-    training = StudentTraining(teacher, CONFIG, (corpus,), distillation=FP32)
-    start = choose_start(student, None, teacher)
-    return distill_student(student, start, dataclasses.replace(training, **changes), out)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def student(tokenizer_directory: Path, tmp_path: Path) -> Path:
-    directory = tmp_path / "student"
-    directory.mkdir()
-    save_checkpoint(directory, tiny_model(seed=5, num_hidden_layers=1), tokenizer_directory)
-    return directory
 
 
 def test_a_checkpoint_student_moves_towards_the_teacher(
@@ -197,10 +178,6 @@ def test_preset_student_takes_the_teachers_vocabulary(
     assert load_checkpoint(tmp_path / "out").config.vocab_size == 384
 
 
-def test_a_packed_student_is_refused(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
-    from compress.quantization.config import QuantizationConfig
-    from compress.quantize import quantize_checkpoint
-
-    quantize_checkpoint(checkpoint=checkpoint, out=tmp_path / "q", config=QuantizationConfig())
+def test_a_packed_student_is_refused(checkpoint: Path, int4: Path, corpus_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="is quantized"):
-        run(checkpoint, str(tmp_path / "q"), tmp_path / "out", corpus_file)
+        run(checkpoint, str(int4), tmp_path / "out", corpus_file)

@@ -1,7 +1,5 @@
 """A trained model becomes one that selects tokens, is taught, exported and read again."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

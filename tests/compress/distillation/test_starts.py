@@ -16,11 +16,11 @@ from compress.pruning.cut import PruneConfig
 from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from sportsllm.errors import UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.training.settings import TrainConfig
-from tests.support.models import tiny_model
+from tests.support.models import saved, tiny_model
 
 CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=128, precision="fp32", warmup=0)
 PLAIN = DistillationConfig(teacher_precision="fp32")
@@ -29,9 +29,7 @@ MATCHED = dataclasses.replace(PLAIN, hidden_weight=1.0)
 
 @pytest.fixture
 def teacher(tokenizer_directory: Path, tmp_path: Path) -> Path:
-    (tmp_path / "teacher").mkdir()
-    save_checkpoint(tmp_path / "teacher", tiny_model(num_hidden_layers=6), tokenizer_directory)
-    return tmp_path / "teacher"
+    return saved(tmp_path / "teacher", tiny_model(num_hidden_layers=6), tokenizer_directory)
 
 
 @pytest.fixture

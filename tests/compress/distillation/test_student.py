@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from compress.distill import distill as command
-from compress.distill import distill_student
 from compress.distillation.loss import HiddenMatching, attached, distillation_loss
 from compress.distillation.settings import (
     DistillationConfig,
@@ -18,22 +17,20 @@ from compress.distillation.settings import (
     default_layer_map,
     parse_kl_weight,
 )
-from compress.distillation.starts import choose_start
 from compress.distillation.student import StudentTraining
 from compress.prune import prune_checkpoint
 from compress.pruning.cut import PruneConfig
 from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch
-from sportsllm.training.settings import Adapters, Start, TrainConfig
+from sportsllm.training.settings import Adapters, Start
+from tests.support.distillation import CONFIG, FP32, run
 from tests.support.models import tiny_model
 
-CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=32, precision="fp32", warmup=0)
-FP32 = DistillationConfig(teacher_precision="fp32")
 SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
@@ -90,19 +87,6 @@ def batch(index: int = 0) -> Batch:
 def log_probabilities(model: SportsLLM, of: Batch) -> Tensor:
     with torch.no_grad():
         return torch.log_softmax(model(of.tokens, documents=of.documents).double(), -1)
-
-
-def run(teacher: Path, student: str, out: Path, corpus: Path, **changes: object) -> dict[str, object]:
-    training = StudentTraining(teacher, CONFIG, (corpus,), distillation=FP32)
-    start = choose_start(student, "fresh" if student == "tiny-300k" else None, teacher)
-    return distill_student(student, start, dataclasses.replace(training, **changes), out)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def student(tokenizer_directory: Path, tmp_path: Path) -> Path:
-    (tmp_path / "student").mkdir()
-    save_checkpoint(tmp_path / "student", tiny_model(seed=5, num_hidden_layers=1), tokenizer_directory)
-    return tmp_path / "student"
 
 
 def test_every_way_leaves_an_ordinary_checkpoint(

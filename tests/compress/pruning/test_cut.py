@@ -1,7 +1,5 @@
 """What is sliced and what stays, and a student's config cut out of a full model."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -9,12 +7,9 @@ from compress.pruning.cut import PruneConfig, check_cut, choose_units, cut_to_co
 from compress.pruning.scores import Scores, measure_scores
 from compress.pruning.shapes import Shape
 from sportsllm.errors import UsageError
-from sportsllm.models.config import ModelConfig
 from sportsllm.models.config_records import Experts
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.presets import preset
-from tests.support import gelu_kind
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import FAMILIES, tiny_config, tiny_model
 
 
 def samples(count: int = 6, length: int = 60) -> list[torch.Tensor]:
@@ -25,26 +20,6 @@ def samples(count: int = 6, length: int = 60) -> list[torch.Tensor]:
 def batches(count: int = 3) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     return [torch.randint(0, 384, (2, 20), generator=g) for _ in range(count)]
-
-
-@pytest.fixture(autouse=True)
-def _gelu() -> Iterator[None]:
-    """A second kind of feed-forward: two matrices with biases."""
-    with gelu_kind.registered():
-        yield
-
-
-def proportions(name: str) -> ModelConfig:
-    """A preset's shape at a sixteenth of its widths and a sixth of its depth, head sizes in proportion."""
-    full = preset(name)
-    return full.with_changes(
-        vocab_size=384,
-        hidden_size=full.hidden_size // 16,
-        intermediate_size=full.intermediate_size // 16,
-        num_hidden_layers=full.num_hidden_layers // 6,
-        head_dim=full.head_dim // 16 * 2,
-        max_position_embeddings=full.max_position_embeddings // 32,
-    )
 
 
 def error(model: SportsLLM, full: SportsLLM) -> float:
@@ -60,18 +35,6 @@ def test_the_whole_model_is_cut_to_itself(refit: bool) -> None:
     cut = cut_to_config(model, model.config, PruneConfig(refit=refit), samples())
     assert cut.layers == [0, 1]
     assert error(cut.model, model) < 1e-8  # squares of float32 rounding
-
-
-@pytest.mark.parametrize(("teacher", "student"), [("large", "small"), ("large", "medium")])
-def test_presets_are_cut_out_of_larger_ones(teacher: str, student: str) -> None:
-    """Hidden, FFN, depth, heads, head size and context shrink together; text longer than the context is no obstacle."""
-    model, smaller = SportsLLM(proportions(teacher)), proportions(student)
-    model.initialize(0)
-    pieces = samples(6, model.config.max_position_embeddings)
-    cut = cut_to_config(model.eval(), smaller, PruneConfig(), pieces)
-    assert cut.model.config == smaller and len(cut.layers) == smaller.num_hidden_layers
-    with torch.inference_mode():
-        assert bool(cut.model(pieces[0][:, : smaller.max_position_embeddings]).isfinite().all())
 
 
 def test_what_says_nothing_is_cut_in_all_dimensions_at_once() -> None:
@@ -91,11 +54,7 @@ def test_what_says_nothing_is_cut_in_all_dimensions_at_once() -> None:
             attention.o_proj.weight[:, 32:64] = 0
             mlp.down_proj.weight[:, 64:] = 0
     smaller = model.config.with_changes(
-        hidden_size=48,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
+        hidden_size=48, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8
     )
     cut = cut_to_config(model, smaller, PruneConfig(), samples(12))
     tokens = samples(1)[0]
@@ -152,15 +111,6 @@ def test_what_no_cut_can_reach_is_named(changes: dict[str, object], message: str
     with pytest.raises(UsageError, match="with q/k norms cannot merge"):
         smaller = tiny_config(qk_norm=True, num_key_value_heads=1)
         cut_to_config(tiny_model(qk_norm=True), smaller, PruneConfig(), samples())
-
-
-FAMILIES = [
-    {},
-    {"tie_word_embeddings": False},
-    {"qk_norm": True},
-    {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
-    {"mlp_kind": "gelu"},
-]
 
 
 def pruned_to(model: SportsLLM, scores: Scores, shape: Shape, layers: list[int] | None = None) -> SportsLLM:

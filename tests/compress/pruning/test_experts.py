@@ -1,7 +1,5 @@
 """Experts that go, and experts joined to a dense model: without a trace if nothing of them is missed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,6 @@
 """Refit after a cut, against least squares in float64 and on text that it has not read."""
 
 import copy
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -20,17 +19,9 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.parts import Matrix
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
-from tests.support import gelu_kind
 from tests.support.models import DATA, tiny_model
 
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
-
-
-@pytest.fixture(autouse=True)
-def _gelu() -> Iterator[None]:
-    """A second kind of feed-forward: two matrices with biases."""
-    with gelu_kind.registered():
-        yield
 
 
 def samples(count: int = 6, seed: int = 0) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """Shapes: which are possible, how many parameters they have, which meet a size."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,6 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.config_records import Experts
 from sportsllm.models.parts import ATTENTION, Sublayer, grouped_query
 from sportsllm.models.presets import preset
-from tests.support import gelu_kind
 from tests.support.models import tiny_config
 
 MIXED: dict[str, object] = {
@@ -31,13 +29,6 @@ MIXED: dict[str, object] = {
     "dense_layers": 1,
     "dense_intermediate_size": 200,
 }
-
-
-@pytest.fixture
-def gelu() -> Iterator[str]:
-    """A feed-forward of two matrices with biases."""
-    with gelu_kind.registered() as name:
-        yield name
 
 
 @pytest.mark.parametrize(
@@ -108,7 +99,7 @@ def test_dense_layers_are_cut_by_the_same_share_and_stay() -> None:
     ],
     ids=str,
 )
-def test_counting_by_arithmetic_is_counting_a_config(gelu: str, changes: dict[str, object]) -> None:
+def test_counting_by_arithmetic_is_counting_a_config(changes: dict[str, object]) -> None:
     config = tiny_config(**changes)
     count = block_counter(config)
     for hidden, inner, layers in itertools.product((32, 48, 64), (1, 31, 96), (1, 2)):

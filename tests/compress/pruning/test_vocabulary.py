@@ -292,7 +292,7 @@ def test_transformers_reads_the_same(source: Path, texts: list[str], tmp_path: P
     assert torch.allclose(found, expected, atol=1e-4)
 
 
-def test_bits_per_byte_before_and_after(checkpoint: Path, texts: list[str], corpus_file: Path, tmp_path: Path) -> None:
+def test_bits_per_byte_before_and_after(checkpoint: Path, texts: list[str], tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.txt"
     held_out.write_text(texts[30], encoding="utf-8")
     result = prune_files(checkpoint, tmp_path, texts[0], 300, valid=[held_out])

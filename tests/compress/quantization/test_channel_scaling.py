@@ -6,26 +6,15 @@ import pytest
 import torch
 
 from compress.layerwise import run_layer
-from compress.quantization.channel_scaling import (
-    InputStatistics,
-    best_scale,
-    scale_block,
-    source_rows,
-)
-from compress.quantization.config import Granularity, GridSpec, QuantizationConfig
-from compress.quantization.packed_checkpoint import round_weight
-from sportsllm.formats.packed import ROW_BITS
+from compress.quantization.channel_scaling import InputStatistics, best_scale, scale_block, source_rows
+from compress.quantization.config import Granularity, QuantizationConfig
 from sportsllm.models.config_records import Experts
 from sportsllm.models.kinds import block_matrices
-from sportsllm.models.language_model import SportsLLM, first_positions
-from sportsllm.models.layers import Rope
+from sportsllm.models.language_model import first_positions
 from tests.support.gelu_kind import registered
 from tests.support.models import tiny_config, tiny_model
 
-CONFIGS = {
-    "rows": QuantizationConfig(8, granularity=Granularity.PER_CHANNEL),
-    "blocks": QuantizationConfig(8),
-}
+CONFIGS = {"rows": QuantizationConfig(8, granularity=Granularity.PER_CHANNEL), "blocks": QuantizationConfig(8)}
 
 
 def uneven(model: torch.nn.Module) -> None:
@@ -170,68 +159,3 @@ def test_balance_of_a_mixture_takes_the_grid_of_its_experts() -> None:
     scale /= scale.log().mean().exp()
     found = before.post_attention_layernorm.weight / block.post_attention_layernorm.weight
     assert torch.allclose(found.double(), scale, rtol=1e-4)
-
-
-def uneven_layer() -> tuple[SportsLLM, Rope, list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """A model, its rotary tables, states to calibrate with and others, and what its first layer makes of these."""
-    model = tiny_model(std=0.05)
-    uneven(model)
-    rope = model.rope
-    draw = torch.Generator().manual_seed(0)
-    seen, unseen = ([torch.randn(1, 60, 64, generator=draw)] for _ in range(2))
-    return model, rope, seen, unseen, run_layer(model.model.layers[0], unseen, rope)[0]
-
-
-@torch.no_grad()
-def test_balanced_inputs_cost_less_in_whole_numbers() -> None:
-    """8-bit blocks behind inputs that are rounded to 8 bits of their block's range, as MatMulNBits computes them."""
-    model, rope, seen, unseen, wanted = uneven_layer()
-
-    def rounded(_module: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
-        blocks = args[0].unflatten(-1, (-1, 32))
-        step = blocks.abs().amax(-1, keepdim=True) / 127
-        return (torch.round(blocks / step) * step).flatten(-2)
-
-    errors = []
-    for balanced in (False, True):
-        block = copy.deepcopy(model.model.layers[0])
-        if balanced:
-            scale_block(block, model.config, seen, rope, QuantizationConfig(8), "model.layers.0")
-        for module in block.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.weight.data = torch.from_numpy(
-                    round_weight(module.weight, GridSpec(8, 32, True), search=True).dequantize()
-                )
-                module.register_forward_pre_hook(rounded)
-        errors.append(float((run_layer(block, unseen, rope)[0] - wanted).square().mean()))
-    assert errors[1] < 0.7 * errors[0]
-
-
-class RoundedInputs(torch.nn.Module):
-    """A matrix of whole rows behind inputs in 8 bits of their range, as DynamicQuantizeMatMul computes it."""
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        rounded = round_weight(linear.weight, GridSpec(ROW_BITS, linear.in_features, True), search=False)
-        self.weight = torch.from_numpy(rounded.dequantize())
-        self.out_features = linear.out_features
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        step = (x.max().clamp(min=0) - x.min().clamp(max=0)) / 255
-        return (torch.round(x / step) * step) @ self.weight.T
-
-
-@torch.no_grad()
-def test_smoothing_makes_rounded_inputs_cost_less() -> None:
-    """Where inputs come from a norm with strong channels; the other matrices stay as they are."""
-    model, rope, seen, unseen, wanted = uneven_layer()
-    errors = []
-    for smoothed in (False, True):
-        block = copy.deepcopy(model.model.layers[0])
-        if smoothed:
-            scale_block(block, model.config, seen, rope, CONFIGS["rows"], "model.layers.0")
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-            parent, _, leaf = name.rpartition(".")
-            setattr(block.get_submodule(parent), leaf, RoundedInputs(block.get_submodule(name)))
-        errors.append(float((run_layer(block, unseen, rope)[0] - wanted).square().mean()))
-    assert errors[1] < 0.6 * errors[0]

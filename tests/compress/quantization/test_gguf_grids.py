@@ -1,7 +1,5 @@
 """Rounding to llama.cpp's blocks, against llama.cpp's own quantizers on the same weights."""
 
-from __future__ import annotations
-
 import gguf
 import numpy as np
 import pytest

@@ -169,24 +169,6 @@ def test_scales_are_the_least_squares_solution(columns: int) -> None:
         assert torch.equal(found.scales_NG[row, ~used], grid.scales_NG[row, ~used])
 
 
-@pytest.mark.parametrize(("bits", "block", "symmetric"), GRIDS)
-def test_each_step_lowers_the_error(bits: int, block: int, symmetric: bool) -> None:
-    weight, gram = problem(columns=136)
-    plain, searched = (fit_grid(weight, bits, block, symmetric, search=search) for search in (False, True))
-    fitted = fit_grid(weight, bits, block, symmetric, search=True, weights_K=gram.diagonal())
-    errors = [output_error(weight - grid.values(grid.round(weight)), gram) for grid in (plain, searched)]
-    errors.append(
-        min(
-            output_error(weight - grid.values(quants), gram)
-            for grid, quants in (gptq(weight, gram, fitted, act_order=order) for order in (True, False))
-        )
-    )
-    packed = gptq_weight(weight, gram, bits, block, symmetric, damping=0.0)
-    errors.append(output_error(weight - torch.from_numpy(packed.dequantize()), gram))
-    assert errors[2] < 0.7 * errors[1] and errors[3] < errors[2]
-    assert packed.packed.shape == (12, -(-136 // block), block * bits // 8)
-
-
 def test_inputs_that_are_always_zero() -> None:
     weight, _ = problem(columns=32)
     inputs = torch.randn(200, 32, generator=torch.Generator().manual_seed(2))

@@ -98,11 +98,7 @@ def test_only_the_layers_and_the_last_norm_are_trained() -> None:
     assert torch.allclose(model(tokens), before, atol=1e-4)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert "model.embed_tokens.weight" not in trained
-    assert {
-        "model.norm.weight",
-        "model.layers.1.mlp.up_proj.weight",
-        "model.layers.0.self_attn.q_proj.bias",
-    } <= trained
+    assert {"model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"} <= trained
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
     for _ in range(3):
         optimizer.zero_grad()

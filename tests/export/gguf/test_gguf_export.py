@@ -17,16 +17,16 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from export.gguf.tokenizer import tokenizer_metadata
 from export.gguf.write import GGUF_FILE, encode
-from sportsllm.cli import main
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.weights import convert_gguf, rows_in_halves, rows_in_pairs
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.config_records import RopeScaling
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
-from tests.support.models import TINY_VOCAB, tiny_model
+from tests.support.command_line import CommandLine
+from tests.support.models import TINY_VOCAB, saved, tiny_model
 
 TEXTS = ("The home side won 3-1, 12345 people saw it.", " two  spaces\n\tand “quotes”", "Zoë ran 57½ m ⚽ 한국")
 
@@ -93,8 +93,7 @@ def test_a_longer_context_is_in_the_file(checkpoint: Path, tmp_path: Path) -> No
     longer = {"max_position_embeddings": 4 * before.max_position_embeddings, "rope_scaling": scaling}
     assert after == before.with_changes(**longer)
     odd = tmp_path / "odd"
-    odd.mkdir()
-    save_checkpoint(odd, tiny_model(rope_scaling=replace(scaling, attention_factor=1.5)), checkpoint)
+    saved(odd, tiny_model(rope_scaling=replace(scaling, attention_factor=1.5)), checkpoint)
     with pytest.raises(UsageError, match="YaRN with other settings"):
         sportsllm.export(odd, out=tmp_path / "refused", format="gguf")
     assert not (tmp_path / "refused").exists()
@@ -122,8 +121,7 @@ def test_a_dense_checkpoint_comes_back_bit_for_bit(
     changes: dict[str, Any], architecture: str, tokenizer_directory: Path, tmp_path: Path
 ) -> None:
     model = tiny_model(**changes)
-    (tmp_path / "model").mkdir()
-    save_checkpoint(tmp_path / "model", model, tokenizer_directory)
+    saved(tmp_path / "model", model, tokenizer_directory)
     result = sportsllm.export(tmp_path / "model", out=tmp_path / "gguf", format="gguf")
     assert result.architecture == architecture and result.formats.keys() == {"F32"}
     assert result.size_bytes > 4 * model.config.parameters and result.parity["kl"] == 0
@@ -198,16 +196,9 @@ def test_tokenizers_that_gguf_cannot_say_are_refused(checkpoint: Path, tmp_path:
 
 
 def test_the_command_says_what_it_wrote_and_refuses_flags_of_the_graph(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, cli: CommandLine
 ) -> None:
-    def code_of(*flags: str) -> int | str | None:
-        with pytest.raises(SystemExit) as exit_of:
-            main(["export", str(checkpoint), "--format", "gguf", *flags, "--out", str(tmp_path / "out")])
-        return exit_of.value.code
-
-    assert code_of("--kv-cache", "int8") == 2
-    assert "--kv-cache is for ONNX graphs" in capsys.readouterr().err
-    assert code_of("--dtype", "bf16") == 2
-    assert "--dtype 'bf16'" in capsys.readouterr().err
-    assert code_of("--json") == 0
-    assert json.loads(capsys.readouterr().out)["architecture"] == "llama"
+    export = ["export", checkpoint, "--format", "gguf", "--out", tmp_path / "out"]
+    cli.refuses(2, "--kv-cache is for ONNX graphs", *export, "--kv-cache", "int8")
+    cli.refuses(2, "--dtype 'bf16'", *export, "--dtype", "bf16")
+    assert cli.result(*export)["architecture"] == "llama"

@@ -1,7 +1,5 @@
 """llama.cpp judges what `export --format gguf` writes: every family and every type, loaded and run by its engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,11 @@ from export.export import BLOCK_DTYPES
 from export.gguf.mixes import MIXES, block_types
 from export.gguf.write import GGUF_FILE
 from sportsllm.errors import UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.weights import convert_gguf
 from sportsllm.models.config import FULL, SLIDING, UNROTATED
 from tests.support import llama_cpp
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import saved, tiny_config, tiny_model
 
 ROUNDING = 0.06
 """Of the inputs of up to four layers to 8 bits; a wrong nibble or row gives about 1."""
@@ -53,8 +51,7 @@ def exported(directory: Path, tokenizer: Path, out: str, changes: dict[str, Any]
     """A tiny model's GGUF file; its checkpoint is `directory / "model"`."""
     model = directory / "model"
     if not model.exists():
-        model.mkdir()
-        save_checkpoint(model, tiny_model(std=0.08, **WIDE | changes), tokenizer)
+        saved(model, tiny_model(std=0.08, **WIDE | changes), tokenizer)
     sportsllm.export(model, out=directory / out, format="gguf", **options)
     return directory / out / GGUF_FILE
 

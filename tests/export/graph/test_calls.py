@@ -1,7 +1,5 @@
 """Layers as calls of functions: which are, that the body is the same graph, and what is stored."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The ONNX graph against the PyTorch model it was built from, read the way other loaders read it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Graphs that compute and cache in float16, for GPUs: run here on the CPU provider, which has all their operators."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
-from tests.support.export_models import Exports, edit_tensor, logits_of, save, tiny_model
+from tests.support.export_models import Exports, logits_of, save, tiny_model
 
 FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 FORMS: dict[str, dict[str, Any]] = {
@@ -72,17 +70,6 @@ def test_logits_are_those_of_float32_within_float16s_rounding(settings: dict[str
     assert np.abs(found - expected).max() < limit * expected.std()
 
 
-def test_a_changed_weight_is_found(exports: Exports, tmp_path: Path) -> None:
-    def change(array: np.ndarray) -> None:
-        array[2, 3] += 0.05
-
-    directory = exports(in_half=True).copy_to(tmp_path / "copy")
-    edit_tensor(directory, "model.layers.0.mlp.down_proj.weight", change)
-    from export.parity.check import check_parity
-
-    assert any("exact pass" in line for line in check_parity(directory, directory, threads=1).failures())
-
-
 def test_numbers_beyond_float16_are_refused(tmp_path: Path) -> None:
     model = tiny_model()
     model.model.norm.weight.data[0] = 70_000
@@ -91,11 +78,8 @@ def test_numbers_beyond_float16_are_refused(tmp_path: Path) -> None:
         sportsllm.export(tmp_path / "wide", out=tmp_path / "out", dtype="fp16", threads=1)
 
 
-def test_the_command_and_the_loaders_files(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    quantize_checkpoint(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
-    result = sportsllm.export(tmp_path / "int4", out=tmp_path / "out", dtype="fp16", threads=1)
+def test_the_command_and_the_loaders_files(int4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = sportsllm.export(int4, out=tmp_path / "out", dtype="fp16", threads=1)
     assert (result.precision, result.kv_cache, result.kernels) == ("int4", "fp16", None)
     said = capsys.readouterr()
     assert "for GPUs" in said.out + said.err
@@ -105,27 +89,20 @@ def test_the_command_and_the_loaders_files(
     assert (stored.precision, stored.cache) == ("int4", "fp16")
     figures = predict_directory(load_device("rtx-3060"), load_config(tmp_path / "out"), tmp_path / "out").figures
     assert figures["peak_memory_mb"] is not None
-    web = sportsllm.export(tmp_path / "int4", out=tmp_path / "web", dtype="fp16", threads=1, format="web")
+    web = sportsllm.export(int4, out=tmp_path / "web", dtype="fp16", threads=1, format="web")
     assert web.parity["passed"] and (tmp_path / "web" / "onnx" / "model_q4f16.onnx").exists()
     loader = json.loads((tmp_path / "web" / "config.json").read_text())["transformers.js_config"]
     assert loader["dtype"] == "q4f16" and loader["kv_cache_dtype"] == {"q4f16": "float16"}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"kv_cache": "int8"}, {"format": "standard"}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"kv_cache": "int8"}, {"format": "standard"}], ids=str)
 def test_what_is_for_cpus_is_refused(options: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--dtype fp16 with .*for CPUs"):
         sportsllm.export(checkpoint, out=tmp_path / "out", dtype="fp16", **options)
 
 
 def test_int8_in_rows_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(
-        checkpoint=checkpoint,
-        out=tmp_path / "rows",
-        config=QuantizationConfig(bits=8, granularity=Granularity.PER_CHANNEL),
-    )
+    rows = QuantizationConfig(bits=8, granularity=Granularity.PER_CHANNEL)
+    quantize_checkpoint(checkpoint, tmp_path / "rows", rows, "rtn")
     with pytest.raises(UsageError, match="INT8 per row"):
         sportsllm.export(tmp_path / "rows", out=tmp_path / "out", dtype="fp16")

@@ -1,8 +1,6 @@
 """A second kind of feed-forward is exported by one builder and one line in the table."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +30,10 @@ class Gelu(SublayerBuilder):
 
 
 @pytest.fixture
-def gelu(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The kind's name."""
-    with gelu_kind.registered() as name:
-        monkeypatch.setitem(BUILDERS, name, Gelu)
-        yield name
+def built(gelu: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kind's name, with its builder."""
+    monkeypatch.setitem(BUILDERS, gelu, Gelu)
+    return gelu
 
 
 @pytest.mark.parametrize(
@@ -52,8 +49,8 @@ def gelu(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ],
     ids=str,
 )
-def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], gelu: str, exports: Exports) -> None:
-    export = exports(mlp_kind=gelu, **settings)
+def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], built: str, exports: Exports) -> None:
+    export = exports(mlp_kind=built, **settings)
     assert export.report.failures() == []
     if settings.get("operators"):
         onnx.checker.check_model(str(export.directory / GRAPH_FILE), full_check=True)
@@ -62,9 +59,9 @@ def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], gelu: st
 
 
 @pytest.fixture
-def exported(gelu: str, tmp_path: Path) -> Path:
+def exported(built: str, tmp_path: Path) -> Path:
     """By the command. Its config.json is of no family that other loaders know."""
-    save(tmp_path / "checkpoint", tiny_model(mlp_kind=gelu))
+    save(tmp_path / "checkpoint", tiny_model(mlp_kind=built))
     result = sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1)
     assert result.parity["passed"]
     return tmp_path / "out"

@@ -1,7 +1,5 @@
 """An LSTM's graph and its runtime: the states are inputs and outputs, and nothing grows with tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention to selected tokens in the graph, against PyTorch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The graph of standard operators: against PyTorch, by ONNX Runtime and by the reference evaluator of `onnx`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +9,12 @@ import onnxruntime as ort
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-import sportsllm
 from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
 from export.layout import GRAPH_FILE
-from export.parity.check import check_parity
-from export.runtime.decoder import OnnxDecoder
-from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models.config import ModelConfig
-from tests.support.export_models import edit_tensor, logits_of, pack_model, save, tiny_model
+from tests.support.export_models import logits_of, pack_model, save, tiny_model
 
 # Float32 in another order of additions; logits are of size 1.
 TOLERANCE = 2e-5
@@ -114,40 +108,3 @@ def test_the_reference_evaluator_agrees(packing: tuple[int, int, bool] | None, t
     found = read_in_pieces(ReferenceEvaluator(str(tmp_path / GRAPH_FILE)), model.config, tokens, mask)
     for row, pad in enumerate((0, 4)):
         np.testing.assert_allclose(found[row, pad:], logits_of(model, tokens[row, pad:]), atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "index"),
-    [
-        ("model.embed_tokens.weight_packed", (95, 1, 2)),
-        ("model.embed_tokens.weight_packed_columns", (3, 95)),
-        ("model.layers.1.mlp.down_proj.weight_packed_columns", (5, 7)),
-    ],
-)
-def test_one_wrong_number_fails_the_gate(tensor: str, index: tuple[int, ...], tmp_path: Path) -> None:
-    """The lowest bit of it, a single step of the grid, also where a tied matrix has it twice."""
-    make(tmp_path, (8, 32, False), max_position_embeddings=320)
-
-    def flip(array: np.ndarray) -> None:
-        array[index] ^= 1
-
-    assert check_parity(tmp_path, tmp_path, threads=1).passed
-    edit_tensor(tmp_path, tensor, flip)
-    assert not check_parity(tmp_path, tmp_path, threads=1).passed
-
-
-def test_rows_of_unequal_length_are_decoded_together(tmp_path: Path) -> None:
-    """The shorter rows' missing columns are masked, and overtaking in length is no matter."""
-    make(tmp_path)
-    decoder, model = OnnxDecoder(tmp_path, 1), load_checkpoint(tmp_path)
-    rows = [[5, 6, 7], list(range(10, 40)), [8]]
-    found = [decoder.prefill(rows, max_length=40), *(decoder.step([t, t + 1, t + 2]) for t in range(4))]
-    for row, prompt in enumerate(rows):
-        expected = logits_of(model, [*prompt, *(t + row for t in range(4))])[len(prompt) - 1 :]
-        np.testing.assert_allclose([step[row] for step in found], expected, atol=TOLERANCE, rtol=0)
-
-
-def test_what_no_standard_operator_does_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--format standard with --kv-cache int8.*leave one of them out"):
-        sportsllm.export(checkpoint, out=tmp_path / "out", kv_cache="int8", format="standard")
-    assert not (tmp_path / "out").exists()

@@ -52,10 +52,11 @@ def damaged(array: Array, chance: random.Random) -> Array:
     return np.full_like(array, chance.choice([limits.min, limits.max, 0, 1]))
 
 
-def layer(
-    chance: random.Random,
-) -> tuple[str, list[str], dict[str, int], dict[str, Array], dict[str, Array], dict[str, Any]]:
-    """Arguments of `session` but the library."""
+Node = tuple[str, list[str], dict[str, int], dict[str, Array], dict[str, Array], dict[str, Any]]
+"""Arguments of `session` but the library."""
+
+
+def layer(chance: random.Random) -> Node:
     suffix, kind, cached = CACHES[kept := chance.choice(sorted(CACHES))]
     constants, _, attributes = layer_case(chance.choice([4, 8]), chance.choice([32, 128]), chance.random() < 0.5, kept)
     tokens = chance.choice([1, 3, 12])
@@ -71,10 +72,7 @@ def layer(
     return f"DecoderLayer{suffix}", names_of_layer(), outputs, constants, fed, attributes
 
 
-def head(
-    chance: random.Random,
-) -> tuple[str, list[str], dict[str, int], dict[str, Array], dict[str, Array], dict[str, Any]]:
-    """Arguments of `session` but the library."""
+def head(chance: random.Random) -> Node:
     rng = np.random.default_rng(chance.randrange(100))
     matrix = Packed(rng, 37, 80, chance.choice([4, 8]), 32, chance.random() < 0.5)
     constants = {"norm": np.ones(80, np.float32), **matrix.parts("head")}
@@ -84,10 +82,7 @@ def head(
     return "DecoderHead", names, {"logits": TensorProto.FLOAT}, constants, fed, attributes
 
 
-def feed_forward(
-    chance: random.Random,
-) -> tuple[str, list[str], dict[str, int], dict[str, Array], dict[str, Array], dict[str, Any]]:
-    """Arguments of `session` but the library."""
+def feed_forward(chance: random.Random) -> Node:
     settings = chance.choice(FEED_FORWARDS)
     constants, _, attributes = feed_forward_case(*settings)
     names = ["x", "chosen", "weights", *constants]
@@ -95,19 +90,13 @@ def feed_forward(
     return "DecoderFeedForward", names, {"out": TensorProto.FLOAT}, constants, fed, attributes
 
 
-def selected(
-    chance: random.Random,
-) -> tuple[str, list[str], dict[str, int], dict[str, Array], dict[str, Array], dict[str, Any]]:
-    """Arguments of `session` but the library."""
+def selected(chance: random.Random) -> Node:
     fed, attributes = selected_case(chance.choice([1, 3, 12]))
     out = {"out": TensorProto.FLOAT}
     return "SelectedAttention", SELECTED_NAMES, out, {"unread": np.zeros(1, np.float32)}, fed, attributes
 
 
-def latent(
-    chance: random.Random,
-) -> tuple[str, list[str], dict[str, int], dict[str, Array], dict[str, Array], dict[str, Any]]:
-    """Arguments of `session` but the library."""
+def latent(chance: random.Random) -> Node:
     plain, int8 = chance.choice(sorted(LATENT_NAMES)), chance.random() < 0.5
     op, fed, attributes = latent_case(plain, chance.choice([1, 3, 12]), int8)
     outputs = {"out": TensorProto.FLOAT}
@@ -120,16 +109,13 @@ def latent(
 def run_one(library: Path, seed: int) -> bool:
     """Whether a graph with one to three damages ran."""
     chance = random.Random(seed)
-    op, names, outputs, constants, fed, attributes = chance.choice([layer, head, feed_forward, selected, latent])(
-        chance
-    )
+    case = chance.choice([layer, head, feed_forward, selected, latent])
+    op, names, outputs, constants, fed, attributes = case(chance)
     for _ in range(chance.randrange(1, 4)):
         what = chance.randrange(5)
         if what == 0:
             name = chance.choice(sorted(attributes))
-            value = chance.choice(
-                [*NUMBERS, attributes[name] + 2**62]
-            )  # products of the last wrap round to the true ones
+            value = chance.choice([*NUMBERS, attributes[name] + 2**62])  # products of the last wrap to the true ones
             attributes[name] = float(value) if isinstance(attributes[name], float) else int(value)
         elif what == 1:
             name = chance.choice(sorted(constants))

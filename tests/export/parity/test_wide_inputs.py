@@ -1,7 +1,5 @@
 """16-bit inputs for the matrices that 8-bit inputs harm."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

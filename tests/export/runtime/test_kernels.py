@@ -1,7 +1,5 @@
 """Exports that call kernels: run by them or by ONNX Runtime's operators, chosen, refused, and said."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -19,29 +17,26 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from export.kernels import build as build_module
 from export.kernels import library
-from export.kernels.build import VARIANTS, BuildError, build, here
+from export.kernels.build import BuildError, build
 from export.layout import GRAPH_FILE
 from export.parity import check
 from export.parity.comparison import DEPLOYED
 from export.runtime import session as kernels
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.session import called_version, choose_kernels
-from sportsllm.cli import main
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import Sampling, generate
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.text.tokenizer import load_tokenizer
+from tests.support.command_line import CommandLine
 from tests.support.export_models import Exports
 from tests.support.models import STORIES
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        return library.library_of(library.VERSION) or build(tmp_path_factory.mktemp("kernels"))
-    except BuildError as error:
-        pytest.skip(str(error))
+def built(library: Path) -> Path:
+    return library
 
 
 @pytest.fixture(autouse=True)
@@ -143,8 +138,7 @@ def test_two_sessions_at_once(exports: Exports) -> None:
         np.testing.assert_array_equal(np.concatenate(found[place]), np.concatenate(one_by_one))
 
 
-@pytest.mark.parametrize("cache", ["fp32", "fp16", "int8"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "cache"), [(4, "fp32"), (8, "fp16"), (4, "int8")])
 def test_real_text_is_continued_as_by_pytorch(bits: int, cache: str, tmp_path: Path) -> None:
     """40 greedy tokens. Later ones differ: a model this small often has two tokens that are nearly as likely."""
     quantize_checkpoint(checkpoint=STORIES, out=tmp_path / "packed", config=QuantizationConfig(bits=bits), method="rtn")
@@ -187,10 +181,6 @@ def test_a_processor_that_no_variant_is_written_for_runs_the_runtimes_operators(
     monkeypatch.setattr(kernels, "variant_of", lambda library: "plain")
     assert choose_kernels(graph).name == "portable" and "plain C++" in str(choose_kernels(graph))
     assert choose_kernels(graph, "native").name == "native"
-
-
-def test_the_variant_is_one_of_those_built(built: Path) -> None:
-    assert library.variant_of(built) in ("plain", *VARIANTS.get(here(), {}))
 
 
 def test_a_compiler_that_fails_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -283,20 +273,16 @@ def test_bad_graphs_end_in_one_line(name: str, exports: Exports, tmp_path: Path)
     assert "\n" not in str(error.value)
 
 
-def test_commands_say_what_runs(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quantize_checkpoint(checkpoint=checkpoint, out=tmp_path / "packed", config=QuantizationConfig())
+def test_commands_say_what_runs(
+    checkpoint: Path, int4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: CommandLine
+) -> None:
     (text := tmp_path / "text.txt").write_text("The home side won.")
-    exported = sportsllm.export(tmp_path / "packed", out=tmp_path / "out", threads=1)
+    exported = sportsllm.export(int4, out=tmp_path / "out", threads=1)
     assert exported.kernels == library.VERSION
     assert "kernels: called for all 2 layers and the head" in capsys.readouterr().err
 
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            main([str(argument) for argument in arguments])
-        return int(stop.value.code or 0), *capsys.readouterr()
-
     def found(*arguments: object) -> dict[str, Any]:
-        code, out, err = run(*arguments, "--json")
+        code, out, err = cli(*arguments, "--json")
         assert code == 0, err
         result: dict[str, Any] = json.loads(out.splitlines()[-1])
         assert result["kernels"] is None or f"kernels: {result['kernels']} (" in err
@@ -308,5 +294,4 @@ def test_commands_say_what_runs(checkpoint: Path, tmp_path: Path, capsys: pytest
         assert found("eval", tmp_path / "out", "--text", text, "--kernels", wanted)["kernels"] == wanted
     assert found("verify", tmp_path / "out")["kernels"] == "native"
     assert found("generate", checkpoint, "--prompt", "Goal", "--max-new-tokens", 1)["kernels"] is None
-    code, _, err = run("generate", checkpoint, "--kernels", "native")
-    assert code == 2 and "is a checkpoint" in err
+    cli.refuses(2, "is a checkpoint", "generate", checkpoint, "--kernels", "native")

@@ -1,8 +1,5 @@
 """Execution providers by name, where nodes run, and the cache that stays with the provider."""
 
-from __future__ import annotations
-
-import json
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +16,9 @@ from export.runtime.decoder import OnnxDecoder
 from export.runtime.kv_cache import DeviceCache, cached_tensors
 from export.runtime.providers import CPU, Placement, Provider, create_session, find_provider, placement
 from export.runtime.session import session_options
-from sportsllm.cli import main
 from sportsllm.errors import ResourceError, UsageError
 from sportsllm.inference.decoder import Sampling, generate, open_decoder
+from tests.support.command_line import CommandLine, complains
 from tests.support.export_models import Exports
 
 AZURE = Provider("azure", "AzureExecutionProvider", "cpu")  # built into every package, and takes nothing of ours
@@ -144,43 +141,32 @@ def test_a_provider_is_held_to_the_logits_of_the_cpu(exports: Exports, monkeypat
     assert check_provider(directory, "cpu", 1)[1].failures()
 
 
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    return int(stop.value.code or 0)
-
-
 @pytest.mark.parametrize("command", ["generate", "eval", "verify", "bench"])
 def test_commands_refuse_what_cannot_be(
-    command: str, exports: Exports, checkpoint: Path, corpus_file: Path, capsys: pytest.CaptureFixture[str]
+    command: str, exports: Exports, checkpoint: Path, corpus_file: Path, cli: CommandLine
 ) -> None:
     text = ["--text", corpus_file] if command == "eval" else []
     for provider, code in (("quantum", 2), ("cuda", 5)):
         if command != "verify":  # there the manifest comes first
-            assert run(command, exports().directory, *text, "--provider", provider) == code
-            assert capsys.readouterr().err.count("\n") == 1
+            cli.refuses(code, provider, command, exports().directory, *text, "--provider", provider)
     if command != "bench":
-        assert run(command, checkpoint, *text, "--provider", "cuda") == 2
-        assert "is a checkpoint, which PyTorch runs" in capsys.readouterr().err
+        refused = cli(command, checkpoint, *text, "--provider", "cuda")
+        complains(refused, 2, "is a checkpoint, which PyTorch runs")
 
 
 def test_a_search_names_the_missing_provider_at_once(
-    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine
 ) -> None:
     given = ["--teacher", checkpoint, "--corpus", corpus_file, "--out", tmp_path / "fit", "--dry-run"]
-    assert run("fit", *given, "--target", "rtx-3060", "--provider", "cuda") == 5
-    assert "--provider cuda: not installed" in capsys.readouterr().err
+    refused = cli("fit", *given, "--target", "rtx-3060", "--provider", "cuda")
+    complains(refused, 5, "--provider cuda: not installed")
 
 
-def test_results_name_the_provider(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("export", checkpoint, "--out", tmp_path / "out", "--threads", 1) == 0
-    capsys.readouterr()
-    assert run("generate", tmp_path / "out", "--max-new-tokens", 2, "--json") == 0
-    result = json.loads(capsys.readouterr().out)
+def test_results_name_the_provider(checkpoint: Path, exported: Path, tmp_path: Path, cli: CommandLine) -> None:
+    result = cli.result("generate", exported, "--max-new-tokens", 2)
     assert (result["provider"], result["placement"]) == ("cpu", None)
-    assert run("verify", tmp_path / "out", "--provider", "azure") == 5
-    assert "takes none of the graph's nodes" in capsys.readouterr().err
-    assert run("export", checkpoint, "--out", tmp_path / "other", "--provider", "cuda") == 5
+    cli.refuses(5, "takes none of the graph's nodes", "verify", exported, "--provider", "azure")
+    assert cli("export", checkpoint, "--out", tmp_path / "other", "--provider", "cuda")[0] == 5
     assert not (tmp_path / "other").exists()
 
 

@@ -126,7 +126,7 @@ def test_an_input_that_goes_away_during_the_run_loses_nothing(tmp_path: Path) ->
     assert read_manifest(tmp_path / "out").parents[0].sha256 == expected
 
 
-def test_a_folder_without_a_name_and_a_file_in_the_way(tmp_path: Path) -> None:
+def test_a_folder_without_a_name() -> None:
     with pytest.raises(UsageError, match="name a new directory"), output_directory(Path(), Stage("train", {})):
         pass
 

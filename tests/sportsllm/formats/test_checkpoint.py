@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.safetensors import WEIGHTS
-from tests.support.models import tiny_model
+from tests.support.models import saved, tiny_model
 
 
 @pytest.fixture
@@ -118,6 +118,5 @@ def test_generation_config_is_kept(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, source)
     (source / "generation_config.json").write_text('{"temperature": 0.1}', encoding="utf-8")
     target = tmp_path / "target"
-    target.mkdir()
-    save_checkpoint(target, tiny_model(), source)
+    saved(target, tiny_model(), source)
     assert json.loads((target / "generation_config.json").read_text(encoding="utf-8")) == {"temperature": 0.1}

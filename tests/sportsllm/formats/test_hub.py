@@ -14,6 +14,7 @@ import pytest
 
 from sportsllm.formats.manifest import origin, plain_name
 from sportsllm.formats.model_directory import find_model
+from tests.support.command_line import CommandLine
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FORBIDDEN = ("pytorch_model.bin", "modeling_own.py", "original/params.json", "onnx/model.safetensors")
@@ -101,15 +102,17 @@ FIND = """
 import sys
 from sportsllm.errors import SportsLLMError
 from sportsllm.formats.model_directory import find_model
-try:
-    print(find_model(sys.argv[1]))
-except SportsLLMError as error:
-    print(f"{error.exit_code} {error}")
+for name in sys.argv[1:]:
+    try:
+        print(find_model(name))
+    except SportsLLMError as error:
+        print(f"{error.exit_code} {error}")
 """
 
 
-def found(name: str, variables: dict[str, str], folder: Path) -> str:
-    command = [sys.executable, "-c", FIND, name]
+def found(names: str, variables: dict[str, str], folder: Path) -> str:
+    """A line for each name."""
+    command = [sys.executable, "-c", FIND, *names.split()]
     return subprocess.run(command, capture_output=True, text=True, check=True, env=variables, cwd=folder).stdout.strip()
 
 
@@ -163,23 +166,20 @@ def test_offline_the_cache_serves_and_nobody_is_asked(hub: Hub, home: Path) -> N
     assert len(hub.asked) == asked
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("org/none", "3 org/none: no directory here, and the model hub refuses it: "),
-        ("org/gated", "5 org/gated: no directory here, and the model hub refuses it: "),
-        ("org/tiny@v9", "3 org/tiny@v9: no directory here, and the model hub refuses it: "),
-        ("org/pickled", "3 org/pickled: has no safetensors"),
-        ("org/bad--name", "3 org/bad--name: no directory here, and the model hub refuses it: "),
-    ],
-)
-def test_what_goes_wrong_is_one_line(hub: Hub, tmp_path: Path, name: str, message: str) -> None:
-    line = found(name, environment(tmp_path, hub.url), tmp_path)
-    assert line.startswith(message) and "\n" not in line
-
-
-def test_an_unsupported_model_costs_no_download_of_weights(hub: Hub, tmp_path: Path) -> None:
-    assert "model_type 'bloom' is not supported" in found("org/other", environment(tmp_path, hub.url), tmp_path)
+def test_what_goes_wrong_is_one_line_and_costs_no_download_of_weights(hub: Hub, tmp_path: Path) -> None:
+    refused = "no directory here, and the model hub refuses it: "
+    messages = {
+        "org/none": f"3 org/none: {refused}",
+        "org/gated": f"5 org/gated: {refused}",
+        "org/tiny@v9": f"3 org/tiny@v9: {refused}",
+        "org/pickled": "3 org/pickled: has no safetensors",
+        "org/bad--name": f"3 org/bad--name: {refused}",
+        "org/other": "3 ",
+    }
+    lines = found(" ".join(messages), environment(tmp_path, hub.url), tmp_path).splitlines()
+    for line, message in zip(lines, messages.values(), strict=True):
+        assert line.startswith(message), line
+    assert "model_type 'bloom' is not supported" in lines[-1]
     assert not [path for path in hub.asked if path.startswith("/org/other") and path.endswith(".safetensors")]
 
 
@@ -189,15 +189,11 @@ def test_without_a_network_there_is_one_line(tmp_path: Path) -> None:
 
 
 def test_without_the_package_a_line_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
-    from sportsllm.cli import main
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", "org/tiny"])
-    assert stop.value.code == 5 and "pip install 'sportsllm-compress[compress]'" in capsys.readouterr().err
+    cli.refuses(5, "pip install 'sportsllm-compress[compress]'", "plan", "org/tiny")
 
 
 def test_what_is_here_wins_and_paths_stay_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

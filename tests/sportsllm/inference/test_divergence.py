@@ -1,6 +1,5 @@
 """A model beside its base: against sums in float64 over whole rows of logits, and as `eval --against` prints it."""
 
-import json
 import math
 from pathlib import Path
 
@@ -8,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.inference import divergence
 from sportsllm.inference.divergence import compare_documents
 from sportsllm.inference.scoring import LEAST_DOCUMENTS, score_documents, wilson_interval, windows
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
-from tests.sportsllm.test_cli import call, complains
-from tests.support.models import TINY_VOCAB, tiny_model
+from tests.support.command_line import CommandLine
+from tests.support.models import TINY_VOCAB, saved, tiny_model
 
 
 def moved(seed: int = 3) -> SportsLLM:
@@ -77,45 +75,39 @@ def test_a_model_beside_itself_differs_in_nothing(tokenizer_directory: Path, tex
 
 @pytest.fixture(scope="module")
 def other(tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("moved")
-    save_checkpoint(directory, moved(), tokenizer_directory)
-    return directory
+    return saved(tmp_path_factory.mktemp("moved"), moved(), tokenizer_directory)
 
 
 def test_eval_compares_checkpoints_exports_and_gguf_files(
-    checkpoint: Path, other: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, exported: Path, other: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine
 ) -> None:
     """The same distance whatever runs either side, up to float32 in another order and GGUF's float16."""
-    assert call(capsys, "export", checkpoint, "--out", tmp_path / "onnx")[0] == 0
-    assert call(capsys, "export", other, "--format", "gguf", "--out", tmp_path / "gguf")[0] == 0
+    assert cli("export", other, "--format", "gguf", "--out", tmp_path / "gguf")[0] == 0
     gguf = next((tmp_path / "gguf").glob("*.gguf"))
     text = tmp_path / "text.jsonl"
     text.write_text("".join(corpus_file.read_text(encoding="utf-8").splitlines(keepends=True)[:3]), encoding="utf-8")
     found = []
-    for model, base in ((other, checkpoint), (other, tmp_path / "onnx"), (gguf, checkpoint), (other, other)):
-        code, said, _ = call(capsys, "eval", model, "--against", base, "--text", text, "--json")
-        result = json.loads(said.splitlines()[-1])
-        assert code == 0 and result["against"] == str(base) and result["context"] == 128
+    for model, base in ((other, checkpoint), (other, exported), (gguf, checkpoint), (other, other)):
+        result = cli.result("eval", model, "--against", base, "--text", text)
+        assert result["against"] == str(base) and result["context"] == 128
         found.append(result["divergence"])
     assert found[0]["kl"] > 1e-3 and found[0]["kl_max"] >= found[0]["kl_p99"] > found[0]["kl"] > found[0]["kl_error"]
     for key in ("kl", "perplexity_ratio", "top1_agreement"):
         assert found[1][key] == pytest.approx(found[0][key], rel=1e-3)
         assert found[2][key] == pytest.approx(found[0][key], rel=2e-2)
     assert found[3]["kl"] == 0
-    printed = call(capsys, "eval", other, "--against", checkpoint, "--text", text)[1]
+    printed = cli("eval", other, "--against", checkpoint, "--text", text)[1]
     assert f"mean KL {found[0]['kl']:.6f}" in " ".join(printed.split())
 
 
 def test_other_tokens_are_refused_in_a_line(
-    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine
 ) -> None:
     words = tmp_path / "words"
     words.mkdir()
     train_tokenizer(["other words entirely, and nothing of sports"] * 40, TINY_VOCAB, words)
     for name, model in (("tokenizer", tiny_model()), ("size", tiny_model(vocab_size=400))):
-        base = tmp_path / name
-        base.mkdir()
-        save_checkpoint(base, model, words)
+        saved(tmp_path / name, model, words)
     flags = ["eval", checkpoint, "--text", corpus_file, "--against"]
-    complains(call(capsys, *flags, tmp_path / "tokenizer"), 2, "the models' tokenizers cut the text differently; KL")
-    complains(call(capsys, *flags, tmp_path / "size"), 2, "the models have 384 and 400 tokens; KL compares models")
+    cli.refuses(2, "the models' tokenizers cut the text differently; KL", *flags, tmp_path / "tokenizer")
+    cli.refuses(2, "the models have 384 and 400 tokens; KL compares models", *flags, tmp_path / "size")

@@ -1,7 +1,5 @@
 """Attention weights against `transformers`' own, and against the formula in float64."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

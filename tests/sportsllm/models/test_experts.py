@@ -1,7 +1,5 @@
 """Routing, balancing and counting of experts; logits are those of `transformers` in test_families.py."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Families beside LLaMA's against `transformers` on the same small weights, both ways."""
-
-from __future__ import annotations
+"""Every family against `transformers` on the same small weights, both ways."""
 
 import json
 import math
@@ -13,14 +11,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, family_of, load_config, to_hf
 from sportsllm.models.config import FULL, SLIDING, UNROTATED
 from sportsllm.models.config_records import Experts
 from sportsllm.models.experts import route
 from sportsllm.models.layers import KVCache
 from tests.support import families
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import saved, tiny_config, tiny_model
 
 # Float32 sums in another order, as a share of the logits' spread.
 TOLERANCE = 1e-5
@@ -31,12 +29,11 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.std())
 
 
-@pytest.mark.parametrize("name", families.CONFIGS)
+@pytest.mark.parametrize("name", families.PLAIN | families.CONFIGS)
 def test_logits_are_theirs_and_again_theirs_when_saved(name: str, tmp_path: Path) -> None:
     peer = families.save(name, tmp_path / "theirs")
     ours = load_checkpoint(tmp_path / "theirs")
-    (tmp_path / "ours").mkdir()
-    save_checkpoint(tmp_path / "ours", ours)
+    saved(tmp_path / "ours", ours)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
     cache = KVCache(ours.config, 2, 40)
     with torch.inference_mode():

@@ -1,8 +1,5 @@
 """The description of a model against the model itself, for every kind and for a second kind of feed-forward."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,7 @@ import torch
 from torch import nn
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, load_config, to_hf
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.config_records import Experts
@@ -31,7 +28,7 @@ from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.settings import TrainConfig
 from tests.support import gelu_kind
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import saved, tiny_config, tiny_model
 
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -39,13 +36,6 @@ SHAPES: list[dict[str, Any]] = [
     {"qk_norm": True, "tie_word_embeddings": False},
     {"mlp_kind": "experts", "experts": Experts(4, 2), "dense_layers": 1, "dense_intermediate_size": 128},
 ]
-
-
-@pytest.fixture
-def gelu() -> Iterator[str]:
-    """The second kind, registered for one test."""
-    with gelu_kind.registered() as name:
-        yield name
 
 
 @pytest.mark.parametrize("changes", SHAPES)
@@ -121,21 +111,11 @@ def test_a_second_kind_is_counted_trained_and_saved(gelu: str, batches: PackedSe
     settings = TrainConfig(steps=3, sequence=32, batch_size=2, accumulation=1, precision="fp32", optimizer="muon")
     train_model(model, batches, language_model_loss, settings, tmp_path)
     assert not torch.equal(before, model.model.layers[0].mlp.up_proj.weight)
-    (tmp_path / "saved").mkdir()
-    save_checkpoint(tmp_path / "saved", model)
+    saved(tmp_path / "saved", model)
     assert load_config(tmp_path / "saved") == config
     tokens = torch.tensor([[3, 4, 5, 6]])
     with torch.inference_mode():
         assert torch.equal(load_checkpoint(tmp_path / "saved")(tokens), model.eval()(tokens))
-
-
-def test_the_second_kind_is_the_formula(gelu: str) -> None:
-    model = tiny_model(mlp_kind=gelu).double()
-    mlp = model.model.layers[0].mlp
-    x = torch.randn(2, 3, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    up = x @ mlp.up_proj.weight.T + mlp.up_proj.bias
-    expected = (up * 0.5 * (1 + torch.erf(up / 2**0.5))) @ mlp.down_proj.weight.T + mlp.down_proj.bias
-    torch.testing.assert_close(mlp(x), expected)
 
 
 def test_a_config_of_our_own_layout(gelu: str) -> None:

@@ -1,12 +1,8 @@
-"""Our model against `transformers` on the same tiny weights, both ways, and against itself."""
-
-from pathlib import Path
+"""Our model against itself: caches, documents, memory; `transformers` is the oracle in test_families.py."""
 
 import pytest
 import torch
-import transformers
 
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import KVCache
 from sportsllm.text.packing import Batch
@@ -15,86 +11,6 @@ from tests.support.models import tiny_config, tiny_model
 
 # float32 sums in another order: about 1e-6 of a logit near 1 to 10.
 TOLERANCE = 1e-5
-
-COMMON = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attn_implementation": "eager",
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-FAMILIES = {
-    "llama": transformers.LlamaConfig(**COMMON, head_dim=16),
-    "llama-tied": transformers.LlamaConfig(**COMMON, tie_word_embeddings=True),
-    "llama-bias": transformers.LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True),
-    "llama-theta": transformers.LlamaConfig(**COMMON, rope_theta=500_000.0, rms_norm_eps=1e-5),
-    "llama-linear": transformers.LlamaConfig(**COMMON, rope_scaling={"rope_type": "linear", "factor": 2.0}),
-    "llama3-scaling": transformers.LlamaConfig(**COMMON, rope_scaling=LLAMA3),
-    "qwen2": transformers.Qwen2Config(**COMMON),
-    "qwen3": transformers.Qwen3Config(**COMMON, head_dim=16),
-}
-
-
-def random_peer(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    peer = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    with torch.no_grad():
-        for parameter in peer.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return peer
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_their_checkpoint_gives_their_logits(family: str, tmp_path: Path) -> None:
-    peer = random_peer(FAMILIES[family])
-    peer.save_pretrained(tmp_path)
-    ours = load_checkpoint(tmp_path)
-    tokens = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        assert torch.allclose(ours(tokens), peer(tokens).logits, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tie_word_embeddings": False, "num_key_value_heads": 4},
-        {"attention_bias": True},
-        {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
-        {"qk_norm": True, "head_dim": 32},
-    ],
-    ids=str,
-)
-def test_our_checkpoint_gives_our_logits_there(changes: dict[str, object], tmp_path: Path) -> None:
-    ours = tiny_model(**changes)
-    save_checkpoint(tmp_path, ours)
-    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    tokens = torch.randint(0, 384, (2, 40), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        assert torch.allclose(ours(tokens), peer(tokens).logits, atol=5 * TOLERANCE, rtol=TOLERANCE)
-
-
-def test_cached_steps_equal_one_pass() -> None:
-    model = tiny_model()
-    tokens = torch.randint(0, 384, (2, 24))
-    cache = KVCache(model.config, 2, 24)
-    with torch.inference_mode():
-        whole = model(tokens)
-        parts = [model(tokens[:, :7], cache), model(tokens[:, 7:12], cache)]
-        parts += [model(tokens[:, i : i + 1], cache) for i in range(12, 24)]
-    assert torch.allclose(torch.cat(parts, dim=1), whole, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_rows_that_stay_in_a_growing_cache_go_on_as_before() -> None:

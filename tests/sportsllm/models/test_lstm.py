@@ -2,8 +2,6 @@
 numbers near 1; gradients sum over all tokens and are allowed 1e-5 of their largest.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

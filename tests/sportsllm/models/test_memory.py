@@ -1,7 +1,5 @@
 """Memory arithmetic: the worked examples, and the formulas against what numpy really holds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -9,11 +7,9 @@ import pytest
 
 from sportsllm.errors import UsageError
 from sportsllm.formats.packed import QuantizedWeight, pack
-from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.memory import (
-    PRECISIONS,
     block_parameters,
     kv_cache_bytes_per_token,
     quantized_bytes,
@@ -21,26 +17,9 @@ from sportsllm.models.memory import (
     weight_bytes,
 )
 from sportsllm.models.presets import PRESETS
+from tests.support.models import tiny_config
 
-TINY = ModelConfig(
-    vocab_size=100,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
-)
-EIGHTY_LAYERS = ModelConfig(
-    vocab_size=32_000,
-    hidden_size=8_192,
-    intermediate_size=28_672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=64,
-    head_dim=128,
-)
+TINY = tiny_config(vocab_size=100, hidden_size=48, intermediate_size=80, num_hidden_layers=3)
 
 
 def test_breakdown_of_small() -> None:
@@ -91,13 +70,8 @@ def test_block_parameters_are_those_of_the_model(changes: dict[str, Any], names:
 def test_cache_examples() -> None:
     assert kv_cache_bytes_per_token(PRESETS["small"]) == {"fp32": 73_728, "fp16": 36_864, "int8": 18_432}
     assert kv_cache_bytes_per_token(PRESETS["large"])["fp16"] == 147_456
-    assert kv_cache_bytes_per_token(EIGHTY_LAYERS)["fp16"] == 2_621_440
-
-
-def test_dense_weights_take_four_and_two_bytes() -> None:
-    for config in PRESETS.values():
-        assert weight_bytes(config, "fp32") == 4 * config.parameters
-        assert weight_bytes(config, "fp16") == 2 * config.parameters
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 128}
+    assert kv_cache_bytes_per_token(tiny_config(num_hidden_layers=80, **heads))["fp16"] == 2_621_440
 
 
 def _packed(rows: int, columns: int, bits: int, block: int, zero_points: bool) -> QuantizedWeight:
@@ -144,8 +118,7 @@ def test_head_bits_32_leaves_the_tables_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"precision": "int3"}, {"precision": "int4", "block_size": 48}, {"precision": "int8", "head_bits": 5}],
+    "arguments", [{"precision": "int3"}, {"precision": "int4", "block_size": 48}, {"precision": "int8", "head_bits": 5}]
 )
 def test_unknown_forms_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
@@ -166,9 +139,3 @@ def test_shapes_name_every_tensor() -> None:
     weights = sum(shape.layers * shape.bytes for shape in shapes.values() if shape.kind == "weight")
     norms = config.parameters_by_component()["norms"]
     assert weights == 2 * (config.parameters - norms)
-
-
-def test_tied_head_is_no_second_matrix() -> None:
-    names = [shape.name for shape in tensor_shapes(PRESETS["small"], 1, 8)]
-    assert "lm_head.weight" not in names
-    assert PRECISIONS == ("fp32", "fp16", "int8", "int4")

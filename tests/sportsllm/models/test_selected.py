@@ -1,7 +1,5 @@
 """Attention to selected tokens against a float64 loop over tokens and blocks, and against full attention."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from typing import Any
@@ -191,14 +189,8 @@ def test_its_config_goes_to_a_file_and_back() -> None:
     [
         ({"selection": None}, "attention_kind 'selected' with selection None; give both"),
         ({"attention_kind": "grouped_query"}, "attention_kind 'grouped_query' with selection"),
-        (
-            {"layer_types": ("sliding", "full"), "sliding_window": 8},
-            "layer_types is .* it must be None",
-        ),
-        (
-            {"position_kind": "learned"},
-            "'learned'; with attention_kind 'selected' it must be 'rotary'",
-        ),
+        ({"layer_types": ("sliding", "full"), "sliding_window": 8}, "layer_types is .* it must be None"),
+        ({"position_kind": "learned"}, "'learned'; with attention_kind 'selected' it must be 'rotary'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], said: str) -> None:

@@ -1,7 +1,5 @@
 """The memory of a training step against what torch's allocator hands out while it takes one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,16 +24,10 @@ from sportsllm.text.packing import Batch
 from sportsllm.training.loop import language_model_loss
 from sportsllm.training.optimizers import build_optimizers
 from sportsllm.training.settings import TrainConfig
+from tests.support.models import tiny_config
 
-TINY = ModelConfig(
-    vocab_size=256,
-    hidden_size=48,
-    intermediate_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=256,
+TINY = tiny_config(
+    vocab_size=256, hidden_size=48, intermediate_size=128, num_hidden_layers=3, max_position_embeddings=256
 )
 
 

@@ -1,7 +1,5 @@
 """Chat templates against those of `transformers`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,6 +1,4 @@
-import json
 import math
-import os
 import signal
 import threading
 from pathlib import Path
@@ -19,6 +17,7 @@ from sportsllm.training.optimizers import Muon, Schedule, build_optimizers, newt
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.state import Validation
 from tests.support.models import fresh, tiny_config, weights
+from tests.support.training import interrupted_at
 
 CONFIG = TrainConfig(
     steps=6, batch_size=2, accumulation=2, sequence=32, learning_rate=1e-3, warmup=2, log_every=2, precision="fp32"
@@ -35,18 +34,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     (tmp_path / "b").mkdir()
     train_model(whole, batches, language_model_loss, config, tmp_path / "a")
 
-    calls = 0
-
-    def interrupt_step_3(model: SportsLLM, batch: object) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            os.kill(os.getpid(), number)
-        return language_model_loss(model, batch)
-
     assert threading.current_thread() is threading.main_thread()
     with pytest.raises(InterruptedRun, match="after step 3 of 6"):
-        train_model(half, batches, interrupt_step_3, config, tmp_path / "b", identity="x")
+        train_model(half, batches, interrupted_at(6, number), config, tmp_path / "b", identity="x")
     other = fresh(dropout=0.1)
     with pytest.raises(UsageError, match="other settings"):
         train_model(other, batches, language_model_loss, config, tmp_path / "b", identity="y", resume=True)
@@ -124,27 +114,13 @@ def test_schedules() -> None:
         Schedule("step", 1, 1)
 
 
-def test_muon_takes_the_hidden_matrices_and_orthogonalises() -> None:
+def test_muon_takes_the_hidden_matrices() -> None:
     model = fresh(tie_word_embeddings=False)
     adamw, muon = build_optimizers(model, TrainConfig(optimizer="muon", weight_decay=0))
     names = {id(p): name for name, p in model.named_parameters()}
     taken = {names[id(p)] for group in muon.param_groups for p in group["params"]}
     assert taken == {name for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name}
     assert sum(len(g["params"]) for g in adamw.param_groups) + len(taken) == len(names)
-    matrix = model.model.layers[0].mlp.up_proj.weight  # rows 96 > columns 64
-    before = matrix.detach().clone()
-    matrix.grad = torch.randn_like(matrix)
-    muon.step()
-    update = (before - matrix.detach()) / 0.02
-    # Newton-Schulz brings singular values near 1 (its five steps leave 0.7 to 1.2); the rate has sqrt(96 / 64).
-    singular = torch.linalg.svdvals(update) / math.sqrt(96 / 64)
-    assert float(singular.min()) > 0.5 and float(singular.max()) < 1.4
-
-
-def test_metrics_file_is_json_lines(batches: PackedSequences, tmp_path: Path) -> None:
-    train_model(fresh(), batches, language_model_loss, CONFIG, tmp_path)
-    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [2, 4, 6]
 
 
 @pytest.mark.parametrize(

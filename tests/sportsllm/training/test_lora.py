@@ -1,4 +1,4 @@
-"""Adapters against a float64 decoder written out here, and fine-tuning from the command to the checkpoint."""
+"""Adapters against the sum of both matrices in float64, and fine-tuning from the command to the checkpoint."""
 
 import json
 import random
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.documents import TextSplit, read_documents
 from sportsllm.text.packing import IGNORE, Batch
@@ -18,7 +18,7 @@ from sportsllm.training.loop import language_model_loss
 from sportsllm.training.lora import LoRALinear, add_adapters, merge_adapters
 from sportsllm.training.settings import ALPHA, Adapters, TrainConfig, adapter_settings
 from sportsllm.verbs.train import train
-from tests.sportsllm.test_cli import call, complains
+from tests.support.command_line import CommandLine
 from tests.support.models import tiny_model
 from tests.support.training import options_of
 
@@ -40,45 +40,6 @@ def adapted(rank: int = 3, targets: tuple[str, ...] | None = None, **changes: ob
     return model
 
 
-def naive_loss(config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> Tensor:
-    """Summed cross-entropy of a plain decoder in the weights' type, one sequence, one head at a time."""
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weights[f"{name}.weight"]
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", torch.zeros((), dtype=x.dtype))
-
-    def turn(x: Tensor) -> Tensor:
-        half = config.head_dim // 2
-        rates = config.rope_theta ** (-torch.arange(half, dtype=x.dtype) / half)
-        angles = torch.arange(len(x), dtype=x.dtype)[:, None] * rates
-        first, second = x[:, :half], x[:, half:]
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-    size, shared = config.head_dim, config.num_attention_heads // config.num_key_value_heads
-    x = weights["model.embed_tokens.weight"][tokens]
-    future = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
-    for layer in range(config.num_hidden_layers):
-        at = f"model.layers.{layer}"
-        y = norm(x, f"{at}.input_layernorm")
-        q, k, v = (linear(y, f"{at}.self_attn.{name}_proj") for name in "qkv")
-        heads = []
-        for head in range(config.num_attention_heads):
-            mine = slice(head * size, head * size + size)
-            other = slice(head // shared * size, head // shared * size + size)
-            scores = turn(q[:, mine]) @ turn(k[:, other]).T / size**0.5
-            heads.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[:, other])
-        x = x + linear(torch.cat(heads, -1), f"{at}.self_attn.o_proj")
-        y = norm(x, f"{at}.post_attention_layernorm")
-        gate, up = linear(y, f"{at}.mlp.gate_proj"), linear(y, f"{at}.mlp.up_proj")
-        x = x + linear(gate / (1 + (-gate).exp()) * up, f"{at}.mlp.down_proj")
-    logits = norm(x, "model.norm") @ weights["model.embed_tokens.weight"].T
-    scored = targets != IGNORE
-    return (logits.logsumexp(-1)[scored] - logits[scored, targets[scored]]).sum()
-
-
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}])
 def test_gradients_equal_those_of_the_sum_in_float64(changes: dict[str, object]) -> None:
     rank, alpha = 3, 6.0
@@ -93,7 +54,9 @@ def test_gradients_equal_those_of_the_sum_in_float64(changes: dict[str, object])
     for name in [name for name in factors if name.endswith("lora_a")]:
         matrix = name.removesuffix("lora_a")
         plain[f"{matrix}weight"] = plain[f"{matrix}weight"] + alpha / rank * exact[f"{matrix}lora_b"] @ exact[name]
-    expected = sum(naive_loss(model.config, plain, TOKENS[row], targets[row]) for row in range(2))
+    without = tiny_model(**changes).double()  # a plain model, which test_families.py compares with `transformers`
+    logits = functional_call(without, plain, (TOKENS,))
+    expected = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE)
     expected.backward()
 
     assert len(factors) == 2 * 7 * 2
@@ -163,18 +126,7 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "train.jsonl", folder / "valid.jsonl"
 
 
-@pytest.fixture(scope="module")
-def packed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint, quantized."""
-    from compress.quantization.config import QuantizationConfig
-    from compress.quantize import quantize_checkpoint
-
-    out = tmp_path_factory.mktemp("packed") / "int4"
-    quantize_checkpoint(checkpoint=checkpoint, out=out, config=QuantizationConfig(), method="rtn")
-    return out
-
-
-def test_what_cannot_be_adapted_is_refused(packed: Path) -> None:
+def test_what_cannot_be_adapted_is_refused(int4: Path) -> None:
     for rank in (0, 33):  # key and value matrices have 32 rows
         with pytest.raises(UsageError, match=f"--lora-rank is {rank}; .* 1 to 32"):
             add_adapters(tiny_model(), rank)
@@ -187,7 +139,7 @@ def test_what_cannot_be_adapted_is_refused(packed: Path) -> None:
     with pytest.raises(UsageError, match="LoRALinear"):
         add_adapters(model, 2, ("q_proj",))
     with pytest.raises(UsageError, match="QuantizedLinear"):
-        add_adapters(load_checkpoint(packed), 2)
+        add_adapters(load_checkpoint(int4), 2)
 
 
 def test_targets_are_named_and_ordered() -> None:
@@ -211,13 +163,13 @@ def trained(
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_fine_tuning_learns_a_new_text(
-    lora: bool, trained: Path, kitchen: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lora: bool, trained: Path, kitchen: tuple[Path, Path], tmp_path: Path, cli: CommandLine
 ) -> None:
     before = {path.name: path.read_bytes() for path in trained.iterdir()}
     arguments = ["train", trained, "--corpus", kitchen[0], "--valid", kitchen[1], "--out", tmp_path / "out"]
     arguments += ["--batch-size", 4, "--set", "accumulation=1", "--sequence", 64, "--set", "warmup=3", "--steps", 30]
     arguments += ["--lora-rank", 4] if lora else ["--learning-rate", 1e-3]
-    code, out, err = call(capsys, *arguments, "--json")
+    code, out, err = cli(*arguments, "--json")
     assert code == 0, err
     assert "training from trained weights" in err and "before " in err
     result = json.loads(out)
@@ -226,7 +178,7 @@ def test_fine_tuning_learns_a_new_text(
     reported = TextSplit([], list(read_documents([kitchen[1]]))).parts()[1]
     judging.write_text("".join(json.dumps({"text": text}) + "\n" for text in reported), encoding="utf-8")
     for directory in (trained, tmp_path / "out"):
-        code, out, err = call(capsys, "eval", directory, "--text", judging, "--json")
+        code, out, err = cli("eval", directory, "--text", judging, "--json")
         assert code == 0, err
         scores.append(json.loads(out)["bits_per_byte"])
     # Merging rounds once more; eval scores the checkpoint that was written.
@@ -236,15 +188,13 @@ def test_fine_tuning_learns_a_new_text(
     assert manifest["parents"][0]["path"] == manifest["settings"]["init"] == str(trained)
     assert manifest["settings"]["lora"] == ({"rank": 4, "targets": None, "alpha": ALPHA} if lora else None)
     assert {path.name: path.read_bytes() for path in trained.iterdir()} == before, "inputs are untouched"
-    assert json.loads(call(capsys, *arguments, "--json")[1])["cached"] is True
-    assert call(capsys, "verify", tmp_path / "out")[0] == 0
+    assert json.loads(cli(*arguments, "--json")[1])["cached"] is True
+    assert cli("verify", tmp_path / "out")[0] == 0
 
 
-def test_no_steps_write_the_same_weights(
-    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_steps_write_the_same_weights(checkpoint: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine) -> None:
     arguments = ["train", checkpoint, "--corpus", corpus_file, "--out", tmp_path / "out", "--steps", 0]
-    code, out, err = call(capsys, *arguments, "--sequence", 32, "--json")
+    code, out, err = cli(*arguments, "--sequence", 32, "--json")
     assert code == 0 and "training from" not in err, err
     result = json.loads(out)
     assert result["bits_per_byte_before"] is None and result["valid_bits_per_byte"] is None
@@ -253,12 +203,12 @@ def test_no_steps_write_the_same_weights(
 
 
 def test_refusals_are_one_line(
-    checkpoint: Path, packed: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, int4: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine
 ) -> None:
     out = tmp_path / "out"
 
     def refused(code: int, text: str, *flags: object) -> None:
-        complains(call(capsys, "train", "--corpus", corpus_file, "--out", out, "--sequence", 64, *flags), code, text)
+        cli.refuses(code, text, "train", "--corpus", corpus_file, "--out", out, "--sequence", 64, *flags)
         assert not out.exists() and not out.with_name("out.partial").exists()
 
     refused(2, "one of the two")
@@ -272,6 +222,6 @@ def test_refusals_are_one_line(
     refused(2, "lora_alpha=-1: must be at least 0", checkpoint, "--lora-rank", 2, "--set", "lora_alpha=-1")
     refused(2, "muon trains whole matrices", checkpoint, "--lora-rank", 2, "--set", "optimizer=muon")
     refused(2, "context is 128", checkpoint, "--sequence", 129)
-    refused(3, "is quantized", packed)
+    refused(3, "is quantized", int4)
     refused(3, "no such directory", tmp_path / "nowhere")
-    assert call(capsys, "train", checkpoint, "--lora-rank", 0)[0] == 2
+    assert cli("train", checkpoint, "--lora-rank", 0)[0] == 2

@@ -10,12 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sportsllm.models.memory import LOSS_CHUNK_TOKENS, loss_chunk_tokens
 from sportsllm.text.packing import IGNORE
-from sportsllm.training.loss import (
-    ChunkLoss,
-    cross_entropy,
-    head_loss,
-    softmax_into,
-)
+from sportsllm.training.loss import ChunkLoss, cross_entropy, head_loss, softmax_into
 
 TOKENS, WIDTH, VOCAB = 37, 24, 101
 # float32 keeps 24 bits, 6e-8: a loss of ~100 summed from 30 rows of 101 terms, and gradients of ~1 times hidden states

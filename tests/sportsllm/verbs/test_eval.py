@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.scoring import windows
 from sportsllm.models.config_records import RopeScaling
 from sportsllm.text.tokenizer import load_tokenizer
-from tests.sportsllm.test_cli import call, complains
+from tests.support.command_line import CommandLine, complains
 from tests.support.models import tiny_model
 
 YARN4 = RopeScaling("yarn", 4.0, original_max_position_embeddings=128)
@@ -27,53 +26,33 @@ def held_out(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
-def last_line(out: str) -> dict[str, object]:
-    found: dict[str, object] = json.loads(out.splitlines()[-1])
-    return found
-
-
 def test_fine_tuning_stretches_the_context(
-    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine
 ) -> None:
     """Once with all weights, once with adapters; sequences are longer than the original context."""
     for name, more in (("all", ()), ("lora", ("--lora-rank", 2))):
         out = tmp_path / name
         flags = ["--rope-scaling", "yarn:4", "--sequence", 300, "--steps", 2, *SHORT, *more]
-        code, said, _ = call(capsys, "train", checkpoint, "--corpus", corpus_file, "--out", out, *flags, "--json")
-        assert code == 0 and last_line(said)["out"] == str(out)
+        made = cli.result("train", checkpoint, "--corpus", corpus_file, "--out", out, *flags)
+        assert made["out"] == str(out)
         config = load_config(out)
         assert (config.max_position_embeddings, config.rope_scaling) == (512, YARN4)
         assert json.loads((out / "manifest.json").read_text())["settings"]["rope_scaling"] == "yarn:4"
     again = ["train", tmp_path / "all", "--corpus", corpus_file, "--out", tmp_path / "again"]
-    complains(call(capsys, *again, "--rope-scaling", "linear:2"), 2, "by yarn:4 already, to 512 tokens")
-
-
-def test_without_steps_only_the_config_changes(
-    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--corpus", corpus_file, "--out", tmp_path / "out", "--rope-scaling", "linear:2"]
-    assert call(capsys, "train", checkpoint, *flags, "--sequence", 64, "--steps", 0)[0] == 0
-    before, after = load_checkpoint(checkpoint), load_checkpoint(tmp_path / "out")
-    assert after.config == before.config.with_changes(
-        max_position_embeddings=256, rope_scaling=RopeScaling("linear", 2.0)
-    )
-    for name, tensor in before.state_dict().items():
-        assert torch.equal(after.state_dict()[name], tensor)
+    cli.refuses(2, "by yarn:4 already, to 512 tokens", *again, "--rope-scaling", "linear:2")
 
 
 def test_a_new_model_may_start_with_a_longer_context(
-    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine
 ) -> None:
     shape = ["--model", checkpoint, "--tokenizer", checkpoint, "--rope-scaling", "llama3:2"]
     flags = ["--corpus", corpus_file, "--out", tmp_path / "out", "--sequence", 256, "--steps", 0]
-    assert call(capsys, "train", *shape, *flags)[0] == 0
+    assert cli("train", *shape, *flags)[0] == 0
     config = load_config(tmp_path / "out")
     assert config.max_position_embeddings == 256 and config.rope_scaling == RopeScaling("llama3", 2.0, 1.0, 4.0, 128)
 
 
-def test_eval_reads_beyond_the_trained_length(
-    checkpoint: Path, held_out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_reads_beyond_the_trained_length(checkpoint: Path, held_out: Path, cli: CommandLine) -> None:
     """Each against a sum over a model of that context and scaling, window by window."""
     words = load_tokenizer(checkpoint)
     ids = [words.begin_id, *words.encode(json.loads(held_out.read_text())["text"])]
@@ -85,9 +64,8 @@ def test_eval_reads_beyond_the_trained_length(
         (["--rope-scaling", "none", "--context", 384], 384, None),
     )
     for flags, context, scaling in cases:
-        code, said, _ = call(capsys, "eval", checkpoint, "--text", held_out, "--threads", 2, *flags, "--json")
-        found = last_line(said)
-        assert code == 0 and found["context"] == context and found["tokens"] == len(ids) - 1
+        found = cli.result("eval", checkpoint, "--text", held_out, "--threads", 2, *flags)
+        assert found["context"] == context and found["tokens"] == len(ids) - 1
         model, nats = tiny_model(max_position_embeddings=512, rope_scaling=scaling), 0.0
         for start, stop, scored in windows(len(ids), context):
             with torch.inference_mode():
@@ -95,35 +73,31 @@ def test_eval_reads_beyond_the_trained_length(
             nats -= sum(float(logs[place - start - 1, ids[place]]) for place in range(scored, stop))
         # A mean over 700 float32 log-probabilities.
         assert math.log(float(str(found["perplexity"]))) == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
-    plain = call(capsys, "eval", checkpoint, "--text", held_out, "--json")
-    assert last_line(plain[1])["context"] == 128
+    plain = cli.result("eval", checkpoint, "--text", held_out)
+    assert plain["context"] == 128
 
 
-def test_an_export_gets_the_longer_table(
-    checkpoint: Path, held_out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_gets_the_longer_table(checkpoint: Path, held_out: Path, tmp_path: Path, cli: CommandLine) -> None:
     before = (checkpoint / "config.json").read_bytes()
     out = tmp_path / "onnx"
     flags = ["--rope-scaling", "yarn:4", "--threads", 2]
-    assert call(capsys, "export", checkpoint, "--out", out, *flags)[0] == 0
+    assert cli("export", checkpoint, "--out", out, *flags)[0] == 0
     config = load_config(out)
     assert (config.max_position_embeddings, config.rope_scaling) == (512, YARN4)
     assert (checkpoint / "config.json").read_bytes() == before
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["settings"]["rope_scaling"] == "yarn:4"
     scores = [
-        last_line(call(capsys, "eval", where, "--text", held_out, *more, "--json")[1])["perplexity"]
+        cli.result("eval", where, "--text", held_out, *more)["perplexity"]
         for where, more in ((out, ()), (checkpoint, ("--rope-scaling", "yarn:4")))
     ]
     assert scores[0] == pytest.approx(scores[1], rel=1e-4)  # float32 in another order
     other = ["--context", 1024, "--text", held_out]
-    complains(
-        call(capsys, "eval", out, *other), 2, "reads 512 tokens; export the checkpoint with --rope-scaling yarn:8"
-    )
-    scaled = call(capsys, "eval", out, "--text", held_out, "--rope-scaling", "none")
+    cli.refuses(2, "reads 512 tokens; export the checkpoint with --rope-scaling yarn:8", "eval", out, *other)
+    scaled = cli("eval", out, "--text", held_out, "--rope-scaling", "none")
     complains(scaled, 2, "is in its graph; export the checkpoint with --rope-scaling, or score")
-    assert call(capsys, "export", checkpoint, "--out", out, *flags)[0] == 0, "up to date"
-    complains(call(capsys, "export", checkpoint, "--out", out, "--rope-scaling", "yarn:2"), 6, "exists")
+    assert cli("export", checkpoint, "--out", out, *flags)[0] == 0, "up to date"
+    cli.refuses(6, "exists", "export", checkpoint, "--out", out, "--rope-scaling", "yarn:2")
 
 
 @pytest.mark.parametrize(
@@ -138,21 +112,21 @@ def test_an_export_gets_the_longer_table(
     ],
 )
 def test_what_the_model_cannot_read_is_refused_in_a_line(
-    flags: list[object], said: str, checkpoint: Path, held_out: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[object], said: str, checkpoint: Path, held_out: Path, cli: CommandLine
 ) -> None:
-    complains(call(capsys, "eval", checkpoint, "--text", held_out, *flags), 2, said)
+    cli.refuses(2, said, "eval", checkpoint, "--text", held_out, *flags)
 
 
 def test_errors_name_the_checkpoint_and_not_the_view(
-    checkpoint: Path, held_out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, held_out: Path, tmp_path: Path, cli: CommandLine
 ) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (broken / name).write_bytes((checkpoint / name).read_bytes())
-    result = call(capsys, "eval", broken, "--text", held_out, "--rope-scaling", "yarn:2")
+    result = cli("eval", broken, "--text", held_out, "--rope-scaling", "yarn:2")
     complains(result, 3, str(broken))
     for command in ("train", "export"):
         flags = [checkpoint]
-        result = call(capsys, command, *flags, "--out", tmp_path / "out", "--rope-scaling", "yarn:x")
+        result = cli(command, *flags, "--out", tmp_path / "out", "--rope-scaling", "yarn:x")
         complains(result, 2, "--rope-scaling yarn:x: no factor; give TYPE:FACTOR")

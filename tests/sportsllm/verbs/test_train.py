@@ -13,7 +13,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.inference.decoder import Sampling
 from sportsllm.models.presets import changed_shape, preset
-from tests.sportsllm.test_cli import call, complains
+from tests.support.command_line import CommandLine
 
 SHAPE = {"layers": 2, "hidden": 48, "heads": 3, "intermediate": 64}
 SMALL: list[object] = ["--context", 64, "--vocab-size", 300]
@@ -21,16 +21,16 @@ for item in SHAPE.items():
     SMALL += ["--set", "{}={}".format(*item)]
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
-    code, out, err = call(capsys, "train", *arguments, "--threads", 2, "--json")
-    assert code == 0, err
-    return json.loads(out), err
+def run(cli: CommandLine, *arguments: object) -> dict[str, Any]:
+    return cli.result("train", *arguments, "--threads", 2)
 
 
-def test_a_shape_of_ones_own(capsys: pytest.CaptureFixture[str], corpus_file: Path, tmp_path: Path) -> None:
+def test_a_shape_of_ones_own(cli: CommandLine, corpus_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "own"
     flags = ["--set", "tied=false", "--set", "dropout=0.2", "--steps", 0, "--corpus", corpus_file, "--out", out]
-    result, err = run(capsys, *SMALL, *flags)
+    code, said, err = cli("train", *SMALL, *flags, "--json")
+    assert code == 0, err
+    result = json.loads(said)
     shape = {**SHAPE, "context": 64, "vocab_size": 300}
     expected = changed_shape(preset("small"), {**shape, "tied": False, "dropout": 0.2})
     assert load_config(out) == expected and result["parameters"] == expected.parameters
@@ -41,30 +41,26 @@ def test_a_shape_of_ones_own(capsys: pytest.CaptureFixture[str], corpus_file: Pa
 
 
 def test_a_folder_with_config_json_alone_is_a_model(
-    capsys: pytest.CaptureFixture[str],
-    checkpoint: Path,
-    corpus_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cli: CommandLine, checkpoint: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shape").mkdir()
     (tmp_path / "shape" / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
-    result, _ = run(capsys, "--model", tmp_path / "shape", "--set", "layers=1", "--steps", 0, "--corpus", corpus_file)
+    result = run(cli, "--model", tmp_path / "shape", "--set", "layers=1", "--steps", 0, "--corpus", corpus_file)
     assert result["out"] == "runs/custom"
-    result, _ = run(capsys, "--model", tmp_path / "shape", "--steps", 0, "--corpus", corpus_file)
+    result = run(cli, "--model", tmp_path / "shape", "--steps", 0, "--corpus", corpus_file)
     assert result["out"] == "runs/shape" and load_config(Path("runs/shape")) == load_config(checkpoint)
-    complains(call(capsys, "train", "--model", tmp_path, "--corpus", corpus_file), 3, "config.json: not found")
+    cli.refuses(3, "config.json: not found", "train", "--model", tmp_path, "--corpus", corpus_file)
 
 
 def test_muons_settings_and_the_fall_of_the_rate_are_recorded(
-    capsys: pytest.CaptureFixture[str], corpus_file: Path, tmp_path: Path
+    cli: CommandLine, corpus_file: Path, tmp_path: Path
 ) -> None:
     pairs = "optimizer=muon muon_momentum=0.9 muon_nesterov=false muon_steps=3 muon_coefficients=2,-1.5,0.5"
     pairs += " muon_learning_rate=0.01 min_lr_ratio=0 schedule=wsd decay_fraction=0.5 digits=single"
     flags = [word for pair in pairs.split() for word in ("--set", pair)]
-    result, _ = run(
-        capsys, *SMALL, *flags, "--steps", 2, "--batch-size", 2, "--corpus", corpus_file, "--out", tmp_path / "out"
+    result = run(
+        cli, *SMALL, *flags, "--steps", 2, "--batch-size", 2, "--corpus", corpus_file, "--out", tmp_path / "out"
     )
     settings = read_manifest(Path(result["out"])).settings
     names = ("momentum", "nesterov", "steps", "coefficients", "learning_rate")
@@ -93,23 +89,17 @@ def test_muons_settings_and_the_fall_of_the_rate_are_recorded(
     ],
 )
 def test_what_cannot_be_meant_is_one_line(
-    flags: list[object],
-    code: int,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    checkpoint: Path,
-    corpus_file: Path,
-    tmp_path: Path,
+    flags: list[object], code: int, message: str, cli: CommandLine, checkpoint: Path, corpus_file: Path, tmp_path: Path
 ) -> None:
     given = [checkpoint if flag == "CHECKPOINT" else flag for flag in flags]
-    complains(call(capsys, "train", *given, "--corpus", corpus_file, "--out", tmp_path / "out"), code, message)
+    cli.refuses(code, message, "train", *given, "--corpus", corpus_file, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_the_documented_set_up(capsys: pytest.CaptureFixture[str], corpus_file: Path, tmp_path: Path) -> None:
+def test_the_documented_set_up(cli: CommandLine, corpus_file: Path, tmp_path: Path) -> None:
     """5,000 steps of batch 4 x accumulation 4 x 512 tokens, AdamW 3e-4, warm-up 50, dropout 0.1."""
     out = tmp_path / "out"
-    run(capsys, "--model", "tiny-300k", "--set", "documented=true", "--steps", 0, "--corpus", corpus_file, "--out", out)
+    run(cli, "--model", "tiny-300k", "--set", "documented=true", "--steps", 0, "--corpus", corpus_file, "--out", out)
     settings = read_manifest(out).settings
     names = ("batch_size", "accumulation", "sequence", "learning_rate", "warmup", "optimizer", "weight_decay")
     assert [settings[name] for name in names] == [4, 4, 512, 3e-4, 50, "adamw", 0.1]

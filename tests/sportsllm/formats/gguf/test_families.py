@@ -1,7 +1,5 @@
 """GGUF files of families beside LLaMA's, written as llama.cpp's converter does, against `transformers`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +30,6 @@ _CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "smollm3": transformers.SmolLM3Config(**_SIZES),
     "gpt2": families.CONFIGS["gpt2"],
 }
-
-
-def peer(config: transformers.PretrainedConfig) -> Any:
-    torch.manual_seed(0)
-    found = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    with torch.no_grad():
-        for parameter in found.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return found
 
 
 def tensors_of(model: Any) -> dict[str, np.ndarray]:
@@ -81,7 +70,7 @@ def settings(config: Any) -> dict[str, Any]:
 
 
 def write(name: str, path: Path, tokenizer: Path, **changes: Any) -> Any:
-    model = peer(_CONFIGS[name])
+    model = families.peer_of(_CONFIGS[name])
     kind = gguf.MODEL_ARCH_NAMES[_ARCH[model.config.model_type]]
     write_file(path, kind, settings(model.config) | changes, byte_level(tokenizer), tensors_of(model))
     return model

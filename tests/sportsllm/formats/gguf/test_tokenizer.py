@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files against slow ones written from their descriptions."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Every type of tensor that llama.cpp writes, read as llama.cpp reads it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf
@@ -11,6 +9,7 @@ import torch
 
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.gguf.blocks import BLOCK_TYPES, TABLE, Blocks
 from sportsllm.formats.gguf.config import open_gguf
 from sportsllm.formats.gguf.weights import convert_gguf
 from tests.support import llama_cpp
@@ -73,3 +72,27 @@ def test_an_unknown_type_is_named(
         ArtifactError, match=f"'blk.0.ffn_up.weight' has {said}, which is not supported; supported: F32"
     ):
         open_gguf(file)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_every_number_of_a_block_comes_back(name: str) -> None:
+    kind, draw, rows = BLOCK_TYPES[name], np.random.default_rng(0), 3
+    stored = gguf.GGMLQuantizationType[name]
+    assert gguf.GGML_QUANT_SIZES[stored][0] == kind.width
+    columns = 512
+    groups = columns // kind.size
+    levels = np.array(TABLE) if kind.table else np.arange(kind.levels[0], kind.levels[1] + 1)
+    units = (rows, groups // kind.blocks)
+    blocks = Blocks(
+        kind,
+        draw.choice(levels, (rows, columns)),
+        (draw.integers(-63, 64, units) / 1024).astype(np.float32),
+        draw.integers(kind.scales[0], kind.scales[1] + 1, (rows, groups)),
+        kind.least * (draw.integers(-63, 64, units) / 1024).astype(np.float32),
+        draw.integers(0, 64, (rows, groups)) if kind.blocks > 1 else np.ones((rows, groups), np.int64),
+    )
+    scale, least = (
+        (unit.repeat(kind.blocks, axis=1) * whole).repeat(kind.size, axis=1)
+        for unit, whole in ((blocks.d_NB, blocks.scales_NG), (blocks.dmin_NB, blocks.least_NG))
+    )
+    assert np.array_equal(gguf.dequantize(blocks.pack(), stored), scale * blocks.levels_NK - least)
