@@ -5,7 +5,8 @@ inlines the body, so that the graph computes what it did without the call, with 
 (https://onnx.ai/onnx/intro/concepts.html#functions). Layers whose bodies are equal but for names call one function.
 
 The operators are those of `export/kernels/library.cpp`: `DecoderLayer`, or else `DecoderAttention` and
-`DecoderFeedForward` (SwiGLU, or experts behind their router); `SelectedAttention`, over the written cache;
+`DecoderFeedForward` (SwiGLU, or experts behind their router); `GeneralLayer` and `GeneralAttention`, which have more
+forms of layers, see `export.graph.kernel_layers`; `SelectedAttention`, over the written cache;
 `LatentTokens`, which write it, and `LatentAttention`; `DecoderHead`. The cache's type is a part of the name:
 `DecoderLayerHalf` over a float16 cache, `DecoderLayerInt8` over an INT8 one. Matrices must be INT4 or INT8 in blocks.
 """
@@ -31,10 +32,14 @@ Attributes = dict[str, int | float]
 
 @dataclass(frozen=True)
 class Operand:
-    """A packed matrix as the kernels read it: `KEY_packed`, `_scale`, `_zero_point` and `_bias`, and sizes."""
+    """A packed matrix as the kernels read it: `KEY_packed`, `_scale`, `_zero_point` and `_bias`, and sizes.
+
+    `wide` if its inputs are rounded to 16 bits.
+    """
 
     inputs: Inputs
     attributes: Attributes
+    wide: bool = False
 
 
 @dataclass(frozen=True)

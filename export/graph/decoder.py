@@ -178,10 +178,7 @@ def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: 
         attention, mlp = builders["self_attn", own.attention_kind], builders["mlp", own.mlp_kind]
         emitted = _emit(layers, attention, mlp, layer, stream, past, keep if layer == len(pasts) - 1 else None)
         add_layer(layers, attention, mlp, emitted)
-        x_BTD = emitted.out
-        if config.output_norms:
-            x_BTD, _ = layers.norm(f"model.layers.{layer}.{OUTPUT_NORMS['mlp']}", x_BTD, None)
-        stream = Stream(x_BTD, emitted.residual, [*stream.presents, list(emitted.presents)])
+        stream = Stream(emitted.out, emitted.residual, [*stream.presents, list(emitted.presents)])
     return stream
 
 
@@ -221,10 +218,14 @@ def _emit(
     with graph.recording() as router:
         routed = mlp.route(layer, normed)
     with graph.recording() as second:
-        out, _ = mlp.emit(layer, normed, routed)
-        out = mlp.output(layer, out)
+        made, _ = mlp.emit(layer, normed, routed)
+        out = made = mlp.output(layer, made)
+    with graph.recording() as last:
+        if layers.config.output_norms:
+            out, _ = layers.norm(f"{base}.{OUTPUT_NORMS['mlp']}", made, None)
     read = (stream.x_BTD, stream.residual_BTD)
-    return EmittedLayer(layer, first, router, second, read, past, keep, presents, normed, residual, routed, out)
+    nodes = (first, router, second, last)
+    return EmittedLayer(layer, *nodes, read, past, keep, presents, normed, residual, routed, made, out)
 
 
 def _cache_shapes(config: ModelConfig, length: str) -> dict[str, list[object]]:

@@ -93,10 +93,11 @@ class OrtGroupedQuery(SublayerBuilder):
         return self.graph.nodes_of(f"{name}/attention", "GroupQueryAttention", inputs, names, **given)
 
     def kernel_inputs(self, layer: int, past: Sequence[ir.Value], keep: ir.Value | None) -> Inputs:
-        """What kernels of a layer read beside the residual stream and matrices; not of layers that do not rotate."""
+        """What kernels of a layer read beside the residual stream and matrices."""
         config, name, matmul, tables = self.config, self.name(layer), self.layers.matmul, self._tables[layer]
         inputs: Inputs = {"last": self._seqlens_k, "total": self._total, "keep": keep}
-        inputs |= {"past_key": past[0], "past_value": past[1], "cosine": tables[0], "sine": tables[1]}
+        inputs |= {"past_key": past[0], "past_value": past[1]}
+        inputs |= dict(zip(("cosine", "sine"), tables or (None, None), strict=True))
         inputs |= dict(zip(("key_scale", "value_scale"), self._cache_scales(layer) or (None, None), strict=True))
         inputs["norm"] = matmul.vector(f"model.layers.{layer}.{NORMS['self_attn']}.weight", config.hidden_size)
         for side in ("query", "key"):

@@ -1,4 +1,8 @@
-"""Which parts of a layer in ONNX Runtime's operators become calls of kernels: all of it, its sublayers, or none."""
+"""Which parts of a layer in ONNX Runtime's operators become calls of kernels: all of it, its sublayers, or none.
+
+LLaMA's layers call `DecoderLayer` or `DecoderAttention`. Those with norms behind sublayers, another scale of scores, a
+window, no rotation, GeGLU or 16-bit inputs call `GeneralLayer` or `GeneralAttention`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from export.graph.calls import SUFFIXES, Attributes, Call, Inputs, Operand
 from export.graph.grouped_query import OrtGroupedQuery
 from export.graph.layer import LayerBuilder, SublayerBuilder
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import HEAD, LAST_NORM, NORMS
+from sportsllm.models.kinds import HEAD, LAST_NORM, NORMS, OUTPUT_NORMS
 from sportsllm.models.parts import HIDDEN, SHARED, Matrix, routed_names
 
 _Stream = tuple[ir.Value, ir.Value | None]
@@ -25,6 +29,7 @@ class EmittedLayer:
     first: list[ir.Node]  # norm, attention and the norm behind it
     router: list[ir.Node]  # of experts
     second: list[ir.Node]  # the feed-forward
+    last: list[ir.Node]  # the norm behind it, in a model with `output_norms`
     stream: _Stream  # what the layer reads, to be added up
     past: Sequence[ir.Value]
     keep: ir.Value | None  # positions that are kept behind the last layer
@@ -32,19 +37,20 @@ class EmittedLayer:
     normed: ir.Value  # what the feed-forward reads
     residual: ir.Value  # the stream behind attention
     routed: Sequence[ir.Value]  # the router's choice
-    out: ir.Value  # what the feed-forward adds
+    made: ir.Value  # the feed-forward's output
+    out: ir.Value  # the same behind its norm: what is added to the residual stream
 
 
 def add_layer(layers: LayerBuilder, attention: SublayerBuilder, mlp: SublayerBuilder, emitted: EmittedLayer) -> None:
     """Add a layer to the graph, with calls where kernels compute it."""
     calls, graph, config = layers.calls, layers.graph, attention.config
     if not calls.allowed:
-        graph.extend([*emitted.first, *emitted.router, *emitted.second])
+        graph.extend([*emitted.first, *emitted.router, *emitted.second, *emitted.last])
         return
-    reasons = list(_not_in_attention(config, emitted.layer))
-    if not reasons and mlp.config.mlp_kind == "swiglu":
+    reasons = list(_not_in_attention(config))
+    if not reasons and mlp.config.mlp_kind in ("swiglu", "geglu"):
         call = _attention_call(layers, attention, emitted, mlp)
-        if isinstance(call, Call) and calls.fold(call, [*emitted.first, *emitted.second]):
+        if isinstance(call, Call) and calls.fold(call, [*emitted.first, *emitted.second, *emitted.last]):
             calls.use.attention, calls.use.feed_forward = calls.use.attention + 1, calls.use.feed_forward + 1
             emitted.out, emitted.residual, *emitted.presents = call.outputs.values()
             return
@@ -59,22 +65,17 @@ def add_layer(layers: LayerBuilder, attention: SublayerBuilder, mlp: SublayerBui
     call = _feed_forward_call(mlp, emitted)
     if calls.add(call, emitted.second) and isinstance(call, Call):
         calls.use.feed_forward += 1
-        emitted.out = call.outputs["out"]
+        emitted.made = call.outputs["out"]
+        emitted.out = emitted.out if emitted.last else emitted.made
+    graph.extend(emitted.last)
 
 
-def _not_in_attention(config: ModelConfig, layer: int) -> Iterator[str]:
+def _not_in_attention(config: ModelConfig) -> Iterator[str]:
     """Why the kernels do not compute a layer's attention."""
     if config.attention_kind != "grouped_query":
         yield f"attention {config.attention_kind}"
-        return
-    unlike = {
-        "LayerNorm": config.norm_kind != "rms",
-        "norms after attention and feed-forward": config.output_norms,
-        "scores of another scale": config.attention_scale is not None,
-        "sliding attention": config.window(layer) is not None,
-        "attention without rotation": not config.rotates(layer),
-    }
-    yield from (reason for reason, found in unlike.items() if found)
+    elif config.norm_kind != "rms":
+        yield "LayerNorm"
 
 
 def _attention_call(
@@ -108,8 +109,45 @@ def _attention_call(
     key, value = emitted.presents
     out = emitted.normed if mlp is None else emitted.out
     outputs = {"out": out, "residual_out": emitted.residual, "key": key, "value": value}
-    op = ("DecoderAttention" if mlp is None else "DecoderLayer") + SUFFIXES[layers.form.cached]
+    kind = "Decoder"
+    if _is_general(config, layer, mlp) or any(operand.wide for operand in found):
+        kind = "General"
+        attributes |= _general_attributes(config, layer, mlp, found)
+        inputs |= dict.fromkeys(_FEED_FORWARD_INPUTS) if mlp is None else {}
+        inputs |= _output_norms(layers, layer, mlp)
+    op = kind + ("Attention" if mlp is None else "Layer") + SUFFIXES[layers.form.cached]
     return Call(op, attention.name(layer) if mlp is None else name, name, inputs, outputs, attributes)
+
+
+def _is_general(config: ModelConfig, layer: int, mlp: SublayerBuilder | None) -> bool:
+    """Whether LLaMA has no such layers."""
+    unlike = config.output_norms, config.attention_scale is not None, config.window(layer) is not None
+    return any(unlike) or not config.rotates(layer) or (mlp is not None and mlp.config.mlp_kind == "geglu")
+
+
+def _general_attributes(
+    config: ModelConfig, layer: int, mlp: SublayerBuilder | None, operands: Sequence[Operand]
+) -> Attributes:
+    attributes: Attributes = {"scale": config.score_scale, "window": config.window(layer) or 0}
+    if mlp is not None:
+        attributes["gelu"] = int(mlp.config.mlp_kind == "geglu")
+    keys = ("qkv", "output", "gate_up", "down")
+    return attributes | {f"{key}_wide": int(operand.wide) for key, operand in zip(keys, operands, strict=False)}
+
+
+_FEED_FORWARD_INPUTS = [
+    f"{key}_{part}" for key in ("gate_up", "down") for part in ("packed", "scale", "zero_point", "bias")
+]
+
+
+def _output_norms(layers: LayerBuilder, layer: int, mlp: SublayerBuilder | None) -> Inputs:
+    found: Inputs = {"norm_after_attention": None, "norm_after_feed_forward": None}
+    if layers.config.output_norms:
+        for key, part in zip(found, OUTPUT_NORMS if mlp is not None else ("self_attn",), strict=False):
+            found[key] = layers.matmul.vector(
+                f"model.layers.{layer}.{OUTPUT_NORMS[part]}.weight", layers.config.hidden_size
+            )
+    return found
 
 
 def _feed_forward_call(mlp: SublayerBuilder, emitted: EmittedLayer) -> Call | list[str]:
@@ -135,7 +173,7 @@ def _feed_forward_call(mlp: SublayerBuilder, emitted: EmittedLayer) -> Call | li
         if experts.shared:
             attributes |= _alike(mlp, emitted.layer, "shared", experts.shared * size, [SHARED], inputs, reasons)
     base = f"model.layers.{emitted.layer}"
-    return reasons or Call("DecoderFeedForward", name, base, inputs, {"out": emitted.out}, attributes)
+    return reasons or Call("DecoderFeedForward", name, base, inputs, {"out": emitted.made}, attributes)
 
 
 def _alike(
@@ -149,6 +187,7 @@ def _alike(
             if isinstance(operand, str):
                 reasons.append(operand)
                 continue
+            reasons += ["16-bit inputs"] * operand.wide
             inputs |= {f"{kind}{number}_{part}": value for part, value in operand.inputs.items() if value is not None}
             attributes |= {f"{kind}_{part}": value for part, value in operand.attributes.items()}
             attributes |= {
@@ -167,7 +206,7 @@ def add_head(layers: LayerBuilder, stream: _Stream, table: Matrix, nodes: list[i
         layers.graph.extend(nodes)
         return logits
     config, operand = layers.config, layers.matmul.operand("head", HEAD, [table])
-    reasons = [operand] if isinstance(operand, str) else []
+    reasons = [operand] if isinstance(operand, str) else ["16-bit inputs"] * operand.wide
     reasons += ["LayerNorm"] if config.norm_kind != "rms" else []
     call: Call | list[str] = reasons
     if isinstance(operand, Operand) and not reasons:

@@ -317,8 +317,6 @@ class Matmul:
 
     def operand(self, key: str, name: str, matrices: Sequence[Matrix]) -> Operand | str:
         """The matrix of the product `name`, which the graph has, as kernels read it; or why they do not."""
-        if self._is_wide(matrices):
-            return "16-bit inputs"
         if len({(self._packing(matrix), matrix.bias) for matrix in matrices}) > 1:
             return "matrices in unlike formats"
         stored, packing = name if len(matrices) > 1 else matrices[0].name, self._packing(matrices[0])
@@ -334,6 +332,7 @@ class Matmul:
         return Operand(
             {f"{key}_{part}": value for part, value in inputs.items()},
             {f"{key}_bits": packing.bits, f"{key}_block_size": packing.block_size},
+            self._is_wide(matrices),
         )
 
     def _packing(self, matrix: Matrix) -> Packing | None:

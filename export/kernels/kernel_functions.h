@@ -386,6 +386,17 @@ static void swiglu(float* gate, const float* up, int64_t size) {
   }
 }
 
+// x * (1 + tanh(u)) / 2 = x * sigmoid(2 u), where u = sqrt(2 / pi) * (x + 0.044715 x^3).
+static void geglu(float* gate, const float* up, int64_t size) {
+  for (int64_t i = 0; i < size; i += 16) {
+    const int64_t n = size - i;
+    const F g = load_up_to(gate + i, n);
+    const F bent = mul(mul(g, set1(-1.5957691216f)), fma(mul(g, g), set1(0.044715f), set1(1.0f)));
+    const F gelu = div(g, add(set1(1.0f), exponential(bent)));
+    store_up_to(gate + i, mul(gelu, load_up_to(up + i, n)), n);
+  }
+}
+
 static void add(const float* a, const float* b, int64_t size, float* out) {
   for (int64_t i = 0; i < size; i += 16) {
     store_up_to(out + i, add(load_up_to(a + i, size - i), load_up_to(b + i, size - i)), size - i);
@@ -499,13 +510,16 @@ static void attend_part(const float* const* queries, const int64_t* limits, int6
   for (int64_t i = 0; i < n; ++i) {
     float* row = scores + i * kAttendAtOnce;
     const int64_t seen = std::max<int64_t>(0, std::min(count, limits[i] - begin));
+    const int64_t hidden = cached.window > 0 ? std::max<int64_t>(0, std::min(seen, limits[i] - cached.window - begin)) : 0;
+    for (int64_t s = 0; s < hidden; ++s) row[s] = -INFINITY;
     for (int64_t s = seen; s < padded; ++s) row[s] = -INFINITY;
     F top = set1(-INFINITY);
     for (int64_t s = 0; s < padded; s += 16) top = max(top, load(row + s));
     largest[i] = max_lane(top);
-    const F shift = set1(seen > 0 ? largest[i] : 0.0f);
+    const F shift = set1(seen > hidden ? largest[i] : 0.0f);
     for (int64_t s = 0; s < padded; s += 16) store(row + s, exponential(sub(load(row + s), shift)));
     F weights = zero();
+    for (int64_t s = 0; s < hidden; ++s) row[s] = 0;
     for (int64_t s = seen; s < padded; ++s) row[s] = 0;
     for (int64_t s = 0; s < padded; s += 16) weights = add(weights, load(row + s));
     total[i] = sum(weights);
@@ -624,8 +638,8 @@ static void join(const float* parts, const float* largest, const float* total, i
 
 static const sportsllm::Variant& functions(const char* name) {
   static const sportsllm::Variant all = {name,   rms_norm, round, sum_blocks, product, round_prompt, product_prompt, rotate,
-                                         swiglu, add,      scale, to_int8,    to_half, attend,       index_part, add_shares,
-                                         weighted_sum, dots, merge_softmax, join};
+                                         swiglu, geglu,    add,   scale,      to_int8, to_half,      attend,         index_part,
+                                         add_shares, weighted_sum, dots, merge_softmax, join};
   return all;
 }
 

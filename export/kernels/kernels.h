@@ -25,6 +25,7 @@ struct Matrix {
   const float* bias = nullptr;
   int64_t rows = 0, columns = 0;
   int bits = 0, block = 0;
+  bool wide = false;  // whether its inputs are rounded to 16 bits instead of 8
 
   static constexpr int64_t kMostBlocks = 1024;  // in a row
 
@@ -69,6 +70,7 @@ struct Cached {
   const void* keys = nullptr;
   const void* values = nullptr;
   CacheType type = CacheType::kFloat;
+  int64_t window = 0;  // how many tokens before its limit a query sees; 0 for all
 };
 
 struct Variant {
@@ -90,6 +92,8 @@ struct Variant {
   void (*rotate)(float* x, const float* cosine, const float* sine, int64_t size);
   // gate * sigmoid(gate) * up, in place of gate.
   void (*swiglu)(float* gate, const float* up, int64_t size);
+  // The same with gelu by its tanh form.
+  void (*geglu)(float* gate, const float* up, int64_t size);
   void (*add)(const float* a, const float* b, int64_t size, float* out);
   void (*scale)(const float* a, const float* b, int64_t size, float* out);  // a * b
   // round(x / scale) between -128 and 127.

@@ -62,7 +62,10 @@ class LayerJob {
  private:
   void add_feed_forward(Team<LayerJob>* team) {
     team->add(pieces_of(w_.inner, kRowsOfPiece), &LayerJob::widen, &LayerJob::sum_inner, ahead(w_.gate_up, kRowsOfPiece));
-    team->add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::narrow, nullptr, ahead(w_.down, kRowsOfPiece));
+    const bool gemv = rows_ <= kGemvRows, norms = w_.feed_forward_output_norm != nullptr;
+    team->add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::narrow, gemv && norms ? &LayerJob::last_norms : nullptr,
+              ahead(w_.down, kRowsOfPiece));
+    if (!gemv && norms) team->add(kept_rows_, &LayerJob::last_norm);
   }
 
   int64_t start(int64_t b) const { return in_.start(b); }
@@ -129,7 +132,7 @@ class LayerJob {
         if (query || key) {
           const float* weight = query ? w_.query_norm : w_.key_norm;
           if (weight != nullptr) v_.rms_norm(x, weight, e, w_.epsilon, x);
-          v_.rotate(x, w_.cosine + position * (e / 2), w_.sine + position * (e / 2), e);
+          if (w_.cosine != nullptr) v_.rotate(x, w_.cosine + position * (e / 2), w_.sine + position * (e / 2), e);
         }
         if (query) {
           float* to = queries_ + (m * w_.heads + head) * e;
@@ -138,16 +141,13 @@ class LayerJob {
           } else {
             std::memcpy(to, x, e * sizeof(float));
           }
-          // 1 / sqrt(E), where one product serves all scores.
-          for (int64_t i = 0; i < e; ++i) to[i] *= scale();
+          for (int64_t i = 0; i < e; ++i) to[i] *= w_.scale;  // where one product serves all scores
         } else {
           write(key ? in_.key : in_.value, key ? w_.key_scale : w_.value_scale, b, kv, position, x);
         }
       }
     }
   }
-
-  float scale() const { return 1.0f / std::sqrt(static_cast<float>(w_.head_size)); }
 
   void write(void* cache, const float* scales, int64_t b, int64_t kv, int64_t position, const float* x) {
     const int64_t e = w_.head_size, at = ((b * w_.kv_heads + kv) * in_.room + position) * e;
@@ -176,7 +176,7 @@ class LayerJob {
     }
     const int64_t head = (b * w_.kv_heads + kv) * in_.room * e, seen = start(b) + last;
     Cached cached;
-    cached.type = w_.cache;
+    cached.type = w_.cache, cached.window = w_.window;
     const int64_t size = cache_bytes(w_.cache);
     cached.keys = static_cast<const char*>(in_.key) + head * size;
     cached.values = static_cast<const char*>(in_.value) + head * size;
@@ -186,8 +186,10 @@ class LayerJob {
     float *found = scores + scores_size, *found_most = found + rows_size, *found_sum = found_most + padded(n);
     float *rows = found_sum + padded(n), *most = rows + rows_size, *sum = most + padded(n);
     std::fill(most, most + n, -INFINITY), std::fill(sum, sum + n, 0.0f);
-    const int64_t from = gemv ? part * kAttendAtOnce : 0, to = gemv ? std::min(seen, from + kAttendAtOnce) : seen;
-    for (int64_t begin = from; begin < to; begin += kAttendAtOnce) {
+    const int64_t lowest = w_.window > 0 ? std::max<int64_t>(0, start(b) + first + 1 - w_.window) : 0;
+    const int64_t from = (gemv ? part : lowest / kAttendAtOnce) * kAttendAtOnce;
+    const int64_t to = gemv ? std::min(seen, from + kAttendAtOnce) : seen;
+    for (int64_t begin = from; begin < to && to > lowest; begin += kAttendAtOnce) {
       const int64_t end = std::min(to, begin + kAttendAtOnce);
       if (begin == from) {
         v_.attend(queries, limits, n, cached, begin, end, e, scores, rows, most, sum);
@@ -219,19 +221,24 @@ class LayerJob {
     for (int64_t m = 0; m < rows_; ++m) join(m);
   }
 
-  // Rows of the output matrix; its sum with the layer's input is what the second half is added to.
+  // Rows of the output matrix; its sum with the layer's input, normed before if it is, is what the second half is added to.
   void project_out(int64_t piece) {
     const int64_t first = piece * kRowsOfPiece, last = std::min(w_.hidden, first + kRowsOfPiece), d = w_.hidden;
     for (int64_t b = 0; b < in_.batch; ++b) {
       const int64_t kept = b * in_.kept(), m = all_row(kept);
       float* to = in_.residual_out + kept * d + first;
       rounded_attended_.product(v_, first, last, m, m + in_.kept(), to - m * d, d);
+      if (w_.attention_output_norm != nullptr) continue;
       for (int64_t t = 0; t < in_.kept(); ++t) v_.add(to + t * d, total_ + (m + t) * d + first, last - first, to + t * d);
     }
   }
 
   void second_norm(int64_t kept) {
-    const float* total = in_.residual_out + kept * w_.hidden;
+    float* total = in_.residual_out + kept * w_.hidden;
+    if (w_.attention_output_norm != nullptr) {
+      v_.rms_norm(total, w_.attention_output_norm, w_.hidden, w_.epsilon, total);
+      v_.add(total, total_ + all_row(kept) * w_.hidden, w_.hidden, total);
+    }
     if (whole_) {
       norm_and_round(total, w_.second_norm, kept, &rounded_second_);
     } else {
@@ -250,7 +257,7 @@ class LayerJob {
     rounded_second_.product(v_, first, last, 0, kept_rows_, gate, kRowsOfPiece);
     rounded_second_.product(v_, w_.inner + first, w_.inner + last, 0, kept_rows_, up, kRowsOfPiece);
     for (int64_t m = 0; m < kept_rows_; ++m) {
-      v_.swiglu(gate + m * kRowsOfPiece, up + m * kRowsOfPiece, n);
+      (w_.gelu ? v_.geglu : v_.swiglu)(gate + m * kRowsOfPiece, up + m * kRowsOfPiece, n);
       rounded_inner_.round(v_, gate + m * kRowsOfPiece - first, m, first, last);
     }
   }
@@ -262,6 +269,15 @@ class LayerJob {
   void narrow(int64_t piece) {
     const int64_t first = piece * kRowsOfPiece, last = std::min(w_.hidden, first + kRowsOfPiece);
     rounded_inner_.product(v_, first, last, 0, kept_rows_, in_.out + first, w_.hidden);
+  }
+
+  void last_norm(int64_t kept) {
+    float* made = in_.out + kept * w_.hidden;
+    v_.rms_norm(made, w_.feed_forward_output_norm, w_.hidden, w_.epsilon, made);
+  }
+
+  void last_norms() {
+    for (int64_t m = 0; m < kept_rows_; ++m) last_norm(m);
   }
 
   const LayerWeights& w_;

@@ -1,4 +1,5 @@
-// One decoder layer: attention over a cache and SwiGLU, each after a norm and added to what came in; or its attention.
+// One decoder layer: attention over a cache and a gated feed-forward, each after a norm, and before one if there is any, and
+// added to what came in; or its attention.
 //
 // Shapes: B sequences, T new tokens of each, M = B * T, D hidden size, H query heads, K key/value heads, E head size,
 // P and S tokens that the cache has room for before and after.
@@ -12,11 +13,14 @@ namespace sportsllm {
 struct LayerWeights {
   int64_t hidden = 0, heads = 0, kv_heads = 0, head_size = 0, context = 0;
   int64_t inner = 0;  // 0 without the second half
-  float epsilon = 0;
+  float epsilon = 0, scale = 0;  // of scores
+  int64_t window = 0;            // tokens that one sees, itself included; 0 for all
+  bool gelu = false;             // instead of silu
   CacheType cache = CacheType::kFloat;
   const float *norm = nullptr, *second_norm = nullptr;        // (D)
+  const float *attention_output_norm = nullptr, *feed_forward_output_norm = nullptr;  // (D), or none
   const float *query_norm = nullptr, *key_norm = nullptr;     // (E), or none
-  const float *cosine = nullptr, *sine = nullptr;             // (context, E / 2)
+  const float *cosine = nullptr, *sine = nullptr;             // (context, E / 2), or none
   const float *key_scale = nullptr, *value_scale = nullptr;   // (K, E) of an INT8 cache, or none
   Matrix qkv, output, gate_up, down;
 };

@@ -3,6 +3,7 @@
 // Weights are read where the runtime holds them, which for data files is where they are mapped; nothing is copied.
 // Shapes are checked when the graph is opened; those of activations at each call.
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -21,10 +22,12 @@ using namespace sportsllm;
 
 constexpr int kStructures = 8;  // as many bodies of an operator may one graph have: DecoderLayer, DecoderLayer1, ...
 
-// Inputs of `DecoderLayer`, in order; `DecoderAttention` has those before kGateUp.
+// Inputs of `DecoderLayer`, in order; `DecoderAttention` has those before kGateUp. `GeneralLayer` and `GeneralAttention`, with
+// norms after both parts, windows, another scale of scores, gelu or 16-bit inputs, have those behind kLayerInputs too.
 enum LayerInput {
   kX, kResidual, kLast, kTotal, kKeep, kPastKey, kPastValue, kCosine, kSine, kKeyScale, kValueScale, kNorm, kQueryNorm,
-  kKeyNorm, kQkv, kOutput = kQkv + 4, kSecondNorm = kOutput + 4, kGateUp, kDown = kGateUp + 4, kLayerInputs = kDown + 4
+  kKeyNorm, kQkv, kOutput = kQkv + 4, kSecondNorm = kOutput + 4, kGateUp, kDown = kGateUp + 4, kLayerInputs = kDown + 4,
+  kAttentionOutputNorm = kLayerInputs, kFeedForwardOutputNorm, kGeneralInputs
 };
 enum LayerOutput { kOut, kResidualOut, kKey, kValue, kLayerOutputs };
 
@@ -42,9 +45,12 @@ class Layer {
                 std::to_string(w.head_size));
     require(w.epsilon >= 0, "epsilon is negative");
     const int64_t e = w.head_size, half = e / 2;
-    w.context = dimension(runtime_.constant(info, kCosine), 0);
-    w.cosine = vector_of<float>(runtime_, info, kCosine, ort::kFloat, {w.context, half}, "cosine table");
-    w.sine = vector_of<float>(runtime_, info, kSine, ort::kFloat, {w.context, half}, "sine table");
+    w.scale = 1.0f / std::sqrt(static_cast<float>(e));
+    const Tensor cosine = runtime_.constant(info, kCosine);
+    w.context = cosine || !op.general ? dimension(cosine, 0) : kLargest;
+    w.cosine = vector_of<float>(runtime_, info, kCosine, ort::kFloat, {w.context, half}, "cosine table", op.general);
+    w.sine = vector_of<float>(runtime_, info, kSine, ort::kFloat, {w.context, half}, "sine table", op.general);
+    require((w.cosine == nullptr) == (w.sine == nullptr), "one of two rotary tables is missing");
     if (w.cache == CacheType::kInt8) {
       w.key_scale = vector_of<float>(runtime_, info, kKeyScale, ort::kFloat, {1, w.kv_heads, 1, e}, "key scale");
       w.value_scale = vector_of<float>(runtime_, info, kValueScale, ort::kFloat, {1, w.kv_heads, 1, e}, "value scale");
@@ -55,9 +61,15 @@ class Layer {
     w.qkv = matrix_of(runtime_, info, four_from(kQkv), "qkv", (w.heads + 2 * w.kv_heads) * e, w.hidden);
     w.output = matrix_of(runtime_, info, four_from(kOutput), "output", w.hidden, w.heads * e);
     w.second_norm = vector_of<float>(runtime_, info, kSecondNorm, ort::kFloat, {w.hidden}, "second norm");
+    if (op.general) read_general(info);
     if (op.attention_alone) return;
     w.gate_up = matrix_of(runtime_, info, four_from(kGateUp), "gate_up", 2 * w.inner, w.hidden);
     w.down = matrix_of(runtime_, info, four_from(kDown), "down", w.hidden, w.inner);
+    if (!op.general) return;
+    w.gate_up.wide = runtime_.whole(info, "gate_up_wide") != 0, w.down.wide = runtime_.whole(info, "down_wide") != 0;
+    w.gelu = runtime_.whole(info, "gelu") != 0;
+    w.feed_forward_output_norm =
+        vector_of<float>(runtime_, info, kFeedForwardOutputNorm, ort::kFloat, {w.hidden}, "feed-forward output norm", true);
   }
 
   void compute(ort::KernelContext* context) const {
@@ -118,6 +130,17 @@ class Layer {
   const Runtime& runtime() const { return runtime_; }
 
  private:
+  // What attention of `GeneralLayer` has and that of `DecoderLayer` has not.
+  void read_general(const ort::KernelInfo* info) {
+    LayerWeights& w = weights_;
+    w.scale = runtime_.real(info, "scale"), w.window = runtime_.whole(info, "window");
+    require(std::isfinite(w.scale), "scale is not finite");
+    require(w.window >= 0 && w.window <= kLargest, "window is " + std::to_string(w.window));
+    w.qkv.wide = runtime_.whole(info, "qkv_wide") != 0, w.output.wide = runtime_.whole(info, "output_wide") != 0;
+    w.attention_output_norm =
+        vector_of<float>(runtime_, info, kAttentionOutputNorm, ort::kFloat, {w.hidden}, "attention output norm", true);
+  }
+
   Runtime runtime_;
   LayerWeights weights_;
 };
@@ -253,15 +276,16 @@ std::string numbered(const std::string& name, int structure) {
   return name + (structure > 0 ? std::to_string(structure) : "");
 }
 
-Operator layer_operator(int structure, CacheType type, bool attention_alone) {
+Operator layer_operator(int structure, CacheType type, bool attention_alone, bool general) {
   const char* suffix = type == CacheType::kInt8 ? "Int8" : type == CacheType::kHalf ? "Half" : "";
   Operator op;
   op.base = functions<Layer>();
-  op.name = numbered(std::string(attention_alone ? "DecoderAttention" : "DecoderLayer") + suffix, structure);
-  op.cache = type, op.attention_alone = attention_alone;
+  op.name = numbered(std::string(general ? "General" : "Decoder") + (attention_alone ? "Attention" : "Layer") + suffix, structure);
+  op.cache = type, op.attention_alone = attention_alone, op.general = general;
   const ort::ElementType cache = element_of(type);
-  op.inputs.assign(kLayerInputs, ort::kFloat);
-  op.presence.assign(kLayerInputs, ort::kRequired);
+  const int count = general ? kGeneralInputs : attention_alone ? kGateUp : kLayerInputs;
+  op.inputs.assign(kGeneralInputs, ort::kFloat);
+  op.presence.assign(kGeneralInputs, ort::kRequired);
   op.inputs[kLast] = op.inputs[kTotal] = ort::kInt32, op.inputs[kKeep] = ort::kInt64;
   op.inputs[kPastKey] = op.inputs[kPastValue] = cache;
   for (int i : {kQkv, kOutput, kGateUp, kDown}) {
@@ -269,7 +293,11 @@ Operator layer_operator(int structure, CacheType type, bool attention_alone) {
     op.presence[i + 2] = op.presence[i + 3] = ort::kOptional;
   }
   for (int i : {kResidual, kKeep, kKeyScale, kValueScale, kQueryNorm, kKeyNorm}) op.presence[i] = ort::kOptional;
-  if (attention_alone) op.inputs.resize(kGateUp), op.presence.resize(kGateUp);
+  if (general) {
+    op.presence[kCosine] = op.presence[kSine] = ort::kOptional;
+    for (int i = kGateUp; i < kGeneralInputs; ++i) op.presence[i] = ort::kOptional;
+  }
+  op.inputs.resize(count), op.presence.resize(count);
   op.outputs = {ort::kFloat, ort::kFloat, cache, cache};
   return op;
 }
@@ -344,7 +372,9 @@ EXPORTED ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort:
       auto* all = new std::vector<Operator>();
       for (int i = 0; i < kStructures; ++i) {
         for (CacheType type : {CacheType::kFloat, CacheType::kHalf, CacheType::kInt8}) {
-          for (bool attention_alone : {false, true}) all->push_back(layer_operator(i, type, attention_alone));
+          for (bool alone : {false, true}) {
+            for (bool general : {false, true}) all->push_back(layer_operator(i, type, alone, general));
+          }
         }
         all->push_back(feed_forward_operator(i));
         all->push_back(selected_operator(i));

@@ -15,7 +15,7 @@ struct Operator {
   ort::CustomOp base;
   std::string name;
   CacheType cache = CacheType::kFloat;
-  bool attention_alone = false;
+  bool attention_alone = false, general = false;
   std::vector<ort::ElementType> inputs, outputs;
   std::vector<ort::Presence> presence;
 };

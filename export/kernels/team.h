@@ -29,7 +29,7 @@ inline void pause() {
 #endif
 }
 
-constexpr int kMostPhases = 8;
+constexpr int kMostPhases = 9;
 constexpr int kMostRanges = 16;
 
 // Memory that a phase's pieces read, each as many bytes: fetched by threads that wait for the phase.
@@ -46,7 +46,7 @@ class Team {
 
   // Adds a phase of one piece or more.
   void add(int64_t pieces, void (Job::*piece)(int64_t), void (Job::*after)() = nullptr, Prefetch ahead = {}) {
-    if (count_ == kMostPhases) throw std::length_error("a team has room for 8 phases");
+    if (count_ == kMostPhases) throw std::length_error("a team has room for 9 phases");
     Phase& phase = phases_[count_++];
     phase.pieces = pieces, phase.piece = piece, phase.after = after, phase.ahead = ahead;
     for (int r = 0; r < ranges_; ++r) phase.next[r].piece.store(begin_of(phase, r), std::memory_order_relaxed);

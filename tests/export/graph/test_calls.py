@@ -126,6 +126,16 @@ def test_layers_without_a_name_or_a_format_stay_as_they_are(tmp_path: Any) -> No
     np.testing.assert_array_equal(*found)
 
 
+GEMMA: dict[str, Any] = {
+    "mlp_kind": "geglu",
+    "output_norms": True,
+    "qk_norm": True,
+    "attention_scale": 0.2,
+    "embedding_scale": 8.0,
+    "layer_types": ("sliding", "full", "sliding"),
+    "sliding_window": 20,
+    "rope_local_theta": 100.0,
+}
 HALVES: list[tuple[dict[str, Any], str]] = [
     ({"mlp_kind": "experts", "experts": Experts(4, 2)}, "all 3 layers and the head"),
     (
@@ -140,11 +150,11 @@ HALVES: list[tuple[dict[str, Any], str]] = [
         {"mlp_kind": "experts", "experts": Experts(3, 1), "dense_layers": 1, "dense_intermediate_size": 80},
         "all 3 layers and the head",
     ),
-    (
-        {"layer_types": ("sliding", "full", "sliding"), "sliding_window": 20},
-        "attention of 1 of 3 layers, the feed-forward of all 3 layers and the head (sliding attention)",
-    ),
-    ({"mlp_kind": "geglu"}, "attention of all 3 layers and the head (feed-forward geglu)"),
+    ({"layer_types": ("sliding", "full", "sliding"), "sliding_window": 20}, "all 3 layers and the head"),
+    ({"layer_types": ("unrotated", "full", "sliding"), "sliding_window": 5}, "all 3 layers and the head"),
+    ({"mlp_kind": "geglu", "mlp_bias": True, "attention_scale": 0.1}, "all 3 layers and the head"),
+    (GEMMA, "all 3 layers and the head"),
+    (GEMMA | {"mlp_kind": "experts", "experts": Experts(4, 2)}, "all 3 layers and the head"),
     (LATENT, "all 3 layers and the head"),
     ({**LATENT, "q_lora_rank": 32}, "all 3 layers and the head"),
 ]

@@ -21,9 +21,10 @@ from test_kernels import (
     Array,
     Packed,
     feed_forward_case,
+    general_case,
     latent_case,
     layer_case,
-    names_of_layer,
+    op_and_names,
     selected_case,
     sent_tokens,
     session,
@@ -58,7 +59,12 @@ Node = tuple[str, list[str], dict[str, int], dict[str, Array], dict[str, Array],
 
 def layer(chance: random.Random) -> Node:
     suffix, kind, cached = CACHES[kept := chance.choice(sorted(CACHES))]
-    constants, _, attributes = layer_case(chance.choice([4, 8]), chance.choice([32, 128]), chance.random() < 0.5, kept)
+    if chance.random() < 0.5:
+        constants, _, attributes = general_case(chance.choice([4, 8]), chance.random() < 0.5, kept)
+    else:
+        constants, _, attributes = layer_case(
+            chance.choice([4, 8]), chance.choice([32, 128]), chance.random() < 0.5, kept
+        )
     tokens = chance.choice([1, 3, 12])
     cache = np.zeros((1, KV_HEADS, ROOM, SIZE), kind)
     fed = {
@@ -69,7 +75,7 @@ def layer(chance: random.Random) -> Node:
         "past_value": cache.copy(),
     }
     outputs = {"out": TensorProto.FLOAT, "residual_out": TensorProto.FLOAT, "key": cached, "value": cached}
-    return f"DecoderLayer{suffix}", names_of_layer(), outputs, constants, fed, attributes
+    return *op_and_names(attributes, suffix), outputs, constants, fed, attributes
 
 
 def head(chance: random.Random) -> Node:

@@ -213,7 +213,7 @@ void attention_case(const Variant& v) {
   std::vector<const float*> pointers;
   std::vector<int64_t> limits;
   for (int64_t i = 0; i < n; ++i) pointers.push_back(queries.data() + i * e), limits.push_back(between(1, seen));
-  Cached cached = {keys.data(), values.data(), type};
+  Cached cached = {keys.data(), values.data(), type, between(0, 1) * between(1, seen)};
   if (type == CacheType::kInt8) cached.keys = rounded_keys.data(), cached.values = rounded_values.data();
   if (type == CacheType::kHalf) cached.keys = half_keys.data(), cached.values = half_values.data();
   const auto number = [&](const float* x, const int8_t* whole, const uint16_t* half, int64_t at) {
@@ -241,7 +241,7 @@ void attention_case(const Variant& v) {
     v.join(&rows[i * e], &row_most[i], &row_sums[i], 1, e, &taken_in[i * e]);
     std::vector<double> wanted(e);
     double all = 0;
-    for (int64_t s = 0; s < limits[i]; ++s) {
+    for (int64_t s = cached.window > 0 ? std::max<int64_t>(0, limits[i] - cached.window) : 0; s < limits[i]; ++s) {
       double score = 0;
       for (int64_t c = 0; c < e; ++c) {
         score += queries[i * e + c] * number(keys.data(), rounded_keys.data(), half_keys.data(), s * e + c);
@@ -274,7 +274,9 @@ void small_case(const Variant& v) {
   }
   for (int64_t i = 0; i < size / 2; ++i) cosine[i] = std::round(std::cos(angles[i]) * 64) / 64, sine[i] = std::round(std::sin(angles[i]) * 64) / 64;
   v.rotate(turned.data(), cosine.data(), sine.data(), size);
+  Numbers<float> geglu = gate;
   v.swiglu(gate.data(), y.data(), size);
+  v.geglu(geglu.data(), y.data(), size);
   for (int64_t i = 0; i < size / 2; ++i) {
     const double a = x[i], b = x[size / 2 + i], c = cosine[i], s = sine[i];
     near("rotation", turned[i], a * c - b * s, std::fabs(a) + std::fabs(b));
@@ -282,6 +284,8 @@ void small_case(const Variant& v) {
   }
   for (int64_t i = 0; i < size; ++i) {
     const double wanted = x[i] < -80 ? 0 : x[i] / (1 + std::exp(-static_cast<double>(x[i]))) * y[i];
+    const double wide = x[i], gelu = wide / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (wide + 0.044715 * wide * wide * wide))) * y[i];
+    near("geglu", geglu[i], gelu, std::fabs(wide * y[i]) * 1e-1);
     near("swiglu", gate[i], wanted, std::fabs(wanted) + (x[i] < -80 ? std::fabs(static_cast<double>(x[i]) * y[i]) : 0));
   }
   keep(turned.data(), size), keep(gate.data(), size);
@@ -311,6 +315,12 @@ void layer_case() {
   const Owned qkv((w.heads + 2 * w.kv_heads) * e, w.hidden, 0.02f), output(w.hidden, w.heads * e, 0.02f);
   const Owned gate_up(2 * w.inner, w.hidden, 0.02f), down(w.hidden, w.inner, 0.02f);
   w.qkv = qkv, w.output = output, w.gate_up = gate_up, w.down = down;
+  for (Matrix* matrix : {&w.qkv, &w.output, &w.gate_up, &w.down}) matrix->wide = between(0, 3) == 0;
+  w.scale = 1 / std::sqrt(static_cast<float>(e)), w.gelu = between(0, 1) != 0;
+  if (between(0, 1)) w.window = between(1, 350);
+  if (between(0, 3) == 0) w.cosine = w.sine = nullptr;
+  if (between(0, 1)) w.attention_output_norm = norm.data();
+  if (between(0, 1)) w.feed_forward_output_norm = norm.data();
   if (between(0, 2) == 0) w.inner = 0;  // attention alone
   std::vector<int64_t> calls = {one_of({1, 3, 20, 300}), 1, between(1, 8), 1};
   std::vector<Numbers<float>> inputs;

@@ -139,13 +139,30 @@ def layer_case(bits: int, block: int, zeros: bool, cache: str = "fp32") -> Case:
     return constants, matrices, attributes
 
 
+def general_case(bits: int, wide: bool, cache: str = "fp32") -> Case:
+    """A layer that LLaMA has not: Gemma's, with 16-bit inputs if `wide`."""
+    constants, matrices, attributes = layer_case(bits, 32, bits == 4, cache)
+    rng = np.random.default_rng(1)
+    for name in ("norm_after_attention", "norm_after_feed_forward"):
+        constants[name] = rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32)
+    attributes |= {"scale": 0.4, "window": 7, "gelu": 1} | {f"{name}_wide": int(wide) for name in matrices}
+    return constants, matrices, attributes
+
+
 def names_of_layer() -> list[str]:
     first = "x residual last total keep past_key past_value cosine sine key_scale value_scale norm query_norm key_norm"
     names = first.split()
     for name in ("qkv", "output", "second_norm", "gate_up", "down"):
         parts = ["packed", "scale", "zero_point", "bias"]
         names += [name] if name == "second_norm" else [f"{name}.{part}" for part in parts]
-    return names
+    return [*names, "norm_after_attention", "norm_after_feed_forward"]
+
+
+def op_and_names(attributes: dict[str, Any], suffix: str) -> tuple[str, list[str]]:
+    """The operator of a layer, and its inputs."""
+    if "scale" in attributes:
+        return f"GeneralLayer{suffix}", names_of_layer()
+    return f"DecoderLayer{suffix}", names_of_layer()[:-2]
 
 
 def run_layer(
@@ -166,9 +183,8 @@ def run_layer(
             "past_key": cache[0],
             "past_value": cache[1],
         }
-        made = made or session(
-            library, f"DecoderLayer{suffix}", names_of_layer(), outputs, constants, fed, attributes, threads
-        )
+        op, names = op_and_names(attributes, suffix)
+        made = made or session(library, op, names, outputs, constants, fed, attributes, threads)
         out, residual, *cache = made.run(None, fed)
         found.append((out + residual)[0])
         start += count
@@ -177,7 +193,7 @@ def run_layer(
 
 def layer_oracle(case: Case, tokens: int) -> tuple[Array, Array]:
     """The same in float64, inputs not rounded."""
-    constants, matrices, _ = case
+    constants, matrices, attributes = case
     x = np.random.default_rng(7).normal(size=(1, tokens, HIDDEN)).astype(np.float32)[0].astype(np.float64)
     parts = np.split(
         normed(x) * constants["norm"] @ matrices["qkv"].dense.T, np.cumsum([HEADS * SIZE, KV_HEADS * SIZE]), axis=1
@@ -191,15 +207,23 @@ def layer_oracle(case: Case, tokens: int) -> tuple[Array, Array]:
 
     query, key = rotated(query), rotated(key)
     group = HEADS // KV_HEADS
-    scores = query @ key.repeat(group, 0).transpose(0, 2, 1) / np.sqrt(SIZE)
-    scores = np.where(np.tril(np.ones((tokens, tokens), bool)), scores, -np.inf)
+    scores = query @ key.repeat(group, 0).transpose(0, 2, 1) * attributes.get("scale", SIZE**-0.5)
+    seen = np.tril(np.ones((tokens, tokens), bool))
+    seen = np.triu(seen, 1 - attributes.get("window", tokens))
+    scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     attended = (weights @ value.repeat(group, 0)).transpose(1, 0, 2).reshape(tokens, -1)
-    total = x + attended @ matrices["output"].dense.T
+
+    def after(name: str, made: Array) -> Array:
+        return normed(made) * constants[name] if name in constants else made
+
+    total = x + after("norm_after_attention", attended @ matrices["output"].dense.T)
     gate, up = np.split(normed(total) * constants["second_norm"] @ matrices["gate_up"].dense.T, 2, axis=1)
-    inner = gate / (1 + np.exp(-gate)) * up
-    return total + inner @ matrices["down"].dense.T, key
+    bent = gate / (1 + np.exp(-gate))
+    if "gelu" in attributes:
+        bent = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+    return total + after("norm_after_feed_forward", bent * up @ matrices["down"].dense.T), key
 
 
 @pytest.mark.parametrize(("bits", "block", "zeros"), [(4, 32, True), (4, 64, False), (8, 32, False), (8, 128, True)])
@@ -211,6 +235,39 @@ def test_a_layer_agrees_with_float64(library: Path, bits: int, block: int, zeros
         wanted, wanted_keys = layer_oracle(case, sum(pieces))
         assert np.linalg.norm(found - wanted) < 0.015 * np.linalg.norm(wanted)
         assert np.linalg.norm(keys - wanted_keys) < 0.01 * np.linalg.norm(wanted_keys)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_general_layer_agrees_with_float64(bits: int, library: Path) -> None:
+    """Inputs of 16 bits err by a 254th of what those of 8 bits do."""
+    for wide, bound in ((False, 0.02), (True, 2e-4)):
+        case = general_case(bits, wide)
+        for pieces in ([1] * 9, [20, 1, 3], [8, 12]):
+            found, _ = run_layer(library, case, pieces)
+            wanted, _ = layer_oracle(case, sum(pieces))
+            assert np.linalg.norm(found - wanted) < bound * np.linalg.norm(wanted)
+
+
+def test_a_general_layer_gives_the_bits_of_a_plain_one(library: Path) -> None:
+    constants, matrices, attributes = layer_case(4, 32, True)
+    more = {"scale": float(np.float32(1) / np.sqrt(np.float32(SIZE))), "window": 0, "gelu": 0}
+    more |= {f"{name}_wide": 0 for name in matrices}
+    cases: list[Case] = [(constants, matrices, attributes | extra) for extra in ({}, more)]
+    for found, wanted in zip(*(run_layer(library, case, [12, 1, 3]) for case in cases), strict=True):
+        assert np.array_equal(found, wanted)
+
+
+def test_a_general_layer_without_rotation_has_no_tables(library: Path) -> None:
+    constants, matrices, attributes = general_case(8, wide=True)
+    still = constants | {"cosine": np.ones_like(constants["cosine"]), "sine": np.zeros_like(constants["sine"])}
+    none = {name: array for name, array in constants.items() if name not in ("cosine", "sine")}
+    for found, wanted in zip(
+        *(run_layer(library, (c, matrices, attributes), [12, 1, 3]) for c in (none, still)), strict=True
+    ):
+        assert np.array_equal(found, wanted)
+    none["cosine"] = constants["cosine"]
+    with pytest.raises(Exception, match="one of two rotary tables is missing"):
+        run_layer(library, (none, matrices, attributes), [3])
 
 
 def test_an_int8_cache_holds_keys_rounded_by_its_scales(library: Path) -> None:
@@ -230,9 +287,10 @@ def test_a_float16_cache_holds_keys_rounded_once(library: Path) -> None:
     assert 0 < np.linalg.norm(found - wide) < 1e-3 * np.linalg.norm(wide)
 
 
+@pytest.mark.parametrize("general", [False, True])
 @pytest.mark.parametrize(("bits", "cache"), [(4, "fp32"), (8, "int8"), (4, "fp16")])
-def test_several_rows_equal_single_ones_bit_for_bit(library: Path, bits: int, cache: str) -> None:
-    case = layer_case(bits, 32, True, cache)
+def test_several_rows_equal_single_ones_bit_for_bit(library: Path, bits: int, cache: str, general: bool) -> None:
+    case = general_case(bits, True, cache) if general else layer_case(bits, 32, True, cache)
     together, alone = run_layer(library, case, [3, 8], cache), run_layer(library, case, [1] * 11, cache)
     assert np.array_equal(together[0], alone[0])
     assert np.array_equal(together[1], alone[1])
@@ -254,7 +312,7 @@ def test_the_new_cache_is_the_old_one_the_new_tokens_and_zeros(library: Path, to
         "past_value": past[1],
     }
     outputs = {"out": TensorProto.FLOAT, "residual_out": TensorProto.FLOAT, "key": cached, "value": cached}
-    made = session(library, f"DecoderLayer{suffix}", names_of_layer(), outputs, constants, fed, attributes)
+    made = session(library, f"DecoderLayer{suffix}", names_of_layer()[:-2], outputs, constants, fed, attributes)
     other = fed | {name: np.full_like(fed[name], 77) for name in ("past_key", "past_value")}
     for _ in range(3):
         made.run(None, other)
@@ -267,7 +325,7 @@ def test_the_new_cache_is_the_old_one_the_new_tokens_and_zeros(library: Path, to
 def test_attention_alone_ends_behind_the_second_norm(library: Path) -> None:
     """Bits of the whole layer, whose outputs are the same sum and what the other half makes of the norm."""
     constants, _, attributes = layer_case(4, 32, True)
-    names = names_of_layer()
+    names = names_of_layer()[:-2]
     x = np.random.default_rng(7).normal(size=(1, 9, HIDDEN)).astype(np.float32)
     cache = np.zeros((1, KV_HEADS, ROOM, SIZE), np.float32)
     fed = {"x": x, "last": np.array([8], np.int32), "total": np.array(ROOM, np.int32)}

@@ -42,6 +42,7 @@ def test_a_massive_channel_gets_16_bits(bits: int, form: str, tmp_path: Path, ca
     said = capsys.readouterr().err
     assert "8-bit inputs change this model too much (deployed pass, " in said
     assert "16-bit inputs for gate_proj, up_proj of layer 1: " in said
+    assert said.count("kernels: called for all 2 layers and the head\n") == (2 if form == "onnx" else 0)
     parity = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert max(c["relative_error"] for item in parity["passes"] for c in item["comparisons"]) < 0.3
 
