@@ -22,6 +22,7 @@ import onnx_ir as ir
 from export import layout
 from export.graph.builder import FLOAT, HALF, INT8, Builder, opsets_of, with_branches
 from export.kernels.library import VERSION
+from export.runtime.session import parts_in_words
 
 MOST_BODIES = 8  # names that the library registers for each operator of a layer
 SUFFIXES = {FLOAT: "", HALF: "Half", INT8: "Int8"}
@@ -88,18 +89,9 @@ class KernelUse:
         why = "; ".join(dict.fromkeys(self.reasons))
         if self.version is None:
             return f"kernels: the graph calls none ({why})"
-        parts = {"": self.attention}
-        if self.attention != self.feed_forward:
-            parts = {"attention of ": self.attention, "the feed-forward of ": self.feed_forward}
-        called = [
-            f"{name}all {count} layers" if count == self.layers else f"{name}{count} of {self.layers} layers"
-            for name, count in parts.items()
-            if count
-        ]
-        called += ["the head"] if self.head else []
         whole = self.attention == self.feed_forward == self.layers and self.head
-        joined = " and ".join(filter(None, [", ".join(called[:-1]), called[-1]]))
-        return f"kernels: called for {joined}" + ("" if whole else f" ({why})")
+        parts = parts_in_words(self.layers, self.attention, self.feed_forward, self.head)
+        return f"kernels: called for {parts}" + ("" if whole else f" ({why})")
 
 
 class KernelCalls:

@@ -30,6 +30,12 @@ SLOW_VARIANT = "plain"  # C++ without a processor's own instructions: ONNX Runti
 # (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto).
 _ENTRY = re.compile(rb"\x72[\x00-\x7f]\x0a%c%s\x12([\x00-\x7f])" % (len(KERNELS_KEY), KERNELS_KEY.encode()), re.DOTALL)
 
+# A node's operator, field 4 of NodeProto, and the name of an output.
+_CALL = re.compile(
+    rb"\x22[\x0b-\x20]((?:Decoder|General)(?:Layer|Attention|FeedForward|Head)|LatentTokens|SelectedAttention)"
+)
+_LAYER = re.compile(rb"%s(\d{1,4})\." % re.escape(layout.PRESENT).encode())
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -86,7 +92,7 @@ def choose_kernels(graph: Path, wanted: str = "auto", provider: Provider = CPU) 
         return portable(problem)
     if wanted == "auto" and variant_of(library) == SLOW_VARIANT:
         return portable("the others would run as plain C++ here, which is slower")
-    return Kernels("native", library, f"version {version}")
+    return Kernels("native", library, f"version {version}: {_called_parts(graph)}")
 
 
 def kernels_of_directory(directory: Path, wanted: str = "auto", provider: Provider = CPU) -> Kernels:
@@ -129,6 +135,32 @@ def called_version(graph: Path) -> str | None:
     if not re.fullmatch(rb"\d{1,9}", value):  # it becomes part of a file name
         raise ArtifactError(f"{graph}: names kernels of version {value[:20]!r}; the export is damaged, make it again")
     return value.decode()
+
+
+def _called_parts(graph: Path) -> str:
+    """What of a graph the kernels run, in words."""
+    data = graph.read_bytes()
+    calls: list[bytes] = _CALL.findall(data)
+    attention, feed_forward = (
+        sum(call.endswith(kinds) for call in calls)
+        for kinds in ((b"Layer", b"Attention", b"Tokens"), (b"Layer", b"FeedForward"))
+    )
+    layers = 1 + max(map(int, _LAYER.findall(data)), default=0)
+    return parts_in_words(layers, attention, feed_forward, b"DecoderHead" in calls)
+
+
+def parts_in_words(layers: int, attention: int, feed_forward: int, head: bool) -> str:
+    """For example `attention of 3 of 12 layers and the head`."""
+    parts = {"": attention}
+    if attention != feed_forward:
+        parts = {"attention of ": attention, "the feed-forward of ": feed_forward}
+    called = [
+        f"{name}all {count} layers" if count == layers else f"{name}{count} of {layers} layers"
+        for name, count in parts.items()
+        if count
+    ]
+    called += ["the head"] if head else []
+    return " and ".join(filter(None, [", ".join(called[:-1]), *called[-1:]]))
 
 
 _LOAD_ERRORS = (

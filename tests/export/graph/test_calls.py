@@ -12,6 +12,7 @@ from export.graph.decoder import write_graph
 from export.kernels.library import VERSION
 from export.layout import DATA_FILE, GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
+from export.runtime.session import choose_kernels
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import Decoder
 from sportsllm.inference.torch_decoder import TorchDecoder
@@ -166,6 +167,7 @@ def test_halves_of_layers_are_called(changes: dict[str, Any], called: str, tmp_p
     model = tiny_model(num_hidden_layers=3, max_position_embeddings=128, **changes)
     save(tmp_path, model, pack_model(model, 8))
     assert str(write_graph(tmp_path, tmp_path).kernels) == f"kernels: called for {called}"
+    assert str(choose_kernels(tmp_path / GRAPH_FILE, "native")) == f"kernels: native (version {VERSION}: {called})"
     onnx.checker.check_model(str(tmp_path / GRAPH_FILE), full_check=True)
     plain = tmp_path / "plain"
     plain.mkdir()
