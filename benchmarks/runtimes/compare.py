@@ -35,7 +35,7 @@ INSTALL = {
     "optimum": "pip install 'sportsllm-compress[optimum]' torch",
     OTHER: "pip install sportsllm-compress",
 }
-_GGUF = "export/gguf/convert.py CONVERT_HF_TO_GGUF.PY CHECKPOINT --outfile FILE.gguf, then llama-quantize"
+_GGUF = "export CHECKPOINT --format gguf --dtype q4_0"
 CONVERT = {  # what makes a model for the runtimes that cannot read our export
     "openvino": "optimum-cli export openvino --model CHECKPOINT --weight-format int4 DIR",
     "llama.cpp": _GGUF,

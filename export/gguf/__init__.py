@@ -1,1 +1,1 @@
-"""Conversion of a checkpoint for llama.cpp, run as a script by that converter's interpreter."""
+"""A checkpoint as a GGUF file for llama.cpp: its matrices, tokenizer and metadata."""

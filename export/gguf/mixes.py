@@ -7,10 +7,6 @@ projections as Q4_1 or Q5_1 in files of Q4_0 or Q5_0, since importances alone ro
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import gguf
-
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, matrix_shapes
@@ -19,32 +15,8 @@ FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 """For rows that are no multiple of 256."""
 
 
-class Mix(NamedTuple):
-    """The type of most matrices, and the file's type in its metadata."""
-
-    main: str
-    file_type: gguf.LlamaFileType
-
-
-MIXES = {
-    "q4_0": Mix("Q4_0", gguf.LlamaFileType.MOSTLY_Q4_0),
-    "q4_1": Mix("Q4_1", gguf.LlamaFileType.MOSTLY_Q4_1),
-    "q5_0": Mix("Q5_0", gguf.LlamaFileType.MOSTLY_Q5_0),
-    "q5_1": Mix("Q5_1", gguf.LlamaFileType.MOSTLY_Q5_1),
-    "q8_0": Mix("Q8_0", gguf.LlamaFileType.MOSTLY_Q8_0),
-    "iq4_nl": Mix("IQ4_NL", gguf.LlamaFileType.MOSTLY_IQ4_NL),
-    "iq4_xs": Mix("IQ4_XS", gguf.LlamaFileType.MOSTLY_IQ4_XS),
-    "q4_k_s": Mix("Q4_K", gguf.LlamaFileType.MOSTLY_Q4_K_S),
-    "q4_k_m": Mix("Q4_K", gguf.LlamaFileType.MOSTLY_Q4_K_M),
-    "q5_k_s": Mix("Q5_K", gguf.LlamaFileType.MOSTLY_Q5_K_S),
-    "q5_k_m": Mix("Q5_K", gguf.LlamaFileType.MOSTLY_Q5_K_M),
-    "q6_k": Mix("Q6_K", gguf.LlamaFileType.MOSTLY_Q6_K),
-}
-"""By the names of `--dtype`; `q4_k` and `q5_k` stand for `q4_k_m` and `q5_k_m`, as in llama.cpp."""
-
-
 def block_types(config: ModelConfig, mix: str, calibrated: bool) -> dict[str, str]:
-    """By module the type of its matrix; F16 for rows that are no multiple of 32."""
+    """By module the type of its matrix in a file such as `q4_k_m`; F16 for rows that are no multiple of 32."""
     return {
         module: _fitting(_wanted(module, columns, config, mix, calibrated), columns)
         for module, (_, columns) in matrix_shapes(config).items()
@@ -52,8 +24,8 @@ def block_types(config: ModelConfig, mix: str, calibrated: bool) -> dict[str, st
 
 
 def _wanted(module: str, columns: int, config: ModelConfig, mix: str, calibrated: bool) -> str:
-    """The type before its width is looked at."""
-    main = MIXES[mix].main
+    """The type for rows of any width; `q4_k_m` and `q4_k_s` differ in the layers that get more than Q4_K."""
+    main = mix.upper().removesuffix("_M").removesuffix("_S")
     if module == HEAD or (config.tie_word_embeddings and module == EMBEDDING):
         return "Q8_0" if main == "Q8_0" or columns % BLOCK_TYPES[main].width else "Q6_K"
     if module == EMBEDDING:

@@ -22,15 +22,15 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf import GGMLQuantizationType as Format
 
-from export.gguf.mixes import MIXES
 from export.gguf.tokenizer import tokenizer_metadata
 from export.parity.check import threads_of_torch
 from export.parity.comparison import READ_BACK, TEXTS, ParityReport, Pass, compare, make_sequences, merge
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import GateError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, read_packed
-from sportsllm.formats.gguf.blocks import RoundedModel
+from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, RoundedModel
 from sportsllm.formats.gguf.config import ARCHITECTURES, ROPE_FACTORS, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import gguf_names, paired_heads, read_weights, rows_in_pairs
@@ -46,14 +46,6 @@ from sportsllm.text.tokenizer import load_tokenizer
 
 BLOCK = 32
 GGUF_FILE = "model.gguf"
-Format = gguf.GGMLQuantizationType
-_FILE_TYPES = {
-    Format.F32: gguf.LlamaFileType.ALL_F32,
-    Format.F16: gguf.LlamaFileType.MOSTLY_F16,
-    Format.Q4_0: gguf.LlamaFileType.MOSTLY_Q4_0,
-    Format.Q4_1: gguf.LlamaFileType.MOSTLY_Q4_1,
-    Format.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0,
-}
 
 
 def architecture_of(config: ModelConfig) -> str:
@@ -96,7 +88,7 @@ def write_gguf(
         path: the file.
         half: see above.
         rounded: the weights of a checkpoint that is not packed, in blocks of `mix`.
-        mix: a key of `MIXES`.
+        mix: one of `export.export.BLOCK_DTYPES`.
 
     Returns:
         Bytes of tensors by format, the largest first.
@@ -130,7 +122,7 @@ def write_gguf(
         plain = inverse_frequencies(config.with_changes(rope_scaling=None))
         writer.add_tensor(ROPE_FACTORS, (plain / inverse_frequencies(config)).astype(np.float32))
     main = bytes_of.most_common(1)[0][0]
-    file_type = MIXES[mix].file_type if mix else next(n for kind, n in _FILE_TYPES.items() if kind.name == main)
+    file_type = gguf.LlamaFileType["ALL_F32" if main == "F32" else f"MOSTLY_{(mix or main).upper()}"]
     facts = {"general.name": checkpoint.resolve().name, "general.file_type": int(file_type)}
     facts["general.quantization_version"] = gguf.GGML_QUANT_VERSION
     facts |= {f"{kind}.{key}": value for key, value in _sizes(kind, config).items()}
@@ -154,20 +146,20 @@ def _stored(
 ) -> tuple[npt.NDArray[Any], Format]:
     """A parameter's values and their type; packed modules that no type fits are added to `odd`."""
     module, _, part = parameter.name.rpartition(".")
-    heads = paired_heads(kind, config, parameter.name)
     if rounded is not None and parameter.name in rounded.matrices:
-        values, stored = rounded.matrices[parameter.name].data, getattr(Format, rounded.matrices[parameter.name].kind)
-        return (rows_in_pairs(torch.from_numpy(values), heads).numpy() if heads else values), stored
-    if part == "weight" and f"{module}.weight_packed" in tensors:
+        values, stored = rounded.matrices[parameter.name].data, Format[rounded.matrices[parameter.name].kind]
+    elif part == "weight" and f"{module}.weight_packed" in tensors:
         weight = read_packed(tensors, module, parameter.shape, tensors.directory)
-        weight = _paired(weight, heads) if heads else weight
         if weight.in_features % BLOCK:
             odd.append(module)
-            return dense(weight.dequantize(), half=True)
-        return encode(weight, module)
-    tensor = (tensors if rounded is None else rounded.others)[parameter.name].float()
-    tensor = rows_in_pairs(tensor, heads) if heads else tensor
-    return dense(tensor.numpy(), half and parameter.role != "positions")
+            values, stored = dense(weight.dequantize(), half=True)
+        else:
+            values, stored = encode(weight, module)
+    else:
+        tensor = (tensors if rounded is None else rounded.others)[parameter.name].float()
+        values, stored = dense(tensor.numpy(), half and parameter.role != "positions")
+    heads = paired_heads(kind, config, parameter.name)
+    return (rows_in_pairs(torch.from_numpy(values), heads).numpy() if heads else values), stored
 
 
 def _period(config: ModelConfig) -> int | None:
@@ -175,16 +167,6 @@ def _period(config: ModelConfig) -> int | None:
     types = config.layer_types or ()
     full = types.index(FULL) + 1 if FULL in types else len(types) + 1
     return full if all((kind == FULL) == (layer % full == full - 1) for layer, kind in enumerate(types)) else None
-
-
-def _paired(weight: QuantizedWeight, heads: int) -> QuantizedWeight:
-    """The same matrix with its rows in llama.cpp's order."""
-
-    def moved(array: Any) -> Any:
-        return None if array is None else rows_in_pairs(torch.from_numpy(array), heads).numpy()
-
-    parts = (moved(weight.packed), moved(weight.scales), moved(weight.zero_points))
-    return QuantizedWeight(*parts, weight.bits, weight.block_size, weight.in_features)
 
 
 def _sizes(kind: str, config: ModelConfig) -> dict[str, Any]:
@@ -244,10 +226,10 @@ def encode(weight: QuantizedWeight, module: str) -> tuple[npt.NDArray[np.uint8],
         UsageError: blocks, or zero points, that GGUF has no format for.
     """
     if weight.bits == ROW_BITS:
-        raise UsageError(f"{module}: INT8 per row has no format in GGUF; quantize in blocks (leave --per-row out)")
+        raise UsageError(f"{module}: INT8 per row has no format in GGUF; quantize in blocks (leave --group-size 0 out)")
     if weight.block_size % BLOCK:
         raise UsageError(
-            f"{module}: blocks of {weight.block_size}; GGUF's have {BLOCK} numbers: quantize with --block-size 32"
+            f"{module}: blocks of {weight.block_size}; GGUF's have {BLOCK} numbers: quantize with --group-size 32"
         )
     if weight.bits == 8 and weight.zero_points is not None:
         raise UsageError(f"{module}: INT8 with zero points has no format in GGUF; quantize it with --symmetric")
@@ -256,21 +238,18 @@ def encode(weight: QuantizedWeight, module: str) -> tuple[npt.NDArray[np.uint8],
     def by_block(x_NG: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         return x_NG.repeat(weight.block_size // BLOCK, axis=1)[:, :groups]
 
-    quants = unpack(weight.packed.reshape(rows, -1), weight.bits)[:, : weight.in_features].reshape(rows, groups, BLOCK)
-    scale_NG = by_block(weight.scales).astype(np.float16)
-    if weight.bits == 8:
-        # Readers may negate codes, so -128 must not occur, and d must not be negative.
-        sign_NG1 = np.where(scale_NG < 0, -1, 1).astype(np.int16)[..., None]
-        codes = np.clip((quants.astype(np.int16) - 128) * sign_NG1, -127, 127).astype(np.int8)
-        parts, kind = [np.abs(scale_NG), codes], Format.Q8_0
+    levels = unpack(weight.packed.reshape(rows, -1), weight.bits)[:, : weight.in_features].astype(np.int16)
+    scale_NG = by_block(weight.scales).astype(np.float16).astype(np.float32)
+    least_NG, kind = np.zeros_like(scale_NG), "Q4_0" if weight.bits == 4 else "Q8_0"
+    if weight.zero_points is not None:
+        kind, least_NG = "Q4_1", by_block(weight.zero_point_values()) * scale_NG
     else:
-        parts, kind = [scale_NG], Format.Q4_0
-        if weight.zero_points is not None:
-            least_NG = -by_block(weight.zero_point_values()) * scale_NG.astype(np.float32)
-            parts, kind = [scale_NG, least_NG.astype(np.float16)], Format.Q4_1
-        parts.append(quants[..., : BLOCK // 2] | quants[..., BLOCK // 2 :] << 4)
-    blocks = np.concatenate([part.view(np.uint8).reshape(rows, groups, -1) for part in parts], axis=2)
-    return blocks.reshape(rows, -1), kind
+        levels -= 2 ** (weight.bits - 1)
+    if kind == "Q8_0":  # readers may negate codes, so -128 must not occur, and d must not be negative
+        levels *= np.where(scale_NG < 0, -1, 1).astype(np.int16).repeat(BLOCK, axis=1)
+        levels, scale_NG = levels.clip(-127, 127), np.abs(scale_NG)
+    ones_NG = np.ones_like(scale_NG, dtype=np.int16)
+    return Blocks(BLOCK_TYPES[kind], levels, scale_NG, ones_NG, least_NG, ones_NG).pack(), Format[kind]
 
 
 def dense(values: npt.NDArray[np.float32], half: bool) -> tuple[npt.NDArray[np.generic], Format]:
@@ -300,9 +279,7 @@ def check_gguf(checkpoint: Path, path: Path, threads: int | None, rounded: Round
             raise GateError(f"{checkpoint}: in a GGUF file its tokenizer would split {text!r} in another way")
     model = load_checkpoint(checkpoint)
     if rounded is not None:
-        matrices = {
-            name: gguf.dequantize(data, getattr(Format, kind)) for name, (kind, data) in rounded.matrices.items()
-        }
+        matrices = {name: gguf.dequantize(data, Format[kind]) for name, (kind, data) in rounded.matrices.items()}
         model.load_state_dict({**rounded.others, **{name: torch.from_numpy(each) for name, each in matrices.items()}})
     with threads_of_torch(threads), torch.inference_mode():
         batches = [torch.tensor([sequence]) for sequence in make_sequences(config, tokenizer)]

@@ -13,7 +13,6 @@ import torch
 import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from export.gguf import convert as llama_cpp
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.weights import convert_gguf, rows_in_halves
@@ -22,6 +21,7 @@ from sportsllm.formats.manifest import verify_directory
 from sportsllm.formats.model_directory import find_model
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.text.tokenizer import load_tokenizer
+from tests.support import llama_cpp_converter
 from tests.support.gguf_files import SIZES, byte_level, random_weights, settings_of, tensors_of, write_file, write_model
 from tests.support.models import saved, tiny_model
 
@@ -228,7 +228,7 @@ def test_a_checkpoint_comes_back_from_llama_cpps_converter(
     """Bit for bit; with LLAMA_CPP_PYTHON, an interpreter that has what the converter needs."""
     before, file = tmp_path / "before", tmp_path / "model.gguf"
     saved(before, tiny_model(**changes), tokenizer_directory)
-    converter = [os.environ["LLAMA_CPP_PYTHON"], llama_cpp.__file__, os.environ["LLAMA_CPP_CONVERTER"]]
+    converter = [os.environ["LLAMA_CPP_PYTHON"], llama_cpp_converter.__file__, os.environ["LLAMA_CPP_CONVERTER"]]
     subprocess.run([*converter, str(before), "--outfile", str(file), "--outtype", "f32"], check=True)
     convert_gguf(file, tmp_path / "after")
     old, new = TensorFiles(before), TensorFiles(tmp_path / "after")
