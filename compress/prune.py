@@ -33,54 +33,6 @@ if TYPE_CHECKING:
 
 _shape = partial(typer.Option, rich_help_panel="Shape")
 _recovery = partial(typer.Option, rich_help_panel="Recovery")
-Params = Annotated[float | None, typer.Option(help="Fraction of the non-embedding parameters to keep.")]
-SizeMB = Annotated[float | None, typer.Option("--size-mb", help="Size of the float32 weights to reach, in MB (10^6).")]
-Recover = Annotated[
-    int | None,
-    typer.Option(parser=options.count, metavar="N", help="Tokens to distil from the unpruned model after the cut."),
-]
-Hidden = Annotated[int | None, _shape(min=1, help="Hidden channels to keep.")]
-Intermediate = Annotated[int | None, _shape(min=1, help="FFN neurons of each layer to keep.")]
-Heads = Annotated[int | None, _shape(min=1, help="Query heads of each layer to keep.")]
-KVHeads = Annotated[int | None, _shape(min=1, help="Key/value heads; merged if --heads stays.")]
-HeadDim = Annotated[int | None, _shape(min=2, help="Channels of each head to keep, an even number.")]
-Layers = Annotated[int | None, _shape(min=1, help="Layers to keep; one contiguous run is dropped.")]
-ExpertCount = Annotated[int | None, _shape("--experts", min=1, help="Experts of each layer to keep, the strongest.")]
-ActiveExperts = Annotated[int | None, _shape(min=1, help="Experts that a token is sent to.")]
-VocabSize = Annotated[
-    int | None,
-    _shape(
-        min=1,
-        help="Tokens to keep in model and tokenizer: those that save the calibration text most tokens. Cut alone.",
-    ),
-]
-Importance = Annotated[
-    str,
-    typer.Option(
-        help="Score of a unit: output, or the baselines activation (Minitron's) and magnitude.",
-        rich_help_panel="Calibration",
-    ),
-]
-Search = Annotated[
-    int | None,
-    _recovery(
-        min=0,
-        help="With --params or --size-mb: tokens to recover each finalist on. 0 cuts all widths alike instead.",
-        show_default="5% of --recover",
-    ),
-]
-TeacherOption = Annotated[
-    Path | None,
-    _recovery(help="Teacher of --recover.", show_default="the checkpoint itself"),
-    options.BY_NAME,
-]
-Signals = Annotated[
-    Path | None,
-    _recovery(
-        help="Directory of the teacher's cached predictions; made if missing.",
-        show_default="the teacher runs in every step",
-    ),
-]
 _CUT = "cut.json"  # in an unfinished directory: what a resumed run need not find again
 
 
@@ -120,25 +72,59 @@ def prune(
     checkpoint: options.Checkpoint,
     *,
     out: options.Out,
-    params: Params = None,
-    size_mb: SizeMB = None,
-    recover: Recover = None,
+    params: Annotated[float | None, typer.Option(help="Fraction of the non-embedding parameters to keep.")] = None,
+    size_mb: Annotated[
+        float | None, typer.Option("--size-mb", help="Size of the float32 weights to reach, in MB (10^6).")
+    ] = None,
+    recover: Annotated[
+        int | None,
+        typer.Option(parser=options.count, metavar="N", help="Tokens to distil from the unpruned model after the cut."),
+    ] = None,
     corpus: options.Corpus = None,
-    hidden: Hidden = None,
-    intermediate: Intermediate = None,
-    heads: Heads = None,
-    kv_heads: KVHeads = None,
-    head_dim: HeadDim = None,
-    layers: Layers = None,
-    experts: ExpertCount = None,
-    experts_per_token: ActiveExperts = None,
-    vocab_size: VocabSize = None,
+    hidden: Annotated[int | None, _shape(min=1, help="Hidden channels to keep.")] = None,
+    intermediate: Annotated[int | None, _shape(min=1, help="FFN neurons of each layer to keep.")] = None,
+    heads: Annotated[int | None, _shape(min=1, help="Query heads of each layer to keep.")] = None,
+    kv_heads: Annotated[int | None, _shape(min=1, help="Key/value heads; merged if --heads stays.")] = None,
+    head_dim: Annotated[int | None, _shape(min=2, help="Channels of each head to keep, an even number.")] = None,
+    layers: Annotated[int | None, _shape(min=1, help="Layers to keep; one contiguous run is dropped.")] = None,
+    experts: Annotated[
+        int | None, _shape("--experts", min=1, help="Experts of each layer to keep, the strongest.")
+    ] = None,
+    experts_per_token: Annotated[int | None, _shape(min=1, help="Experts that a token is sent to.")] = None,
+    vocab_size: Annotated[
+        int | None,
+        _shape(
+            min=1,
+            help="Tokens to keep in model and tokenizer: those that save the calibration text most tokens. Cut alone.",
+        ),
+    ] = None,
     calibration: options.Calibration = None,
-    importance: Importance = "output",
-    search: Search = None,
-    teacher: TeacherOption = None,
+    importance: Annotated[
+        str,
+        typer.Option(
+            help="Score of a unit: output, or the baselines activation (Minitron's) and magnitude.",
+            rich_help_panel="Calibration",
+        ),
+    ] = "output",
+    search: Annotated[
+        int | None,
+        _recovery(
+            min=0,
+            help="With --params or --size-mb: tokens to recover each finalist on. 0 cuts all widths alike instead.",
+            show_default="5% of --recover",
+        ),
+    ] = None,
+    teacher: Annotated[
+        Path | None, _recovery(help="Teacher of --recover.", show_default="the checkpoint itself"), options.BY_NAME
+    ] = None,
     valid: options.Valid = None,
-    signals: Signals = None,
+    signals: Annotated[
+        Path | None,
+        _recovery(
+            help="Directory of the teacher's cached predictions; made if missing.",
+            show_default="the teacher runs in every step",
+        ),
+    ] = None,
     lora_rank: options.LoraRank = None,
     settings: options.Settings = None,
     resume: options.Resume = False,

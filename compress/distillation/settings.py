@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sportsllm.errors import UsageError
@@ -153,7 +153,7 @@ class DistillationConfig:
     divergence: str = "forward-kl"
     mix: float | None = None
     temperature: float = 1.0
-    kl_weight: KLWeight = KLWeight(1.0, 1.0)
+    kl_weight: KLWeight = field(default_factory=lambda: KLWeight(1.0, 1.0))
     hidden_weight: float = 0.0
     layer_map: LayerMap | None = None
     signals: Path | None = None
@@ -199,7 +199,7 @@ class DistillationConfig:
 
     def settings(self) -> JsonObject:
         """For a manifest."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         start, end = self.kl_weight.start, self.kl_weight.end
         return fields | {
             "kl_weight": start if start == end else str(self.kl_weight),
