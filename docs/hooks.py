@@ -41,7 +41,8 @@ def commands() -> str:
         command = app
         for word in name.split():
             command = command.commands[word]
-        usage = " ".join(p.metavar for p in command.params if p.param_type_name == "argument")
+        arguments = [each for each in command.params if each.param_type_name == "argument"]
+        usage = " ".join(each.metavar if each.required else f"[{each.metavar}]" for each in arguments)
         summary = " ".join((command.help or "").partition("Raises:")[0].split())
         parts.append(f"## {name}\n\n```\nsportsllm-compress {name} [OPTIONS] {usage}\n```\n\n{summary}\n")
         rows = [_option(each) for each in command.params if each.opts != ["--help"]]
@@ -54,7 +55,7 @@ def _option(option: object) -> list[str]:
     value = f" {option.metavar}" if option.param_type_name == "option" and option.metavar else ""
     shown = option.show_default if isinstance(option.show_default, str) else option.default
     default = "required" if option.required else "" if shown in (None, False, True) or callable(shown) else str(shown)
-    return [", ".join(f"`{name}{value}`" for name in names), option.help or "", default]
+    return [", ".join(f"`{name}{value}`" for name in names), option.help or "", default.replace("<", "&lt;")]
 
 
 def targets() -> str:
@@ -113,7 +114,7 @@ def source(path: str, name: str) -> str:
 def drawing(path: str) -> str:
     """An SVG file inside the page, so that it has the page's colours."""
     lines = (ROOT / "docs" / path).read_text(encoding="utf-8").splitlines()
-    return "\n".join(line for line in lines if line.strip())
+    return f"<div>{' '.join(map(str.strip, lines))}</div>"
 
 
 MAKERS = {"commands": commands, "drawing": drawing, "source": source, "table": table, "targets": targets}
