@@ -18,7 +18,7 @@ from sportsllm.settings import TRAINING_STEP, parse_settings
 if TYPE_CHECKING:
     from benchmarks.devices.schema import Device
     from sportsllm.models.config import ModelConfig
-    from sportsllm.models.memory import TrainingStep
+    from sportsllm.models.training_memory import TrainingStep
 
 DEFAULT_LENGTH = 512
 _ZERO_POINTS = True  # of 4-bit blocks, as `quantize` rounds by default
@@ -118,8 +118,9 @@ def plan(
     from benchmarks.predict.training import UTILIZATION, Cost, plan_training
     from sportsllm.console import output
     from sportsllm.formats.manifest import directory_bytes
-    from sportsllm.models.memory import TrainingStep, tensor_shapes
+    from sportsllm.models.memory import tensor_shapes
     from sportsllm.models.presets import PLANNED
+    from sportsllm.models.training_memory import TrainingStep
 
     rare = parse_settings(settings, TRAINING_STEP)
     head_bits, cached, sequences = rare.get("head_bits", 8), rare.get("cache_tokens"), rare.get("cache_sequences")
@@ -251,7 +252,7 @@ def _sizes(model: str, config: ModelConfig, group_size: int, head_bits: int) -> 
 
 def _training_memory(config: ModelConfig, step: TrainingStep, device: Device | None) -> dict[str, Any]:
     from benchmarks.predict.training import usable_bytes
-    from sportsllm.models.memory import training_memory
+    from sportsllm.models.training_memory import training_memory
 
     plain, checkpointed = (training_memory(config, replace(step, checkpointed=each)) for each in (False, True))
     found: dict[str, Any] = {

@@ -104,8 +104,7 @@ def export(
     """
     from sportsllm.files import require_directory, write_json
     from sportsllm.formats.artifact import Stage, run_stage
-    from sportsllm.formats.huggingface import load_config
-    from sportsllm.formats.model_directory import checkpoint_with
+    from sportsllm.formats.huggingface import checkpoint_with, load_config
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.process_memory import peak_rss_bytes
 

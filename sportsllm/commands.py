@@ -1,6 +1,7 @@
 """The table of commands, and their results: typed records for Python with a JSON form for `--json`.
 
-A command is a typed function, loaded by name, so that no package imports one above it.
+A command is a typed function, loaded by name, so that no package imports one above it. Models that it takes may be
+paths, GGUF files or names in the model hub.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast, get_args
 
-from sportsllm.errors import ResourceError
+from sportsllm.errors import ArtifactError, ResourceError
 from sportsllm.options import BY_NAME
 
 
@@ -100,14 +102,57 @@ def _converting(function: Command) -> Command:
 def _converted(annotation: object, value: object) -> object:
     kinds = types_in(annotation)
     if BY_NAME in getattr(annotation, "__metadata__", ()) and isinstance(value, str | Path):
-        from sportsllm.formats.model_directory import find_model
-
         value = find_model(value) if Path in kinds else str(find_model(value))
     if Path in kinds and isinstance(value, str):
         return [Path(value)] if list in kinds else Path(value)
     if list in kinds and Path in kinds and isinstance(value, list | tuple):
         return [Path(item) for item in value]
     return value
+
+
+def find_model(text: str | Path) -> Path:
+    """The directory of a model. A GGUF file, or a directory with one, is converted to a checkpoint in `cache_folder`.
+
+    An existing path wins over a name in the hub, see `sportsllm.formats.huggingface.download_model`.
+
+    Raises:
+        ArtifactError: the GGUF file is damaged; the hub has no such model, or it has no safetensors or is unsupported.
+        ResourceError: the model asks for permission, or the hub cannot be reached.
+    """
+    path = Path(text)
+    if (file := find_gguf(path)) is None:
+        from sportsllm.formats.huggingface import download_model
+
+        return path if path.exists() else download_model(str(text))
+    from sportsllm.formats.gguf.weights import convert_gguf
+    from sportsllm.formats.manifest import file_sha256
+
+    if not file.is_file():
+        raise ArtifactError(f"{file}: not found; give a .gguf file")
+    out = cache_folder() / "gguf" / f"{file.stem}-{file_sha256(file)[:12]}"
+    convert_gguf(file, out)
+    return out
+
+
+def find_gguf(path: Path) -> Path | None:
+    """A GGUF file itself, or the one in a directory without config.json; None for anything else.
+
+    Raises:
+        ArtifactError: the directory has several.
+    """
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        return path
+    files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").exists() else []
+    if len(files) > 1:
+        raise ArtifactError(f"{path}: holds {len(files)} GGUF files; give one of them, for example {files[0].name}")
+    return files[0] if files else None
+
+
+def cache_folder() -> Path:
+    """SPORTSLLM_CACHE, or `sportsllm-compress` in the user's cache folder."""
+    if given := os.environ.get("SPORTSLLM_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sportsllm-compress"
 
 
 def types_in(annotation: object) -> set[object]:

@@ -87,7 +87,7 @@ def load(
         ArtifactError: no such directory, or its files are damaged.
         UsageError: kernels or a provider that the model cannot have.
     """
-    from sportsllm.formats.model_directory import find_model
+    from sportsllm.commands import find_model
     from sportsllm.inference.decoder import open_decoder
     from sportsllm.text.tokenizer import load_tokenizer
 

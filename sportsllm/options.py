@@ -13,7 +13,7 @@ class _ByName:
 
 
 BY_NAME = _ByName()
-"""Beside the typer option in `Annotated`; see `sportsllm.formats.model_directory.find_model`."""
+"""Beside the typer option in `Annotated`; see `sportsllm.commands.find_model`."""
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 

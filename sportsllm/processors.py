@@ -1,20 +1,29 @@
-"""Processors: the device to compute on, and threads that compute batches side by side."""
+"""Processors: the device to compute on, threads that compute batches side by side, and the size of a loss's chunks.
+
+torch is imported inside functions, so that sizes can be planned without it.
+"""
+
+from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Barrier
+from typing import TYPE_CHECKING
 
-import torch
-
-from sportsllm.console import log
 from sportsllm.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 # Seconds after which a waiting thread asks for the interpreter's lock. Sampling with 3.1M parameters in two threads:
 # 5,270 to 5,430 tokens/s with Python's own 5 ms, 5,970 with 500 us, 5,660 with 5 us.
 _SWITCH_S = 5e-4
 DEVICES = ("auto", "cpu", "cuda")
+LOSS_CHUNK_TOKENS = 1_024
+"""The most tokens of a chunk of the loss, on any processor."""
+_CPU_CHUNK_TOKENS, _CPU_CHUNK_LOGITS = (128, 512), 8 * 2**20
 _device = "auto"
 
 
@@ -25,6 +34,8 @@ def use_processor(threads: int | None = None, device: str = "auto") -> None:
         UsageError: an unknown device, or cuda without one.
     """
     global _device
+    import torch
+
     if device not in DEVICES:
         raise UsageError(f"--device {device}: use {', '.join(DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
@@ -42,7 +53,11 @@ def set_threads(threads: int | None) -> None:
 
 def training_device() -> torch.device:
     """The device of `use_processor`; a CUDA GPU is logged."""
+    import torch
+
     if _device != "cpu" and torch.cuda.is_available():
+        from sportsllm.console import log
+
         log(f"training on {torch.cuda.get_device_name()}")
         return torch.device("cuda")
     return torch.device("cpu")
@@ -59,6 +74,8 @@ def batch_threads(count: int) -> Iterator[ThreadPoolExecutor | None]:
     if count == 1:
         yield None
         return
+    import torch
+
     available, switch_s = torch.get_num_threads(), sys.getswitchinterval()
     ready = Barrier(count + 1)
 
@@ -77,3 +94,16 @@ def batch_threads(count: int) -> Iterator[ThreadPoolExecutor | None]:
             yield pool
         finally:
             sys.setswitchinterval(switch_s)
+
+
+def loss_chunk_tokens(vocab_size: int, device: str = "cpu") -> int:
+    """Tokens whose logits `sportsllm.training.loss` makes at once.
+
+    On a CPU 256 to 512 were fastest at vocabularies of 2,048 and of 32,000: with fewer the products and the sum of the
+    head's gradient slow down, with more the passes over the logits leave the cache. Larger vocabularies get fewer, so
+    that a buffer stays near 32 MiB. A GPU needs long products.
+    """
+    if device != "cpu":
+        return LOSS_CHUNK_TOKENS
+    least, most = _CPU_CHUNK_TOKENS
+    return max(least, min(most, _CPU_CHUNK_LOGITS // vocab_size))

@@ -31,6 +31,7 @@ class Setting:
 
 
 Group = Mapping[str, Setting]
+OPTIMIZERS, OPTIMIZER_BITS = ("adamw", "muon"), (32, 16, 8)
 
 TRAINING: Group = {
     "precision": Setting(
@@ -41,9 +42,7 @@ TRAINING: Group = {
     ),
     "accumulation": Setting(int, "Batches of one optimizer step", "200 steps or more of --tokens; 4 with --steps", 1),
     "parallel_batches": Setting(int, "Batches computed side by side, each by its share of the threads", "1", 1),
-    "optimizer": Setting(
-        str, "Optimizer; muon is Muon and AdamW", "muon if its steps are cheap", choices=("adamw", "muon")
-    ),
+    "optimizer": Setting(str, "Optimizer; muon is Muon and AdamW", "muon if its steps are cheap", choices=OPTIMIZERS),
     "optimizer_bits": Setting(int, "Bits of optimizer states: 32, 16 (gradients too) or 8 (AdamW's)", "32"),
     "schedule": Setting(str, "Learning-rate schedule", "cosine", choices=("cosine", "wsd")),
     "warmup": Setting(int, "Warm-up steps", "a twentieth of the steps, at most 50", 0),
@@ -211,6 +210,18 @@ def check_value(where: str, value: object, setting: Setting) -> None:
     if isinstance(value, int | float) and not (math.isfinite(value) and setting.least <= value <= setting.most):
         bounds = f"at least {setting.least:g}" if math.isinf(setting.most) else f"{setting.least:g} to {setting.most:g}"
         raise UsageError(f"{where}: must be {bounds}")
+
+
+def check_optimizer_bits(optimizer: str, bits: int) -> None:
+    """Refuse states that an optimizer cannot have.
+
+    Raises:
+        UsageError: another number of bits, or 8 with Muon.
+    """
+    if bits not in OPTIMIZER_BITS:
+        raise UsageError(f"optimizer bits {bits} are not supported; use {', '.join(map(str, OPTIMIZER_BITS))}")
+    if bits == 8 and optimizer == "muon":
+        raise UsageError("optimizer bits 8 are for adamw: bitsandbytes has no Muon; use 16, or adamw")
 
 
 def _spelled(value: object) -> str:

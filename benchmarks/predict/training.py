@@ -11,7 +11,7 @@ from benchmarks.flops import forward_flops_per_token, training_flops_per_token
 from benchmarks.measure.machine import this_machine
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.memory import TrainingStep, largest_batch, training_memory
+from sportsllm.models.training_memory import TrainingStep, largest_batch, training_memory
 
 UTILIZATION = 0.3
 """Model FLOPs over the processor's peak. Large models on accelerators reached 21 to 46% (PaLM, table 3,

@@ -33,8 +33,7 @@ from compress.pruning.heads import as_complex, as_real, shared_pairs
 from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.models.config import ModelConfig
-from sportsllm.models.config_records import Selection
+from sportsllm.models.config import ModelConfig, Selection
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import GroupedQueryAttention
 from sportsllm.models.parts import index_pairs

@@ -38,10 +38,9 @@ from sportsllm.formats.huggingface import family_of, load_config
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, unpack
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import FULL, UNROTATED, ModelConfig
-from sportsllm.models.config_records import RopeScaling
 from sportsllm.models.kinds import Parameter, parameters
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.rope import inverse_frequencies
+from sportsllm.models.rope import RopeScaling, inverse_frequencies
 from sportsllm.text.tokenizer import load_tokenizer
 
 BLOCK = 32

@@ -20,7 +20,8 @@ from export.kernels.library import VERSION, library_of, variant_of
 from export.layout import KERNELS_KEY, find_files
 from export.runtime.providers import CPU, Provider, create_session
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
-from sportsllm.formats.manifest import listed_bytes
+from sportsllm.files import read_json
+from sportsllm.formats.manifest import MANIFEST
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_state, cached_shape
 
@@ -220,7 +221,7 @@ def open_session(
     """
     files = find_files(directory)
     path = files.graph
-    listed = listed_bytes(directory)
+    listed = _listed_bytes(directory)
     for file in (files.graph, files.data):  # ONNX Runtime loads data that is too short or too long without a word
         _check_size(file, listed.get(file.relative_to(directory).as_posix()))
     options = session_options(threads, graph is not None, library)
@@ -268,6 +269,22 @@ def raise_if_out_of_memory(error: Exception, directory: Path) -> None:
         raise ResourceError(
             f"{directory}: not enough memory to run the model; free some, or use a shorter text or a smaller model"
         ) from None
+
+
+def _listed_bytes(directory: Path) -> dict[str, int]:
+    """The size of each file that the manifest lists; empty without a manifest.
+
+    Read by hand: `validate` would load pydantic, whose 16 MB would count in the memory that `bench` reports of a model.
+
+    Raises:
+        ArtifactError: the manifest is damaged.
+    """
+    path = directory / MANIFEST
+    files = read_json(path).get("files") if path.exists() else {}
+    try:
+        return {name: int(entry["bytes"]) for name, entry in files.items()}  # type: ignore[union-attr]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ArtifactError(f"{path}: its list of files is damaged; make the directory again") from None
 
 
 def _check_size(path: Path, expected: int | None) -> None:

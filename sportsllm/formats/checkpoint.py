@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, write_json
 from sportsllm.formats.huggingface import load_config, to_hf
-from sportsllm.formats.layouts import to_layout
+from sportsllm.formats.layouts import LAYOUTS, to_layout
 from sportsllm.formats.packed import BITS, ROW_BITS, QuantizedWeight, stored_bits
 from sportsllm.formats.safetensors import QUANT_METHOD, WEIGHTS, TensorFiles, check_shape, quantization_config
 from sportsllm.models.config import ModelConfig
@@ -253,9 +253,9 @@ def write_checkpoint(
         quantization: recorded as config.json's quantization_config.
     """
     data = to_hf(config)
-    if quantization is None:
+    if quantization is None and data["model_type"] in LAYOUTS:
         tensors = to_layout(data["model_type"], config, tensors)
-    else:
+    elif quantization is not None:
         data["quantization_config"] = {"quant_method": QUANT_METHOD, **quantization}
     write_json(directory / "config.json", data)
     save_tensors(directory / WEIGHTS, tensors)

@@ -1,14 +1,28 @@
-"""Hugging Face's config.json: read into a `ModelConfig`, and written from one. Imports no large library."""
+"""Hugging Face's config.json, read into a `ModelConfig` and written from one, and models of the hub.
+
+Models of the hub are named `org/name` or `org/name@revision`. Only safetensors, JSON and chat templates at the top of a
+repository are downloaded, never code or pickles, into the cache of `huggingface_hub`, whose environment variables hold:
+HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Imports no large library.
+"""
+
+from __future__ import annotations
 
 import math
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.files import JsonObject, clip, read_json
+from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError
+from sportsllm.files import JsonObject, clip, read_json, write_json
 from sportsllm.formats.huggingface_families import FAMILIES, Fields
-from sportsllm.models.config import ModelConfig
-from sportsllm.models.config_records import ROPE_TYPES, Experts, RopeScaling, Selection
+from sportsllm.formats.manifest import MANIFEST, read_manifest
+from sportsllm.models.config import Experts, ModelConfig, Selection
+from sportsllm.models.rope import ROPE_TYPES, RopeScaling
 
 # Fields of config.json that do not change the model's output.
 _IGNORED = {
@@ -45,6 +59,9 @@ COMMON_FIELDS = (
 _SIZES = ("num_attention_heads", "hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers")
 OWN_MODEL_TYPE = "sportsllm"
 """For models that are of no family of Hugging Face's: every field under its own name."""
+_HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w.][\w./-]*))?")
+_HUB_SETTINGS, _HUB_WEIGHTS = ["*.json", "*.jinja"], ["*.safetensors"]
+_HUB_SUBFOLDERS = ["*/*"]  # of other forms of the model
 
 
 def config_from_hf(data: JsonObject, where: str = "config.json") -> ModelConfig:
@@ -206,3 +223,100 @@ def packed_by_bitsandbytes(quantization: object) -> str | None:
     if quantization.get("quant_method", "bitsandbytes" if eight or four else None) != "bitsandbytes":
         return None
     return "INT8" if eight else str(quantization.get("bnb_4bit_quant_type", "fp4")).upper()
+
+
+@contextmanager
+def checkpoint_with(checkpoint: Path, config: ModelConfig) -> Iterator[Path]:
+    """A directory of links to a checkpoint's files, whose config.json has the context and rotary scaling of `config`.
+
+    It is `checkpoint` itself where nothing differs, and gone afterwards where it is not. Errors name `checkpoint`.
+
+    Args:
+        config: the checkpoint's, but for `max_position_embeddings` and `rope_scaling`.
+    """
+    if config == load_config(checkpoint):
+        yield checkpoint
+        return
+    data = read_json(checkpoint / "config.json")
+    data.pop("rope_parameters", None)  # transformers 5 keeps theta and scaling there
+    scaling = config.rope_scaling
+    data |= {
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if scaling is None else scaling.fields_used(),
+    }
+    if config.rope_local_theta is not None:
+        data["rope_local_base_freq"] = config.rope_local_theta
+    with tempfile.TemporaryDirectory() as folder:
+        view = Path(folder) / checkpoint.resolve().name
+        view.mkdir()
+        if (checkpoint / MANIFEST).exists():
+            manifest = read_manifest(checkpoint)
+            files = {name: entry for name, entry in manifest.files.items() if name != "config.json"}
+            replace(manifest, files=files).write(view)
+        write_json(view / "config.json", data)
+        for path in checkpoint.resolve().iterdir():
+            if not (view / path.name).exists():
+                _link(path, view / path.name)
+        try:
+            yield view
+        except SportsLLMError as error:
+            raise type(error)(str(error).replace(str(view), str(checkpoint))) from None
+
+
+def _link(path: Path, link: Path) -> None:
+    """A link, or a copy where links need privileges (Windows)."""
+    try:
+        link.symlink_to(path, path.is_dir())
+    except OSError:
+        (shutil.copytree if path.is_dir() else shutil.copyfile)(path, link)
+
+
+def download_model(text: str) -> Path:
+    """The directory of a model of the hub; the text as a path if it is no name of one.
+
+    A name without a revision whose first part is a directory, or `runs`, which the commands write to, is a path, so
+    that a mistyped path asks nobody.
+
+    Raises:
+        ArtifactError: the hub has no such model, or it has no safetensors or is unsupported.
+        ResourceError: the model asks for permission, or the hub cannot be reached.
+    """
+    if (match := _HUB_NAME.fullmatch(text)) is None:
+        return Path(text)
+    model, revision = match.groups()
+    if revision is None and (Path(model).parent.is_dir() or model.startswith("runs/")):
+        return Path(text)
+    load_config(_download(text, model, revision, _HUB_SETTINGS))  # before the weights, which are large
+    folder = _download(text, model, revision, _HUB_SETTINGS + _HUB_WEIGHTS)
+    if not any(folder.glob("*.safetensors")):
+        raise ArtifactError(
+            f"{text}: has no safetensors at the top of its repository (or, offline, in the cache); other formats of "
+            "weights are not downloaded"
+        )
+    from sportsllm.console import log
+
+    log(f"{text}: commit {folder.name[:12]}, {folder}")
+    return folder
+
+
+def _download(name: str, model: str, revision: str | None, patterns: list[str]) -> Path:
+    """The folder in the cache with a model's files of some patterns."""
+    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_HUB_SUBFOLDERS)
+        )
+    except (errors.RevisionNotFoundError, errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        kind = ResourceError if isinstance(error, errors.GatedRepoError) else ArtifactError
+        raise kind(f"{name}: no directory here, and the model hub refuses it: {clip(error, 200)}") from None
+    except Exception as error:  # HTTP and connection errors have no common class
+        if isinstance(error, OSError) and error.errno is not None:  # a full disk, no permission
+            raise
+        raise ResourceError(
+            f"{name}: no directory here, and it cannot be downloaded ({type(error).__name__}: {clip(error, 200)})"
+        ) from None

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, clip
-from sportsllm.models.config import FULL, LATENT, SLIDING, UNROTATED, ModelConfig
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import FULL, LATENT, SLIDING, UNROTATED, Experts, ModelConfig
 
 
 class Fields(dict[str, Any]):

@@ -61,12 +61,11 @@ def is_buffer(model_type: str, name: str) -> bool:
 
 def to_layout(model_type: str, config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The model's tensors as the files of a model type hold them."""
-    parts = parts_of(model_type, config)
-    joined: dict[str, list[Tensor]] = {}
-    for name in parts or tensors:
-        joined.setdefault(parts[name].stored if parts else name, []).append(tensors[name])
+    parts, joined = parts_of(model_type, config), dict[str, list[Tensor]]()
+    for name, part in parts.items():
+        joined.setdefault(part.stored, []).append(tensors[name])
     joins = {part.stored: part.join for part in parts.values()}
-    return {name: joins[name](found).contiguous() if parts else found[0] for name, found in joined.items()}
+    return {name: joins[name](found).contiguous() for name, found in joined.items()}
 
 
 def _layer(name: str) -> tuple[str, str]:

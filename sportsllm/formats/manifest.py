@@ -103,22 +103,6 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def listed_bytes(directory: Path) -> dict[str, int]:
-    """The size of each file that the manifest lists; empty without a manifest.
-
-    Read by hand: `validate` would load pydantic, whose 16 MB would count in the memory that `bench` reports of a model.
-
-    Raises:
-        ArtifactError: the manifest is damaged.
-    """
-    path = directory / MANIFEST
-    files = read_json(path).get("files") if path.exists() else {}
-    try:
-        return {name: int(entry["bytes"]) for name, entry in files.items()}  # type: ignore[union-attr]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ArtifactError(f"{path}: its list of files is damaged; make the directory again") from None
-
-
 def manifest_of(directory: Path) -> Manifest:
     """As `read_manifest`, but an empty one for a directory that has none."""
     return read_manifest(directory) if (directory / MANIFEST).exists() else Manifest()

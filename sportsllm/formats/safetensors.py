@@ -50,25 +50,29 @@ class TensorFiles(Mapping[str, Tensor]):
         self._packed = bitsandbytes_kind(directory) is not None
         self._beside = companions(self._where) if self._packed else frozenset()
         stored = [name for name in self._where if name not in self._beside]
-        layout, self._layout = layout_name(read_json(directory / "config.json")), dict[str, Part]()
-        if layout in LAYOUTS and quantization_config(directory) is None:
+        self._names, self._layout = dict.fromkeys(stored), dict[str, Part]()
+        data = read_json(directory / "config.json")
+        if data.get("model_type") in LAYOUTS and quantization_config(directory) is None:
+            layout = layout_name(data)
             self._layout = parts_of(layout, load_config(directory), stored)
-        used = {part.stored for part in self._layout.values()}
-        self._parts = {name: part for name, part in self._layout.items() if part.stored in self._where}
-        self._parts |= {name: Part(name) for name in stored if name not in used and not is_buffer(layout, name)}
+            used = {part.stored for part in self._layout.values()}
+            named = [name for name, part in self._layout.items() if part.stored in self._where]
+            others = [name for name in stored if name not in used and not is_buffer(layout, name)]
+            self._names = dict.fromkeys([*named, *others])
 
     def __getitem__(self, name: str) -> Tensor:
-        part = self._parts[name]
-        path = self._where[part.stored]
-        tensor = self._stored(part.stored)
+        stored = self.stored_name(name)
+        path, tensor = self._where[stored], self._stored(stored)
         if self._packed:
-            tensor = read_dense(part.stored, self._beside, self._stored, str(path))
+            tensor = read_dense(stored, self._beside, self._stored, str(path))
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ArtifactError(f"{path}: tensor {part.stored!r} holds NaN or infinity; use an undamaged checkpoint")
+            raise ArtifactError(f"{path}: tensor {stored!r} holds NaN or infinity; use an undamaged checkpoint")
+        if name not in self._layout:
+            return tensor
         try:
-            return part.read(tensor)
+            return self._layout[name].read(tensor)
         except UnlikeTensor as error:
-            raise ArtifactError(f"{self.directory}: tensor {part.stored!r} {error}") from None
+            raise ArtifactError(f"{self.directory}: tensor {stored!r} {error}") from None
 
     def stored_name(self, name: str) -> str:
         """What one of the model's tensors is called in the files."""
@@ -83,13 +87,13 @@ class TensorFiles(Mapping[str, Tensor]):
         return tensor
 
     def __contains__(self, name: object) -> bool:
-        return name in self._parts  # without reading it
+        return name in self._names  # without reading it
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._names)
 
 
 def _open(path: Path) -> _File:

@@ -1,4 +1,4 @@
-"""The shape of a model: one frozen record. `sportsllm.formats.huggingface` reads and writes it as config.json.
+"""The shape of a model: frozen records. `sportsllm.formats.huggingface` reads and writes it as config.json.
 
 Imports neither torch nor any other large library: the device install reads it too.
 """
@@ -13,8 +13,8 @@ from functools import lru_cache
 
 from sportsllm.errors import UsageError
 from sportsllm.models import kinds
-from sportsllm.models.config_records import Experts, RopeScaling, Selection, check_choice, check_size
 from sportsllm.models.parts import ATTENTION, FEED_FORWARD
+from sportsllm.models.rope import RopeScaling
 
 FULL, SLIDING, UNROTATED = "full", "sliding", "unrotated"
 """What a layer's attention does: see all tokens, see the last `sliding_window`, or see all without their positions."""
@@ -47,6 +47,103 @@ _REQUIRED: dict[str, dict[str, object]] = {
 }  # fmt: skip
 """By kind of attention, the values that fields must have."""
 _CHOICES = {"norm_kind": ("rms", "layer"), "position_kind": ("rotary", "learned", "none")}
+
+
+def check_size(name: str, value: object, least: int = 1, most: int = 2**20) -> None:
+    """Refuse what is no whole number in a range."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise UsageError(f"config: {name} is {value!r}; it must be a whole number from {least} to {most:,}")
+
+
+def check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    """Refuse what is none of the known values."""
+    if value not in known:
+        raise UsageError(f"config: {name} is {value!r}; use one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts.
+
+    Attributes:
+        count, active: routed experts, and how many of them a token is sent to.
+        shared: experts that every token is sent to.
+        router: `softmax` or `sigmoid`, how scores are made.
+        weights: of the chosen: their `scores`, these divided by their `sum`, or their `softmax`.
+        scale: what the weights are multiplied by.
+        groups, active_groups: into how many groups experts are divided, and how many of them are open to a token.
+        choice_bias: whether the router has a bias for the choice alone, not for the weights.
+        gated: whether an expert is SwiGLU; else silu between two matrices with biases.
+        balance_loss: factor of the load-balancing loss in training.
+    """
+
+    count: int
+    active: int
+    shared: int = 0
+    router: str = "softmax"
+    weights: str = "sum"
+    scale: float = 1.0
+    groups: int = 1
+    active_groups: int = 1
+    choice_bias: bool = False
+    gated: bool = True
+    balance_loss: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("count", "active", "shared", "groups", "active_groups"):
+            check_size(f"experts: {name}", getattr(self, name), int(name != "shared"), 2**12)
+        check_choice("experts: router", self.router, ("softmax", "sigmoid"))
+        check_choice("experts: weights", self.weights, ("scores", "sum", "softmax"))
+        if not (math.isfinite(self.scale) and 0 <= self.balance_loss < math.inf):
+            raise UsageError(f"config: experts: scale is {self.scale}, balance_loss {self.balance_loss}; correct them")
+        if not 1 <= self.active <= self.count:
+            raise UsageError(f"config: {self.active} experts a token of {self.count}; choose 1 to {self.count}")
+        each = self.count // self.groups
+        possible = self.active_groups <= self.groups and self.active <= self.active_groups * each
+        if self.count % self.groups or not possible or (self.groups > 1 and each < 2):
+            raise UsageError(
+                f"config: {self.count} experts in {self.groups} groups, {self.active_groups} of them open for "
+                f"{self.active} a token: groups need two experts each, and the open ones as many as a token is sent to"
+            )
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How many tokens attention selects (experimental), in blocks of what size, and by what indexer.
+
+    Attributes:
+        tokens: that a query attends to at most, itself included.
+        block: consecutive tokens that are chosen as a whole.
+        heads: of the indexer.
+        parts: of the index key, and of each of these heads.
+        pairs: rotary pairs of a part, the slowest of a head's; all if None.
+    """
+
+    tokens: int = 512
+    block: int = 16
+    heads: int = 4
+    parts: int = 1
+    pairs: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "pairs" or value is not None:
+                check_size(f"selection: {field.name}", value)
+        if self.tokens % self.block or self.blocks < 4:  # the first, two of the newest, and one to choose
+            raise UsageError(
+                f"config: selection: {self.tokens} tokens in blocks of {self.block}; choose whole blocks, at least 4"
+            )
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a query attends to at most."""
+        return self.tokens // self.block
+
+    @property
+    def newest(self) -> int:
+        """Newest blocks that are always kept, the query's own included: a quarter."""
+        return max(2, self.blocks // 4)
 
 
 @dataclass(frozen=True)

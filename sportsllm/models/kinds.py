@@ -192,3 +192,28 @@ def check_parameters(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]])
     for name in sorted(described.keys() | shapes.keys()):
         if described.get(name) != shapes.get(name):
             raise TypeError(f"{name}: the model has {shapes.get(name)}, its description says {described.get(name)}")
+
+
+def described_shape(config: ModelConfig) -> str:
+    """The shape and the number of parameters, in a line."""
+    experts, heads = config.experts, f"on {config.num_key_value_heads} key/value heads"
+    if config.attention_kind == "latent":
+        heads = f"on a latent of {config.kv_rank}"
+    if config.selection is not None:
+        heads += f" that see {config.selection.tokens:,} tokens"
+    mixing = f"{config.num_attention_heads} heads of {config.head_dim} {heads}"
+    if config.attention_kind == "lstm":
+        mixing = f"LSTM of {config.cells:,} cells"
+    inner = f"FFN {config.intermediate_size:,}"
+    if experts is not None:
+        inner = f"{experts.active} of {experts.count} experts of {config.intermediate_size:,}"
+        inner += f" and {experts.shared} shared" if experts.shared else ""
+    if config.dense_layers:
+        inner += f" after {config.dense_layers} with FFN {config.dense_intermediate_size:,}"
+    dropout = f", dropout {config.dropout:g}" if config.dropout else ""
+    return (
+        f"{config.num_hidden_layers} layers of {config.hidden_size:,}, {inner}, "
+        f"{mixing}, "
+        f"vocabulary {config.vocab_size:,} ({'tied' if config.tie_word_embeddings else 'untied'}), "
+        f"context {config.max_position_embeddings:,}{dropout}: {config.parameters:,} parameters"
+    )

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from sportsllm.models.config import ModelConfig
-    from sportsllm.models.config_records import Experts
+    from sportsllm.models.config import Experts, ModelConfig
 
 HIDDEN = "hidden"
 """The name of the residual stream's channels, the one unit that every kind reads and writes."""

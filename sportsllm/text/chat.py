@@ -18,7 +18,8 @@ from types import FrameType
 from typing import Any
 
 from sportsllm.errors import ArtifactError
-from sportsllm.files import JsonObject, clip, parse_json, read_json
+from sportsllm.files import JsonObject, clip, parse_json
+from sportsllm.text.tokenizer import find_template
 
 _MOST_SECONDS = 5.0
 _MOST_STEPS = 300_000  # lines of the template's code, and of filters, that run for a conversation
@@ -64,26 +65,6 @@ def render_chats(directory: Path, conversations: Sequence[Sequence[Mapping[str, 
     if "problem" in answer:
         raise ArtifactError(f"{directory}: its chat template fails ({clip(answer['problem'], 200)}); leave --chat out")
     return list(answer["texts"])
-
-
-def find_template(directory: Path) -> tuple[str | None, JsonObject]:
-    """The chat template of a checkpoint or an export, None without one, and what tokenizer_config.json says.
-
-    Raises:
-        ArtifactError: a file is damaged.
-    """
-    path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-    settings = read_json(path) if path.exists() else {}
-    if file.exists():
-        try:
-            return file.read_text(encoding="utf-8"), settings
-        except UnicodeDecodeError as error:
-            raise ArtifactError(f"{file}: not UTF-8 at byte {error.start}; copy it again") from None
-    found = settings.get("chat_template")
-    if isinstance(found, list):  # several by name
-        named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
-        found = named[0].get("template") if named else None
-    return found if isinstance(found, str) else None, settings
 
 
 def _text(token: object) -> object:

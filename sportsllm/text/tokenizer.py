@@ -198,6 +198,26 @@ def _special_ids(directory: Path, tokenizer: Tokenizer, config: ModelConfig | No
     return (begin if begin is not None else end), end
 
 
+def find_template(directory: Path) -> tuple[str | None, JsonObject]:
+    """The chat template of a checkpoint or an export, None without one, and what tokenizer_config.json says.
+
+    Raises:
+        ArtifactError: a file is damaged.
+    """
+    path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    settings = read_json(path) if path.exists() else {}
+    if file.exists():
+        try:
+            return file.read_text(encoding="utf-8"), settings
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"{file}: not UTF-8 at byte {error.start}; copy it again") from None
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several by name
+        named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
+        found = named[0].get("template") if named else None
+    return found if isinstance(found, str) else None, settings
+
+
 def same_tokenizer(first: Path, second: Path) -> bool:
     """Whether two directories turn text into the same ids (equal vocabularies and merges)."""
     a, b = (read_json(path / "tokenizer.json") for path in (first, second))

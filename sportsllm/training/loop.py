@@ -194,7 +194,9 @@ class _Run:
         step, every = self.state.step, self.config.validate_every
         if step % self.config.log_every == 0 or last:
             self.write(loss=self.state.mean_loss, **figures)
-            if shares := pop_expert_load(self.model):  # each expert's fraction of the tokens, by layer
+            if self.model.config.experts and (
+                shares := pop_expert_load(self.model)
+            ):  # each expert's fraction of the tokens, by layer
                 self.write(expert_shares=shares)
         if validation is not None and (last or (every and step % every == 0)):
             self.write(valid_bits_per_byte=self.state.consider(validation))
@@ -238,7 +240,8 @@ class _Run:
             self.scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
-        balance_biases(self.model)
+        if self.model.config.experts is not None:
+            balance_biases(self.model)
         self.state.step += 1
         self.state.losses = [*self.state.losses, total][-config.log_every :]
         return total, config.learning_rate * factor, norm

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sportsllm.models.memory import loss_chunk_tokens
+from sportsllm.processors import loss_chunk_tokens
 from sportsllm.text.packing import IGNORE
 
 # (first token of the chunk, float32 logits (C, V)) -> (summed loss, gradient (C, V) of that loss).

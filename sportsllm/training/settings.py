@@ -13,9 +13,8 @@ from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.memory import check_optimizer_bits
 from sportsllm.models.presets import preset
-from sportsllm.settings import TRAINING, check_value
+from sportsllm.settings import TRAINING, check_optimizer_bits, check_value
 
 SCHEDULES = ("cosine", "wsd")
 ALPHA = 32.0

@@ -179,8 +179,7 @@ def _open(
     Raises:
         UsageError: the context is beyond what the model reads, or the scaling is not possible.
     """
-    from sportsllm.formats.huggingface import load_config
-    from sportsllm.formats.model_directory import checkpoint_with
+    from sportsllm.formats.huggingface import checkpoint_with, load_config
     from sportsllm.inference.decoder import is_onnx_directory, open_decoder
 
     if context is None and scaling is None:

@@ -215,8 +215,8 @@ def _new_model(
     """A model with random weights, and its tokenizer: that of `source`, else a new one."""
     from sportsllm.console import log
     from sportsllm.formats.checkpoint import copy_tokenizer
+    from sportsllm.models.kinds import described_shape
     from sportsllm.models.language_model import SportsLLM
-    from sportsllm.models.presets import described_shape
     from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
     from sportsllm.training.settings import check_sequence, fit_vocabulary
 
@@ -241,7 +241,7 @@ def _checkpoint(
 ) -> tuple[SportsLLM, TextTokenizer]:
     """The model of the checkpoint, with adapters if asked for, and its tokenizer."""
     from sportsllm.formats.checkpoint import load_checkpoint
-    from sportsllm.formats.model_directory import checkpoint_with
+    from sportsllm.formats.huggingface import checkpoint_with
     from sportsllm.text.tokenizer import load_tokenizer
 
     with checkpoint_with(checkpoint, shape) as source:

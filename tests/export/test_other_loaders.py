@@ -14,7 +14,7 @@ from export.runtime.session import called_version
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import Sampling, generate, open_decoder
 from sportsllm.inference.torch_decoder import TorchDecoder
-from sportsllm.models.config_records import Experts, Selection
+from sportsllm.models.config import Experts, Selection
 from sportsllm.models.presets import preset
 from tests.support.export_models import TINY
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig
-from sportsllm.models.config_records import RopeScaling
-from sportsllm.models.rope import inverse_frequencies
+from sportsllm.models.rope import RopeScaling, inverse_frequencies
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3", "gemma3", "gpt2")
 """Those that are written too; further ones are read."""

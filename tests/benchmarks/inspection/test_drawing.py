@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks.inspection.drawing import Drawing, describe_model, draw_model
 from sportsllm.formats.huggingface import config_from_hf
-from sportsllm.models.config import ModelConfig
-from sportsllm.models.config_records import Selection
+from sportsllm.models.config import ModelConfig, Selection
 from sportsllm.models.presets import PLANNED, PRESETS
 from tests.support import families, gelu_kind
 from tests.support.models import tiny_config

@@ -15,8 +15,7 @@ from benchmarks.inspection.on_text import MOST_TOKENS, attention_chart, measure_
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.inspection import attention_weights
-from sportsllm.models.config import FULL, SLIDING
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import FULL, SLIDING, Experts
 from sportsllm.models.presets import PRESETS
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.command_line import CommandLine

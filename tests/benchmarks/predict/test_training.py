@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.devices.load import DEVICES, load_device
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.memory import TrainingStep, training_memory
 from sportsllm.models.presets import PRESETS
+from sportsllm.models.training_memory import TrainingStep, training_memory
 from tests.support.plans import plan
 
 CONFIG = PRESETS["base-162m"]

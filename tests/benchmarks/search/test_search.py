@@ -27,8 +27,7 @@ from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, UsageError
 from sportsllm.formats.huggingface import load_config, to_hf
 from sportsllm.formats.manifest import directory_bytes
-from sportsllm.models.config import ModelConfig
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import Experts, ModelConfig
 from sportsllm.models.presets import preset
 from tests.support.models import tiny_config
 

@@ -12,7 +12,7 @@ from compress.distillation.starts import check_no_larger, resolve_teacher, teach
 from compress.distillation.teacher import load_teacher
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import Experts
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import Batch
 from sportsllm.text.tokenizer import train_tokenizer

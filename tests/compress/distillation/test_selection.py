@@ -24,7 +24,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.inference.calibration import CalibrationText
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.models.config_records import Selection
+from sportsllm.models.config import Selection
 from sportsllm.models.language_model import SportsLLM, first_positions
 from sportsllm.models.parts import INDEX
 from sportsllm.models.selection import Document, selected_attention

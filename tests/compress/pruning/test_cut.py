@@ -7,7 +7,7 @@ from compress.pruning.cut import PruneConfig, check_cut, choose_units, cut_to_co
 from compress.pruning.scores import Scores, measure_scores
 from compress.pruning.shapes import Shape
 from sportsllm.errors import UsageError
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import Experts
 from sportsllm.models.language_model import SportsLLM
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 

@@ -13,7 +13,7 @@ from compress.pruning.shapes import fewer_experts
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.formats.huggingface import load_config
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import Experts
 from tests.support.models import tiny_config, tiny_model
 
 SAMPLES = [torch.randint(0, 384, (1, 24), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.pruning.scores import load_scores, measure_scores, pick_order, save_scores
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import Experts
 from tests.support.models import tiny_model
 from tests.support.scores import random_scores
 

@@ -16,8 +16,7 @@ from compress.pruning.shapes import (
     widest_shapes,
 )
 from sportsllm.errors import UsageError
-from sportsllm.models.config import ModelConfig
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import Experts, ModelConfig
 from sportsllm.models.parts import ATTENTION, Sublayer, grouped_query
 from sportsllm.models.presets import preset
 from tests.support.models import tiny_config

@@ -8,7 +8,7 @@ import torch
 from compress.layerwise import run_layer
 from compress.quantization.channel_scaling import InputStatistics, best_scale, scale_block, source_rows
 from compress.quantization.config import Granularity, QuantizationConfig
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import Experts
 from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import first_positions
 from tests.support.gelu_kind import registered

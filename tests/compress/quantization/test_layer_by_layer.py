@@ -10,7 +10,7 @@ from compress.quantization.layer_by_layer import TABLE_SHARE, quantize_calibrate
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import save_checkpoint
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import Experts
 from sportsllm.models.language_model import SportsLLM
 from tests.support.models import tiny_model
 

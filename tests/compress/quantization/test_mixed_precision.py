@@ -17,7 +17,7 @@ from compress.quantize import quantize_checkpoint
 from sportsllm.commands import load_command
 from sportsllm.errors import UsageError
 from sportsllm.inference.calibration import CalibrationText
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import Experts
 from sportsllm.models.kinds import matrix_shapes
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.memory import component_bytes

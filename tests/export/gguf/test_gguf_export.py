@@ -23,7 +23,7 @@ from sportsllm.formats.gguf.weights import convert_gguf, rows_in_halves, rows_in
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.models.config_records import RopeScaling
+from sportsllm.models.rope import RopeScaling
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 from tests.support.command_line import CommandLine
 from tests.support.models import TINY_VOCAB, saved, tiny_model

@@ -16,7 +16,7 @@ from export.runtime.session import choose_kernels
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import Decoder
 from sportsllm.inference.torch_decoder import TorchDecoder
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import Experts
 from tests.support.export_models import Export, Exports, logits_of, pack_model, save, tiny_model
 
 LATENT: dict[str, Any] = {

@@ -18,8 +18,8 @@ from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.packed import ROW_BITS
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.config_records import RopeScaling
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.rope import RopeScaling
 from tests.support.export_models import TINY, logits_of, pack_model, save, tiny_model
 
 # Float32 in another order of additions; logits are of size 1.

@@ -13,7 +13,7 @@ from export.layout import GRAPH_FILE
 from export.parity.check import check_parity
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
-from sportsllm.models.config_records import Selection
+from sportsllm.models.config import Selection
 from sportsllm.models.language_model import SportsLLM
 from tests.support.export_models import TINY, Exports, edit_tensor, logits_of, save, tiny_model
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from sportsllm.commands import find_model
 from sportsllm.formats.manifest import origin, plain_name
-from sportsllm.formats.model_directory import find_model
 from tests.support.command_line import CommandLine
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -101,7 +101,7 @@ def environment(home: Path, endpoint: str, **more: str) -> dict[str, str]:
 FIND = """
 import sys
 from sportsllm.errors import SportsLLMError
-from sportsllm.formats.model_directory import find_model
+from sportsllm.commands import find_model
 for name in sys.argv[1:]:
     try:
         print(find_model(name))

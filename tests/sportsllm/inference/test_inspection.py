@@ -11,7 +11,7 @@ import torch
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.inspection import attention_weights, count_choices, distance_tokens, entropy_bits, mixtures
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import Experts
 from sportsllm.models.language_model import ATTENTION_MODULES
 from sportsllm.models.parts import ATTENTION, HIDDEN, Kept, Matrix, Sublayer
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer

@@ -5,7 +5,8 @@ import pytest
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface import config_from_hf, to_hf
-from sportsllm.models.presets import PRESETS, changed_shape, described_shape, preset
+from sportsllm.models.kinds import described_shape
+from sportsllm.models.presets import PRESETS, changed_shape, preset
 from tests.support.models import tiny_config
 
 COUNTS = {

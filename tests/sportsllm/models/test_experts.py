@@ -12,10 +12,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from benchmarks.flops import matmul_parameters
 from sportsllm.errors import UsageError
 from sportsllm.models import memory as size
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import Experts
 from sportsllm.models.experts import BIAS_STEP, balance_biases, imbalance, pop_expert_load, route
-from sportsllm.models.memory import TrainingStep, training_memory
 from sportsllm.models.presets import PRESETS
+from sportsllm.models.training_memory import TrainingStep, training_memory
 from sportsllm.text.packing import PackedSequences, tokenize
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.loop import language_model_loss, train_model

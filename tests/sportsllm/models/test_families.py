@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, family_of, load_config, to_hf
-from sportsllm.models.config import FULL, SLIDING, UNROTATED
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import FULL, SLIDING, UNROTATED, Experts
 from sportsllm.models.experts import route
 from sportsllm.models.layers import KVCache
 from tests.support import families

@@ -10,8 +10,7 @@ from torch import nn
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, load_config, to_hf
-from sportsllm.models.config import ModelConfig
-from sportsllm.models.config_records import Experts
+from sportsllm.models.config import Experts, ModelConfig
 from sportsllm.models.kinds import (
     block_matrices,
     block_state,
@@ -23,7 +22,8 @@ from sportsllm.models.kinds import (
 )
 from sportsllm.models.language_model import SportsLLM, block_weights
 from sportsllm.models.layers import KVCache
-from sportsllm.models.memory import layer_activation_bytes, tensor_shapes
+from sportsllm.models.memory import tensor_shapes
+from sportsllm.models.training_memory import layer_activation_bytes
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.settings import TrainConfig

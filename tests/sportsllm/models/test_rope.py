@@ -15,8 +15,7 @@ from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, load_config, to_hf
-from sportsllm.models.config_records import RopeScaling
-from sportsllm.models.rope import attention_factor, inverse_frequencies, rope_tables, with_rope_scaling
+from sportsllm.models.rope import RopeScaling, attention_factor, inverse_frequencies, rope_tables, with_rope_scaling
 from tests.support.models import tiny_config, tiny_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -12,7 +12,7 @@ import torch
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import config_from_hf, to_hf
 from sportsllm.models import selection
-from sportsllm.models.config_records import Selection
+from sportsllm.models.config import Selection
 from sportsllm.models.kinds import mixing_macs
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import KVCache

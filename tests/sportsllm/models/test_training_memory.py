@@ -11,15 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.memory import (
-    LOSS_CHUNK_TOKENS,
-    TrainingStep,
-    largest_batch,
-    layer_activation_bytes,
-    training_memory,
-)
 from sportsllm.models.parts import Kept, gated, grouped_query
 from sportsllm.models.presets import PRESETS
+from sportsllm.models.training_memory import TrainingStep, largest_batch, layer_activation_bytes, training_memory
+from sportsllm.processors import LOSS_CHUNK_TOKENS
 from sportsllm.text.packing import Batch
 from sportsllm.training.loop import language_model_loss
 from sportsllm.training.optimizers import build_optimizers

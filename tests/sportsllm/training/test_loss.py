@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sportsllm.models.memory import LOSS_CHUNK_TOKENS, loss_chunk_tokens
+from sportsllm.processors import LOSS_CHUNK_TOKENS, loss_chunk_tokens
 from sportsllm.text.packing import IGNORE
 from sportsllm.training.loss import ChunkLoss, cross_entropy, head_loss, softmax_into
 

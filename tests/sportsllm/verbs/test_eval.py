@@ -9,7 +9,7 @@ import torch
 
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.scoring import windows
-from sportsllm.models.config_records import RopeScaling
+from sportsllm.models.rope import RopeScaling
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.command_line import CommandLine, complains
 from tests.support.models import tiny_model

@@ -13,12 +13,12 @@ import torch
 import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from sportsllm.commands import find_model
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.weights import convert_gguf, rows_in_halves
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import verify_directory
-from sportsllm.formats.model_directory import find_model
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support import llama_cpp_converter

@@ -1,0 +1,191 @@
+"""Memory of a training step, from the model's shape alone. Imports no torch.
+
+Letters: B sequences, T tokens of each, N = B T, D hidden_size, L layers, V vocabulary, P parameters, C tokens of a
+chunk of the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import NORMS, block_matrices, norms_of_block, parameters, sublayers
+from sportsllm.models.memory import matrix_parameters
+from sportsllm.processors import loss_chunk_tokens
+from sportsllm.settings import OPTIMIZERS, check_optimizer_bits
+
+TRAINING_PRECISIONS = ("fp32", "bf16", "fp16")
+Processor = Literal["cpu", "gpu"]
+_BLOCK_8BIT, _LEAST_8BIT = 256, 4_096
+"""Of bitsandbytes' 8-bit states: values that share a scale, and the size below which a tensor's stay float32."""
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """What is trained at once, and how.
+
+    `batch` sequences of `length` tokens are in memory at once; accumulation adds none. bf16 and fp16 are autocast over
+    float32 weights. `optimizer_bits` are those of the optimizer's states: 32; 16, gradients too; or 8, by bitsandbytes.
+
+    Raises:
+        UsageError: a value that no training has.
+    """
+
+    batch: int
+    length: int
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    optimizer_bits: int = 32
+    processor: Processor = "cpu"
+    checkpointed: bool = False
+
+    def __post_init__(self) -> None:
+        for value, words in ((self.batch, "batch size"), (self.length, "sequence length")):
+            if value < 1:
+                raise UsageError(f"{words} {value} must be at least 1")
+        if self.precision not in TRAINING_PRECISIONS:
+            known = ", ".join(TRAINING_PRECISIONS)
+            raise UsageError(f"training precision {self.precision!r} is not known; use {known}")
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(f"optimizer {self.optimizer!r} is not known; use {' or '.join(OPTIMIZERS)}")
+        check_optimizer_bits(self.optimizer, self.optimizer_bits)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the weights are float32 and products are made in 16 bits."""
+        return self.precision != "fp32"
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of a training step at its peak, by what they are for; they add up to `total`.
+
+    `weights` are the 16-bit copies that products read under mixed precision and `master_weights` the float32
+    originals; in plain float32 there is only `weights`. `activations` are what the forward pass keeps for the backward
+    pass, `logits` the loss over the vocabulary and its gradients, `work` what the backward pass or the optimizer makes
+    on the way. `peak` says when the peak is.
+    """
+
+    peak: Literal["loss", "backward", "optimizer"]
+    weights: int
+    master_weights: int
+    gradients: int
+    optimizer_states: int
+    activations: int = 0
+    logits: int = 0
+    work: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by part."""
+        return {name: value for name, value in asdict(self).items() if name != "peak"}
+
+
+def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
+    """Memory of a training step: the largest of three moments, after the first batch of an accumulation.
+
+        always       4 P weights; 4 P gradients (2 P with 16-bit states); states
+        copies       mixed: 2 bytes for each value of a block's matrix, one block's alone in a checkpointed
+                     backward pass, and 2 V D while there is a loss
+        states       AdamW two, Muon one for each value of a block's matrix but a router's: of 4 or 2 bytes, or of 1
+                     byte and a float32 scale for every 256 values
+        activations  see `layer_activation_bytes`; checkpointed, each layer's input, 4 N D; rotary tables, ids
+        loss         final norm and its output; logits C V, their gradient, N D and V D for its results
+        backward     the gradients of a layer's widest activation; a tied head's gradient; checkpointed, one layer
+        optimizer    a float32 value for each of P, or three for each of the largest tensor where states are 16 bits
+
+    Not counted: results of single small operators, dropout's masks, and what the allocator and the driver keep.
+    """
+    total, table, value = config.parameters, config.vocab_size * config.hidden_size, 2 if step.mixed else 4
+    tokens, hidden, layers = step.batch * step.length, config.hidden_size, config.num_hidden_layers
+    each = [(layer_activation_bytes(part, step.mixed, step.processor), count) for part, count in config.runs()]
+    copies = 2 * matrix_parameters(config) if step.mixed else 0
+    always = TrainingMemory(
+        "optimizer",
+        weights=0 if step.mixed else 4 * total,
+        master_weights=4 * total if step.mixed else 0,
+        gradients=(2 if step.optimizer_bits == 16 else 4) * total,
+        optimizer_states=_optimizer_state_bytes(config, step.optimizer, step.optimizer_bits),
+        work={32: 4 * total, 16: 12 * table, 8: 0}[step.optimizer_bits],
+    )
+    in_layers = 4 * hidden * layers if step.checkpointed else sum(size * count for size, count in each)
+    kept = tokens * (in_layers + 4 * config.head_dim + 16)
+    widest = max(max(matrix.rows, matrix.columns) for part, _ in config.runs() for matrix in block_matrices(part))
+    # A recomputed layer's first input is there already: it makes room for the gradient of its output.
+    recomputed = tokens * max(each)[0] if step.checkpointed else 0
+    loss = replace(
+        always,
+        peak="loss",
+        weights=always.weights + copies + (2 * table if step.mixed else 0),
+        activations=kept + tokens * (_norm_bytes(hidden, step.processor) + value * hidden),
+        logits=_loss_bytes(config, tokens, step),
+        work=0,
+    )
+    backward = replace(
+        always,
+        peak="backward",
+        weights=always.weights + (copies // layers if step.checkpointed else copies),
+        activations=kept + recomputed,
+        work=(4 * table if config.tie_word_embeddings else 0) + tokens * 2 * value * widest,
+    )
+    return max((loss, backward, always), key=lambda moment: moment.total)
+
+
+def largest_batch(config: ModelConfig, step: TrainingStep, limit_bytes: float) -> int:
+    """The most sequences whose step needs at most `limit_bytes`; 0 where one is too many."""
+    few, many = 0, 1
+    while training_memory(config, replace(step, batch=many)).total <= limit_bytes:
+        few, many = many, 2 * many
+    while many - few > 1:
+        middle = (few + many) // 2
+        fits = training_memory(config, replace(step, batch=middle)).total <= limit_bytes
+        few, many = (middle, many) if fits else (few, middle)
+    return few
+
+
+def layer_activation_bytes(config: ModelConfig, mixed: bool, processor: Processor) -> int:
+    """Bytes that one block keeps for each token, by `Kept` of its sublayers.
+
+    Each sublayer has a norm in float32 before it, in some families another after it; its matrices keep the first one's
+    result (2 D or 4 D).
+    """
+    value = 2 if mixed else 4
+    norms = norms_of_block(config) * _norm_bytes(config.hidden_size, processor)
+    total = norms + len(NORMS) * value * config.hidden_size
+    for kept in (sublayer.kept for sublayer in sublayers(config).values()):
+        total += value * kept.computed + 4 * kept.float32 + (2 * kept.cast if mixed else 0)
+        total += (value if processor == "gpu" else 4) * kept.attended + (4 if processor == "gpu" else 8) * kept.normed
+    return total
+
+
+def _norm_bytes(size: int, processor: Processor) -> int:
+    """RMSNorm of a token keeps x and 1 / rms(x); on a CPU, where it is not one kernel, x / rms(x) too."""
+    return (4 if processor == "gpu" else 8) * size + 4
+
+
+def _loss_bytes(config: ModelConfig, tokens: int, step: TrainingStep) -> int:
+    """The chunked loss with its gradients; a CPU adds the 16-bit gradient of the head by way of a float32 copy."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    chunk = min(tokens, loss_chunk_tokens(vocab, step.processor))
+    if not step.mixed:
+        return 4 * (chunk * vocab + (tokens + chunk) * hidden + vocab * hidden)
+    product = 6 if step.processor == "cpu" else 2
+    return 6 * chunk * vocab + 2 * tokens * hidden + (4 + product) * vocab * hidden
+
+
+def _optimizer_state_bytes(config: ModelConfig, optimizer: str, bits: int) -> int:
+    """AdamW's two moments of every value; Muon's one of those inside the blocks' matrices."""
+    if bits == 8:
+        sizes = [item.numel for item in parameters(config)]
+        packed = [size for size in sizes if size >= _LEAST_8BIT]
+        scales = sum(-(-size // _BLOCK_8BIT) for size in packed)
+        return 8 * (sum(sizes) - sum(packed)) + 2 * sum(packed) + 8 * scales
+    with_muon = [m.numel * count for part, count in config.runs() for m in block_matrices(part) if not m.router]
+    moments = 2 * config.parameters - (sum(with_muon) if optimizer == "muon" else 0)
+    return moments * bits // 8
