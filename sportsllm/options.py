@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,6 +32,9 @@ def count(text: str) -> int:
         raise typer.BadParameter(message) from None
     return int(value)
 
+
+_training: Any = partial(typer.Option, rich_help_panel="Training")
+_runtime: Any = partial(typer.Option, rich_help_panel="Runtime")
 
 # Paths and models
 Out = Annotated[Path, typer.Option("--out", help="New directory to write.")]
@@ -67,7 +71,6 @@ Calibration = Annotated[
 ]
 
 # Training
-_TRAINING = "Training"
 Tokens = Annotated[
     int | None,
     typer.Option(
@@ -75,64 +78,23 @@ Tokens = Annotated[
     ),
 ]
 Steps = Annotated[
-    int | None,
-    typer.Option(
-        "--steps", min=0, help="Optimizer steps, instead of --tokens.", show_default="5000", rich_help_panel=_TRAINING
-    ),
+    int | None, _training("--steps", min=0, help="Optimizer steps, instead of --tokens.", show_default="5000")
 ]
 BatchSize = Annotated[
-    int | None,
-    typer.Option(
-        "--batch-size",
-        min=1,
-        help="Sequences in memory at once.",
-        show_default="up to 4",
-        rich_help_panel=_TRAINING,
-    ),
+    int | None, _training("--batch-size", min=1, help="Sequences in memory at once.", show_default="up to 4")
 ]
 Sequence = Annotated[
-    int | None,
-    typer.Option(
-        "--sequence",
-        min=2,
-        help="Tokens of one training sequence.",
-        show_default="up to 512",
-        rich_help_panel=_TRAINING,
-    ),
+    int | None, _training("--sequence", min=2, help="Tokens of one training sequence.", show_default="up to 512")
 ]
+_RATE = "by start and model size, or by short trial runs; printed"
 LearningRate = Annotated[
-    float | None,
-    typer.Option(
-        "--learning-rate",
-        help="Peak learning rate of AdamW.",
-        show_default="by start and model size, or by short trial runs; printed",
-        rich_help_panel=_TRAINING,
-    ),
+    float | None, _training("--learning-rate", help="Peak learning rate of AdamW.", show_default=_RATE)
 ]
-LoraRank = Annotated[
-    int | None,
-    typer.Option(
-        "--lora-rank",
-        min=1,
-        help="Train LoRA adapters of this rank and merge them.",
-        show_default="all weights are trained",
-        rich_help_panel=_TRAINING,
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="A rare setting, for example warmup=100; may be repeated. docs/reference/settings.md lists them.",
-        show_default="none",
-        rich_help_panel=_TRAINING,
-    ),
-]
-Resume = Annotated[
-    bool,
-    typer.Option("--resume", help="Continue an interrupted run; without one, start.", rich_help_panel=_TRAINING),
-]
+_LORA = "Train LoRA adapters of this rank and merge them."
+LoraRank = Annotated[int | None, _training("--lora-rank", min=1, help=_LORA, show_default="all weights are trained")]
+_SET = "A rare setting, for example warmup=100; may be repeated. docs/reference/settings.md lists them."
+Settings = Annotated[list[str] | None, _training("--set", metavar="NAME=VALUE", help=_SET, show_default="none")]
+Resume = Annotated[bool, _training("--resume", help="Continue an interrupted run; without one, start.")]
 RopeScaling = Annotated[
     str | None,
     typer.Option(
@@ -145,35 +107,15 @@ RopeScaling = Annotated[
 ]
 
 # Devices and runtimes
-_RUNTIME = "Runtime"
 Target = Annotated[
     str | None,
     typer.Option(
         "--target", metavar="NAME|FILE", help="Device budget, for example raspberry-pi-5.", show_default="none"
     ),
 ]
-Device = Annotated[
-    str,
-    typer.Option("--device", help="Processor: cpu, cuda, or auto.", rich_help_panel=_RUNTIME),
-]
-Kernels = Annotated[
-    str,
-    typer.Option(
-        "--kernels",
-        help="Kernels for exports: native (this program's), portable (ONNX Runtime's), or auto.",
-        rich_help_panel=_RUNTIME,
-    ),
-]
-Provider = Annotated[
-    str,
-    typer.Option(
-        "--provider",
-        help="Execution provider of ONNX Runtime for exports: cpu, cuda, ...",
-        rich_help_panel=_RUNTIME,
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, help="CPU threads.", show_default="all cores", rich_help_panel=_RUNTIME),
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Random seed.", rich_help_panel=_RUNTIME)]
+Device = Annotated[str, _runtime("--device", help="Processor: cpu, cuda, or auto.")]
+_KERNELS = "Kernels for exports: native (this program's), portable (ONNX Runtime's), or auto."
+Kernels = Annotated[str, _runtime("--kernels", help=_KERNELS)]
+Provider = Annotated[str, _runtime("--provider", help="Execution provider of ONNX Runtime for exports: cpu, cuda, ...")]
+Threads = Annotated[int | None, _runtime("--threads", min=1, help="CPU threads.", show_default="all cores")]
+Seed = Annotated[int, _runtime("--seed", min=0, help="Random seed.")]

@@ -6,7 +6,8 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,8 @@ from sportsllm.errors import UsageError
 
 if TYPE_CHECKING:
     from sportsllm.text.tokenizer import TextTokenizer
+
+_sampling: Any = partial(typer.Option, rich_help_panel="Sampling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,25 +55,13 @@ def generate(
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 100,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.7,
-    top_k: Annotated[
-        int, typer.Option(help="Sample from the k most likely tokens; 0 is off.", rich_help_panel="Sampling")
-    ] = 50,
+    top_k: Annotated[int, _sampling(help="Sample from the k most likely tokens; 0 is off.")] = 50,
     top_p: Annotated[
-        float,
-        typer.Option(
-            help="Sample from the most likely tokens of this total probability; 1 is off.", rich_help_panel="Sampling"
-        ),
+        float, _sampling(help="Sample from the most likely tokens of this total probability; 1 is off.")
     ] = 0.9,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 discourages repeated tokens; 1 is off.", rich_help_panel="Sampling")
-    ] = 1.0,
+    repetition_penalty: Annotated[float, _sampling(help="Above 1 discourages repeated tokens; 1 is off.")] = 1.0,
     stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text that ends generation; may be repeated.",
-            show_default="the model's own",
-            rich_help_panel="Sampling",
-        ),
+        list[str] | None, _sampling(help="Text that ends generation; may be repeated.", show_default="the model's own")
     ] = None,
     ids: Annotated[bool, typer.Option("--ids", help="Print token ids instead of text.")] = False,
     seed: options.Seed = 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from sportsllm.text.documents import TextSplit
     from sportsllm.text.tokenizer import TextTokenizer
     from sportsllm.training.settings import Adapters, TrainConfig
+
+_shape: Any = partial(typer.Option, rich_help_panel="Shape")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +59,14 @@ def train(
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(
-            help="Directory with a tokenizer to use.", show_default="a new one is trained", rich_help_panel="Shape"
-        ),
+        _shape(help="Directory with a tokenizer to use.", show_default="a new one is trained"),
         options.BY_NAME,
     ] = None,
     vocab_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Entries of the new tokenizer.", show_default="the preset's", rich_help_panel="Shape"),
+        int | None, _shape(min=1, help="Entries of the new tokenizer.", show_default="the preset's")
     ] = None,
     context: Annotated[
-        int | None,
-        typer.Option(min=2, help="Longest sequence, in tokens.", show_default="the model's", rich_help_panel="Shape"),
+        int | None, _shape(min=2, help="Longest sequence, in tokens.", show_default="the model's")
     ] = None,
     rope_scaling: options.RopeScaling = None,
     steps: options.Steps = None,

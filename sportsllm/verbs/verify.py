@@ -79,16 +79,13 @@ def verify(
         output().print(str(chosen), markup=False)
     for problem in problems:
         output().print(problem, markup=False)
-    output().print(f"{directory}: {files} files checked, {len(problems)} problem{'s' * (len(problems) != 1)}")
+    number = f"{len(problems)} problem{'s' * (len(problems) != 1)}"
+    output().print(f"{directory}: {files} files checked, {number}")
     if problems:
-        complaint = f"{directory}: {len(problems)} problem{'s' * (len(problems) != 1)}; copy or make it again"
+        complaint = f"{directory}: {number}; copy or make it again"
+        code = ArtifactError.exit_code
         return VerifyResult(
-            ok=False,
-            files=files,
-            problems=problems,
-            kernels=kernels,
-            exit_code=ArtifactError.exit_code,
-            complaint=complaint,
+            ok=False, files=files, problems=problems, kernels=kernels, exit_code=code, complaint=complaint
         )
     if provider == "cpu":
         return VerifyResult(ok=True, files=files, kernels=kernels)
