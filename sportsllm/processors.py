@@ -48,6 +48,8 @@ def use_processor(threads: int | None = None, device: str = "auto") -> None:
 def set_threads(threads: int | None) -> None:
     """Use this many CPU threads in torch."""
     if threads:
+        import torch
+
         torch.set_num_threads(threads)
 
 

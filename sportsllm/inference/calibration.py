@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
-from sportsllm.inference.batch_sampling import self_generated_text
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.documents import cut_text, held_out_files, manifest_setting, training_side
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
@@ -162,6 +161,8 @@ class CalibrationText:
         """
         length = min(SAMPLE_TOKENS, model.max_position_embeddings)
         if not self.files:
+            from sportsllm.inference.batch_sampling import self_generated_text
+
             count = self.samples or min(most, max(LEAST_SAMPLES, round(_SAMPLING_TIMES_PARAMETERS / model.parameters)))
             log(f"no calibration text: using {count} texts that the model writes itself")
             return self_generated_text(checkpoint, model, count, length)
@@ -170,6 +171,8 @@ class CalibrationText:
         tokens = sum(sample.numel() for sample in found)
         if tokens >= least or self.samples is not None:
             return found
+        from sportsllm.inference.batch_sampling import self_generated_text
+
         log(
             f"{tokens:,} tokens of calibration text are too few to round by: {LEAST_SAMPLES} texts that the model "
             "writes itself are read too"

@@ -19,7 +19,6 @@ from typing import Any
 
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, clip, parse_json
-from sportsllm.text.tokenizer import find_template
 
 _MOST_SECONDS = 5.0
 _MOST_STEPS = 300_000  # lines of the template's code, and of filters, that run for a conversation
@@ -28,21 +27,18 @@ _MOST_BYTES = 1 << 30
 
 
 def render_chat(directory: Path, messages: Sequence[Mapping[str, str]]) -> str:
-    """The text of a conversation, up to where the model's answer begins; see `render_chats`."""
-    return render_chats(directory, [messages])[0]
-
-
-def render_chats(directory: Path, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
-    """The texts of conversations, up to where the model's answer begins.
+    """The text of a conversation, up to where the model's answer begins.
 
     Args:
         directory: a checkpoint or an export with a template in chat_template.jinja or tokenizer_config.json.
-        conversations: messages, each with `role` (system, user or assistant) and `content`.
+        messages: each with `role` (system, user or assistant) and `content`.
 
     Raises:
         ArtifactError: there is no template, or it fails, exceeds the bounds or refuses these messages.
         ModuleNotFoundError: jinja2 is not installed.
     """
+    from sportsllm.text.tokenizer import find_template  # not in the child process, which starts fast without it
+
     template, settings = find_template(directory)
     if template is None:
         raise ArtifactError(
@@ -51,20 +47,19 @@ def render_chats(directory: Path, conversations: Sequence[Sequence[Mapping[str, 
     if importlib.util.find_spec("jinja2") is None:
         raise ModuleNotFoundError("jinja2", name="jinja2")
     names = {key: _text(value) for key, value in settings.items() if key.endswith("_token")}
-    request = {"template": template, "names": names, "conversations": [list(map(dict, each)) for each in conversations]}
-    seconds = _MOST_SECONDS + 0.01 * len(conversations)
+    request = {"template": template, "names": names, "messages": [dict(each) for each in messages]}
     command = [sys.executable, "-c", f"from {__name__} import _render_requests; _render_requests()"]
     root = Path(__file__).resolve().parents[2]
     try:
         done = subprocess.run(
-            command, input=json.dumps(request).encode(), capture_output=True, timeout=seconds, cwd=root
+            command, input=json.dumps(request).encode(), capture_output=True, timeout=_MOST_SECONDS, cwd=root
         )
         answer = parse_json(done.stdout, directory) if done.returncode == 0 else {"problem": "it ended its process"}
     except subprocess.TimeoutExpired:
-        answer = {"problem": f"it takes longer than {seconds:.0f} s"}
+        answer = {"problem": f"it takes longer than {_MOST_SECONDS:.0f} s"}
     if "problem" in answer:
         raise ArtifactError(f"{directory}: its chat template fails ({clip(answer['problem'], 200)}); leave --chat out")
-    return list(answer["texts"])
+    return str(answer["text"])
 
 
 def _text(token: object) -> object:
@@ -73,15 +68,14 @@ def _text(token: object) -> object:
 
 
 def _render_requests() -> None:
-    """In the child process: read a request from standard input, and write the texts or a problem as JSON."""
+    """In the child process: read a request from standard input, and write the text or a problem as JSON."""
     with suppress(ImportError, ValueError, OSError):  # no such limits on Windows and, for memory, macOS
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     request = json.load(sys.stdin)
     try:
-        answer: JsonObject = {"texts": [_rendered(request, each) for each in request["conversations"]]}
-        output = json.dumps(answer)
+        output = json.dumps({"text": _rendered(request, request["messages"])})
     except MemoryError:
         output = json.dumps({"problem": "it needs too much memory"})
     except Exception as error:  # whatever a template can do

@@ -93,7 +93,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digi
     Raises:
         UsageError: vocab_size is too small, or `digits` is not known.
     """
-    check_digits(digits)
+    if digits not in PRE_TOKENIZERS:
+        raise UsageError(f"--digits {digits!r} is not known; use one of {', '.join(PRE_TOKENIZERS)}")
     if vocab_size < MIN_VOCAB_SIZE:
         raise UsageError(f"vocab_size {vocab_size} is too small; 256 bytes and 3 special tokens need {MIN_VOCAB_SIZE}")
     tokenizer = Tokenizer(models.BPE())
@@ -121,12 +122,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digi
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return TextTokenizer(tokenizer, begin_id=0, end_id=1)
-
-
-def check_digits(digits: str) -> None:
-    """Refuse what is no key of `PRE_TOKENIZERS`."""
-    if digits not in PRE_TOKENIZERS:
-        raise UsageError(f"--digits {digits!r} is not known; use one of {', '.join(PRE_TOKENIZERS)}")
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
