@@ -93,6 +93,22 @@ def columns_of(units: Sequence[int], size: int) -> list[int]:
     return [unit * size + place for unit in units for place in range(size)]
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_pick_is_the_one_that_helps_most(size: int) -> None:
+    inputs, weight = problem(12)
+    order = pick_order(inputs.T @ inputs, weight, size).argsort(descending=True).tolist()
+    units = list(range(12 // size))
+    assert sorted(order) == units
+    # The last pick is the only one left, and before it errors fall to rounding.
+    for step in range(len(units) - 2):
+        before = order[:step]
+        errors = {
+            unit: error(inputs, weight, columns_of([*before, unit], size)) for unit in units if unit not in before
+        }
+        # The ridge is 1e-6 of an input's mean square: it may decide between errors that near.
+        assert errors[order[step]] <= min(errors.values()) * (1 + 1e-4)
+
+
 def test_a_twin_is_not_kept_twice() -> None:
     inputs, weight = problem(6)
     inputs[:, 4] = inputs[:, 1] * 2.0
