@@ -26,6 +26,8 @@ _LEAST_SAMPLES, _MOST_SAMPLES = 16, 256  # by default
 _SAMPLES_TIMES_PARAMETERS = 5e9  # pruning runs the model about ten times: minutes, also for a large one
 _TOKENS_PER_NEURON = 4  # a refit solves for one weight per neuron and output
 JUDGED_SAMPLES = 8  # for `check_familiar`
+GENERAL_TEXT = Path(__file__).parents[1] / "text" / "general.jsonl"
+"""70 texts of many subjects, formats and languages, written for this package and dedicated to the public domain."""
 _LEAST_TOKENS = 8  # shorter remainders of a document are dropped
 
 
@@ -132,8 +134,9 @@ class CalibrationText:
     """Files of calibration text, and the number of samples.
 
     Held-out text of the checkpoint's manifest and of `valid` is never read. Without files the checkpoint's training
-    text is read; if that is not known, text that the checkpoint writes itself. By default the method chooses the
-    number of samples.
+    text is read. If that is not known, half of the samples is text that the checkpoint writes itself, which is always
+    in its domain, and half is GENERAL_TEXT, which reaches channels that its own text does not. By default the method
+    chooses the number of samples.
     """
 
     files: tuple[Path, ...] = ()
@@ -159,14 +162,17 @@ class CalibrationText:
         Raises:
             ArtifactError: there is no text, or less than asked for.
         """
-        length = min(SAMPLE_TOKENS, model.max_position_embeddings)
+        length, tokenizer = min(SAMPLE_TOKENS, model.max_position_embeddings), load_tokenizer(checkpoint, model)
         if not self.files:
             from sportsllm.inference.batch_sampling import self_generated_text
 
-            count = self.samples or min(most, max(LEAST_SAMPLES, round(_SAMPLING_TIMES_PARAMETERS / model.parameters)))
-            log(f"no calibration text: using {count} texts that the model writes itself")
-            return self_generated_text(checkpoint, model, count, length)
-        tokenizer, valid = load_tokenizer(checkpoint, model), [*held_out_files(checkpoint), *self.valid]
+            count = self.samples or most
+            written = min(max(LEAST_SAMPLES, round(_SAMPLING_TIMES_PARAMETERS / model.parameters)), (count + 1) // 2)
+            log(f"no calibration text: using {written} texts that the model writes itself and a general text")
+            own = self_generated_text(checkpoint, model, written, length)
+            general = calibration_samples([GENERAL_TEXT], (), tokenizer, model, None, length, count - written)
+            return [*own, *general] if count > written else own
+        valid = [*held_out_files(checkpoint), *self.valid]
         found = calibration_samples(self.files, valid, tokenizer, model, self.samples, SAMPLE_TOKENS, most)
         tokens = sum(sample.numel() for sample in found)
         if tokens >= least or self.samples is not None:

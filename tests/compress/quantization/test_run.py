@@ -156,7 +156,7 @@ def test_a_model_without_known_text_writes_its_own(
 ) -> None:
     own = quantize_checkpoint(checkpoint, tmp_path / "own", text=CalibrationText((), 4))
     assert own.method == "gptq"
-    assert "4 texts that the model writes itself" in capsys.readouterr().err
+    assert "2 texts that the model writes itself and a general text" in capsys.readouterr().err
     again = quantize_checkpoint(checkpoint, tmp_path / "again", text=CalibrationText((), 4))
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("own", "again")]
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0]) and again.method == "gptq"
