@@ -95,7 +95,7 @@ def quantize(
         float | None,
         typer.Option(
             help="Mix 4 and 8 bits by sensitivity to this size of all packed weights, in MB (10^6 bytes).",
-            show_default="one precision",
+            show_default="5% more than INT4",
             rich_help_panel=_SIZE,
         ),
     ] = None,
@@ -103,10 +103,19 @@ def quantize(
         float | None,
         typer.Option(
             help="Mix 4 and 8 bits by sensitivity to this average over the layers.",
-            show_default="one precision",
+            show_default="5% more bytes than INT4",
             rich_help_panel=_SIZE,
         ),
     ] = None,
+    uniform: Annotated[
+        bool,
+        typer.Option(
+            "--uniform",
+            help="Give every matrix of the layers --bits; by default --bits 4 spends 5% more bytes on 8 bits for those "
+            "that lose most.",
+            rich_help_panel=_SIZE,
+        ),
+    ] = False,
     head_bits: Annotated[
         int, typer.Option(help="Bits of embedding and head: 4, 8, or 32 for float32.", rich_help_panel=_SIZE)
     ] = 8,
@@ -161,13 +170,18 @@ def quantize(
         bits == 8 if symmetric is None else symmetric,
         granularity=Granularity.PER_CHANNEL if per_row else Granularity.BLOCK,
     )
+    budget: SizeBudget | None = SizeBudget(bits_per_weight, size_mb)
+    if uniform and budget != SizeBudget():
+        raise UsageError("--uniform is one precision for all; leave --bits-per-weight and --size-mb out")
+    if budget == SizeBudget() and (uniform or per_row or bits != 4):
+        budget = None
     result = quantize_checkpoint(
         checkpoint,
         out,
         config,
         method,
         text=CalibrationText(tuple(calibration or ()), samples, tuple(valid or ())),
-        budget=None if size_mb is None and bits_per_weight is None else SizeBudget(bits_per_weight, size_mb),
+        budget=budget,
         recovery=None if qad is None else _recovery(checkpoint, qad, corpus, valid, found, seed),
         resume=resume,
     )
@@ -211,7 +225,7 @@ def quantize_checkpoint(
         config: bits and grid of every matrix.
         method: one of METHODS; see `resolve_method` for None.
         text: calibration text.
-        budget: mix 4 and 8 bits to this size.
+        budget: mix 4 and 8 bits to this size; its default counts only for methods that read text.
         recovery: quantization-aware training, see `compress.quantization.qad`.
         resume: continue an interrupted training.
 
@@ -221,6 +235,7 @@ def quantize_checkpoint(
     """
     from compress.distillation.student import RunState
     from compress.quantization.config import QuantizationConfig, bits_per_weight, padding_percent
+    from compress.quantization.mixed_precision import SizeBudget
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.checkpoint import write_checkpoint
     from sportsllm.formats.safetensors import TensorFiles, bitsandbytes_kind
@@ -228,7 +243,10 @@ def quantize_checkpoint(
     from sportsllm.text.documents import tokens_per_parameter
 
     config, text = config or QuantizationConfig(), text or CalibrationText()
-    name = resolve_method(method, config, text, budget, tokens_per_parameter(checkpoint) == 0)
+    untrained = tokens_per_parameter(checkpoint) == 0
+    sized = None if budget == SizeBudget() else budget
+    name = resolve_method(method, config, text, sized, untrained)
+    budget = budget if METHODS[name] else sized
     plan = check_request(checkpoint, config, name, text, budget)
     settings, parents, cache, seed = plan.settings(), [checkpoint], None, None
     parents += [*plan.text.files, *plan.text.valid] if plan.text else []
@@ -359,7 +377,8 @@ def round_weights(plan: QuantizationPlan, keep_originals: bool) -> tuple[Rounded
     config, groups, count = plan.config, [], METHODS[plan.method]
     samples = [] if plan.text is None else plan.text.read(plan.checkpoint, plan.model, count or 64, LEAST_TOKENS)
     if plan.budget is not None:
-        groups = measure_groups(load_checkpoint(plan.checkpoint), config, samples[:_SENSITIVITY_SAMPLES])
+        few = samples[:: max(1, len(samples) // _SENSITIVITY_SAMPLES)][:_SENSITIVITY_SAMPLES]
+        groups = measure_groups(load_checkpoint(plan.checkpoint), config, few)
         config = choose_bits(config, groups, plan.budget.spare_bytes(plan.model, config))
     return round_checkpoint(plan.checkpoint, plan.model, config, plan.method, samples, keep_originals), groups
 

@@ -26,6 +26,8 @@ from sportsllm.models.kinds import input_groups
 from sportsllm.models.language_model import SportsLLM
 
 HIGH_BITS = 8
+DEFAULT_GROWTH = 0.05
+"""Bytes that a mixture takes beyond the low precision by default, as a share of all weights."""
 _CHUNK = 128  # tokens of one backward pass, which gives one number for each matrix
 
 
@@ -50,7 +52,7 @@ class SensitivityGroup:
 
 @dataclass(frozen=True)
 class SizeBudget:
-    """A size to mix 4 and 8 bits for; exactly one field is given.
+    """A size to mix 4 and 8 bits for; at most one field is given, none for DEFAULT_GROWTH.
 
     Attributes:
         bits_per_weight: average over the layers' matrices, with scales and zero points.
@@ -70,10 +72,12 @@ class SizeBudget:
         Raises:
             UsageError: both or neither given, not 4 bits, or less than the low precision takes.
         """
-        if (self.bits_per_weight is None) == (self.size_mb is None):
+        if self.bits_per_weight is not None and self.size_mb is not None:
             raise UsageError("give one of --bits-per-weight and --size-mb, not both")
         if config.bits >= HIGH_BITS:
             raise UsageError("--bits-per-weight and --size-mb mix 4 and 8 bits; leave --bits 8 out")
+        if self == SizeBudget():
+            return int(DEFAULT_GROWTH * matrix_bytes(model, config))
         if self.bits_per_weight is not None:
             least, smallest = matrix_bytes(model, config, layers_only=True), f"{bits_per_weight(model, config):.3f}"
             budget = int(self.bits_per_weight * matrix_weights(model, layers_only=True) / 8)
