@@ -81,8 +81,9 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="NAME[=DIR][,python=PATH]",
-            help="A runtime to measure in turn: genai, openvino, llama.cpp, ik_llama.cpp, optimum, or other=DIR for a "
-            "second export; may be repeated. NAME+LABEL measures one several times, ,KEY=VALUE sets its options.",
+            help="A runtime to measure in turn: genai, openvino, llama.cpp, ik_llama.cpp, optimum, or "
+            "other=DIR for a second export; may be repeated. NAME+LABEL measures one several times, ,KEY=VALUE sets "
+            "its options.",
             show_default="none",
             rich_help_panel="Measuring",
         ),

@@ -144,7 +144,7 @@ def _chart(points: Sequence[Point], axis: str, box: Box, others: bool) -> Chart:
         title,
         " ".join(caption),
         [trace for trace in ([steps] if len(front) > 1 else []) + traces if trace["x"]],
-        _log_axis(unit, min(edges), max(edges)),
+        log_axis(unit, min(edges), max(edges)),
         {"title": "bits per byte", "range": [min(heights) - margin, max(heights) + 1.4 * margin]},
         shapes=_rectangle(limit, box.most_bits),
         showlegend=True,
@@ -176,7 +176,7 @@ def _rectangle(x: float | None, y: float | None) -> list[Plot]:
     return [{"type": "rect", "layer": "below", **sides, **look}]
 
 
-def _log_axis(title: str, low: float, high: float) -> Plot:
+def log_axis(title: str, low: float, high: float) -> Plot:
     """A logarithmic axis around the values from `low` to `high`, ticks written out: plotly's are bare digits."""
     factors = (1,) if high / low > 2_000 else (1, 2, 5) if high / low > 10 else (1, 1.5, 2, 3, 5, 7)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)

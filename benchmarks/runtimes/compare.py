@@ -30,7 +30,7 @@ METRICS = {"generated_tokens_per_s": max, "ttft_ms": min, MEMORY: min}  # which 
 INSTALL = {
     "genai": "pip install onnxruntime-genai",
     "openvino": "pip install openvino-genai",
-    "llama.cpp": "pip install llama-cpp-python",
+    "llama.cpp": "pip install xllamacpp",
     "ik_llama.cpp": "pip install ik-llama-cpp-python",
     "optimum": "pip install 'sportsllm-compress[optimum]' torch",
     OTHER: "pip install sportsllm-compress",
@@ -42,7 +42,7 @@ CONVERT = {  # what makes a model for the runtimes that cannot read our export
     "ik_llama.cpp": _GGUF,
     OTHER: "export",
 }
-WITH_OPTIONS = ("openvino", "llama.cpp", "ik_llama.cpp")
+WITH_OPTIONS = ("openvino", "ik_llama.cpp")
 """Take settings when they open a model; the others keep theirs beside it."""
 
 

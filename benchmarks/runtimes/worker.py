@@ -142,24 +142,22 @@ def openvino(directory: Path, threads: int, room: int, **options: Any) -> Opened
     return generate, _shape(directory)
 
 
-def llama_cpp(path: Path, threads: int, room: int, **options: Any) -> Opened:
-    """llama.cpp through llama-cpp-python, on a .gguf file or a directory with one; options are those of `Llama`."""
-    from llama_cpp import Llama
+def llama_cpp(path: Path, threads: int, room: int) -> Opened:
+    """llama.cpp in xllamacpp's wheels, on a .gguf file or a directory with one."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.runtimes.llama_engine import LlamaCpp
 
-    model = Llama(str(_gguf(path)), n_ctx=room, n_threads=threads, n_threads_batch=threads, verbose=False, **options)
+    model = LlamaCpp(_gguf(path), room, threads)
 
     def choose(prompt: list[int], length: int) -> Iterator[None]:
-        model.reset()
-        model.eval(prompt)
-        while True:
-            token = int(model.sample(temp=0.0))
+        for logits in model.read_all(prompt):
+            last = logits
+        for place in range(len(prompt), length):
+            token = int(last.argmax())
             yield
-            model.eval([token])
+            last = model.read([token], place)
 
-    shape = {"vocab_size": model.n_vocab(), "hidden_size": model.n_embd()}
-    if layers := model.metadata.get("llama.block_count"):
-        shape["num_hidden_layers"] = int(layers)
-    return stepwise(choose), shape
+    return stepwise(choose), model.shape
 
 
 def ik_llama_cpp(path: Path, threads: int, room: int, **options: Any) -> Opened:
@@ -209,7 +207,7 @@ RUNTIMES: dict[str, tuple[str, Callable[..., Opened]]] = {
     OTHER: ("sportsllm-compress", ours),
     "genai": ("onnxruntime-genai", genai),
     "openvino": ("openvino-genai", openvino),
-    "llama.cpp": ("llama-cpp-python", llama_cpp),
+    "llama.cpp": ("xllamacpp", llama_cpp),
     "ik_llama.cpp": ("ik-llama-cpp-python", ik_llama_cpp),
     "optimum": ("optimum-onnx", optimum),
 }

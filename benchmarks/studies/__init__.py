@@ -1,1 +1,2 @@
-"""Studies that developers run from the repository: the gauntlet and the error of predictions. Not in the wheel."""
+"""Studies that developers run from the repository: the gauntlet, the error of predictions, and the chart of quality
+against bytes and speed. Not in the wheel."""

@@ -4,22 +4,33 @@ The quantities are those of llama.cpp's `llama-perplexity --kl-divergence`. Shap
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
-from sportsllm.inference.decoder import Decoder, Logits
+from sportsllm.inference.decoder import Logits
 from sportsllm.inference.scoring import TextScore, document_windows, ratio_interval, wilson_interval
+from sportsllm.models.config import ModelConfig
 from sportsllm.text.tokenizer import TextTokenizer
 
 _LOGITS_AT_ONCE = 2**20  # in float64, of either model
 _ADVICE = "KL compares models that share a tokenizer, so compare these by bits per byte"
 
 Doubles = npt.NDArray[np.float64]
+
+
+class LogitSource(Protocol):
+    """The part of a `Decoder` that is compared."""
+
+    config: ModelConfig
+
+    def stream_logits(self, row: Sequence[int]) -> Iterator[Logits]:
+        """See `Decoder.stream_logits`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +69,8 @@ class Divergence:
 
 
 def compare_documents(
-    decoder: Decoder,
-    base: Decoder,
+    decoder: LogitSource,
+    base: LogitSource,
     tokenizer: TextTokenizer,
     base_tokenizer: TextTokenizer,
     documents: Sequence[str],

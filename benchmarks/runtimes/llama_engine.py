@@ -1,0 +1,133 @@
+"""llama.cpp by the C interface of the package `xllamacpp`, whose one library holds all of it.
+
+Its header is `include/llama.h` of https://github.com/ggml-org/llama.cpp. Structures of settings grow from release to
+release and are passed by value, so they are kept as bytes of more than their size, as the engine fills them; those of a
+context begin with its length in tokens. Imports numpy alone beside the standard library, as `worker.py` must.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_INT32, _POINTER = c.c_int32, c.c_void_p
+_TOKENS_AT_ONCE = 128  # as many as our own decoders give the logits of
+
+
+class _Settings(c.Structure):
+    _fields_ = [("bytes", c.c_uint32 * 128)]
+
+
+class _Batch(c.Structure):
+    _fields_ = [
+        ("count", _INT32),
+        ("token", c.POINTER(_INT32)),
+        ("embedding", _POINTER),
+        ("position", c.POINTER(_INT32)),
+        ("sequences", c.POINTER(_INT32)),
+        ("sequence", c.POINTER(c.POINTER(_INT32))),
+        ("wanted", c.POINTER(c.c_int8)),
+    ]
+
+
+_LOG = c.CFUNCTYPE(None, c.c_int, c.c_char_p, _POINTER)
+_quiet = _LOG(lambda _level, _text, _data: None)
+
+
+@cache
+def library() -> Any:
+    """llama.cpp's functions.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
+    import xllamacpp
+
+    found = c.CDLL(xllamacpp.xllamacpp.__file__)
+    for name, result, arguments in (
+        ("llama_log_set", None, [_LOG, _POINTER]),
+        ("llama_model_default_params", _Settings, []),
+        ("llama_context_default_params", _Settings, []),
+        ("llama_model_load_from_file", _POINTER, [c.c_char_p, _Settings]),
+        ("llama_init_from_model", _POINTER, [_POINTER, _Settings]),
+        ("llama_set_n_threads", None, [_POINTER, _INT32, _INT32]),
+        ("llama_model_get_vocab", _POINTER, [_POINTER]),
+        ("llama_vocab_n_tokens", _INT32, [_POINTER]),
+        ("llama_model_n_embd", _INT32, [_POINTER]),
+        ("llama_model_n_layer", _INT32, [_POINTER]),
+        ("llama_batch_init", _Batch, [_INT32] * 3),
+        ("llama_decode", _INT32, [_POINTER, _Batch]),
+        ("llama_get_logits", c.POINTER(c.c_float), [_POINTER]),
+        ("llama_get_memory", _POINTER, [_POINTER]),
+        ("llama_memory_clear", None, [_POINTER, c.c_bool]),
+        ("llama_batch_free", None, [_Batch]),
+        ("llama_free", None, [_POINTER]),
+        ("llama_model_free", None, [_POINTER]),
+        ("ggml_quantize_chunk", c.c_size_t, [c.c_int, _POINTER, _POINTER, *[c.c_int64] * 3, _POINTER]),
+    ):
+        function = getattr(found, name)
+        function.restype, function.argtypes = result, arguments
+    found.llama_log_set(_quiet, None)
+    found.llama_backend_init()
+    return found
+
+
+class LlamaCpp:
+    """A GGUF file in llama.cpp.
+
+    Attributes:
+        shape: `vocab_size`, `hidden_size` and `num_hidden_layers`.
+    """
+
+    def __init__(self, path: Path, context: int, threads: int) -> None:
+        self._library, self._model, self._context = library(), None, None
+        self._model = self._library.llama_model_load_from_file(
+            str(path).encode(), self._library.llama_model_default_params()
+        )
+        if not self._model:
+            raise ValueError(f"{path}: llama.cpp does not load it")
+        settings = self._library.llama_context_default_params()
+        settings.bytes[0] = context
+        self._context = self._library.llama_init_from_model(self._model, settings)
+        self._library.llama_set_n_threads(self._context, threads, threads)
+        self._batch = self._library.llama_batch_init(_TOKENS_AT_ONCE, 0, 1)
+        self.shape = {
+            "vocab_size": self._library.llama_vocab_n_tokens(self._library.llama_model_get_vocab(self._model)),
+            "hidden_size": self._library.llama_model_n_embd(self._model),
+            "num_hidden_layers": self._library.llama_model_n_layer(self._model),
+        }
+
+    def read(self, tokens: Sequence[int], start: int = 0, every: bool = False) -> npt.NDArray[np.float32]:
+        """Logits of the last token or of every one, (T, V), overwritten by the next call.
+
+        At most 128 tokens; `start` is the position of the first, 0 for a new text.
+        """
+        if start == 0:
+            self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
+        batch, count = self._batch, len(tokens)
+        batch.count = count
+        for place, token in enumerate(tokens):
+            batch.token[place], batch.position[place], batch.sequences[place] = token, start + place, 1
+            batch.sequence[place][0], batch.wanted[place] = 0, every or place == count - 1
+        if failed := self._library.llama_decode(self._context, batch):
+            raise RuntimeError(f"llama_decode returned {failed}")
+        shape = (count if every else 1, self.shape["vocab_size"])
+        return np.ctypeslib.as_array(self._library.llama_get_logits(self._context), shape)
+
+    def read_all(self, tokens: Sequence[int], every: bool = False) -> Iterator[npt.NDArray[np.float32]]:
+        """`read` of a whole text, 128 tokens at a time."""
+        for start in range(0, len(tokens), _TOKENS_AT_ONCE):
+            yield self.read(tokens[start : start + _TOKENS_AT_ONCE], start, every)
+
+    def __del__(self) -> None:
+        if self._context:
+            self._library.llama_batch_free(self._batch)
+            self._library.llama_free(self._context)
+        if self._model:
+            self._library.llama_model_free(self._model)

@@ -1,0 +1,219 @@
+"""Quality against bytes and against decode speed: formats of one model, ours beside others, as a table and a chart.
+
+    python -m benchmarks.studies.quality_chart MODEL --text HELD-OUT --calibration TEXT --work DIR \
+        --out benchmarks/results/quality/NAME.csv [--gguf "llama.cpp Q4_K_M=FILE.gguf" ...]
+    python -m benchmarks.studies.quality_chart --out benchmarks/results/quality/NAME.csv
+
+The first makes every format of `ONNX` and `GGUF` (kept in DIR), scores each as `eval --against MODEL` does, and times
+all in turns on two threads as `bench --against` does. llama.cpp itself scores and times GGUF files. Rows of the same
+tool and format are replaced, others kept, so that a row may come from anywhere. Both draw NAME.svg beside the table,
+the second from what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import html
+import io
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.measure.bench import round_checks
+from benchmarks.measure.machine import choose_cpus, machine
+from benchmarks.reporting.charts import COLORS, Plot
+from benchmarks.reporting.plots import log_axis
+from benchmarks.runtimes.compare import Runtime, measure_against, turn_depths
+from benchmarks.runtimes.llama_engine import LlamaCpp
+from benchmarks.runtimes.worker import OURS
+from sportsllm.commands import load_command
+from sportsllm.console import log
+from sportsllm.files import atomic_write_text
+from sportsllm.formats.manifest import directory_bytes
+from sportsllm.inference.decoder import Logits, open_decoder
+from sportsllm.inference.divergence import LogitSource, compare_documents
+from sportsllm.models.config import ModelConfig
+from sportsllm.text.documents import read_documents
+from sportsllm.text.tokenizer import load_tokenizer
+
+TOOL, THREADS, MOST_CONTEXT = "sportsllm-compress", 2, 2_048
+ONNX: dict[str, dict[str, Any]] = {"INT8": {"bits": 8}, "INT4": {"bits": 4}, "INT4/8": {"bits_per_weight": 5.5}}
+"""Settings of `quantize`."""
+GGUF = ("q4_0", "iq4_xs", "q4_k_m", "q5_k_m", "q8_0")
+COLUMNS = (
+    *("tool", "format", "file_bytes", "kl", "kl_error", "perplexity", "tokens_per_s", "depth", "machine", "date"),
+)
+PANELS = {"file_bytes": ("file, MB", 1e6), "tokens_per_s": (f"tokens per second, {THREADS} threads", 1)}
+_WIDTH, _HEIGHT, _LEFT, _TOP, _NEXT = 400, 300, 60, 60, 490  # of a panel, in pixels
+
+Row = Mapping[str, str]
+"""A line of the table by `COLUMNS`. KL is from the unquantized model in nats a token; a speed may be missing."""
+
+
+class Made(NamedTuple):
+    """A finished export or GGUF file."""
+
+    tool: str
+    format: str
+    path: Path
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether llama.cpp reads it."""
+        return self.path.suffix == ".gguf"
+
+
+class _LlamaLogits:
+    """A GGUF file for `compare_documents`."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self._engine = LlamaCpp(path, config.max_position_embeddings, THREADS)
+        self.config = config.with_changes(vocab_size=self._engine.shape["vocab_size"])
+
+    def stream_logits(self, row: Sequence[int]) -> Iterator[Logits]:
+        """See `Decoder.stream_logits`."""
+        return self._engine.read_all(row, every=True)
+
+
+def make(model: Path, calibration: Sequence[Path], work: Path) -> list[Made]:
+    """Every format of ours; what `work` holds already is kept."""
+    quantize, export, text = load_command("quantize"), load_command("export"), list(calibration) or None
+    made = []
+    for name, settings in ONNX.items():
+        packed, out = (work / f"{name.replace('/', '-').lower()}{part}" for part in ("-packed", "-onnx"))
+        quantize(model, out=packed, calibration=text, threads=THREADS, **settings)
+        export(packed, out=out, threads=THREADS)
+        made.append(Made(TOOL, name, out))
+    for dtype in GGUF:
+        export(model, out=work / dtype, format="gguf", dtype=dtype, calibration=text, threads=THREADS)
+        made.append(Made(TOOL, dtype.upper(), work / dtype / "model.gguf"))
+    return made
+
+
+def measure(model: Path, made: Sequence[Made], text: Sequence[Path], rounds: int) -> list[Row]:
+    """A row for each, with the speeds measured in turns."""
+    base, here, rows = open_decoder(model, THREADS), machine(), list[Row]()
+    longest = min(base.config.max_position_embeddings, MOST_CONTEXT)
+    base.config = config = base.config.with_changes(max_position_embeddings=longest)
+    tokenizer, documents = load_tokenizer(model, config), list(read_documents(text))
+    rates, depth = speeds(made, config, rounds)
+    for each, rate in zip(made, rates, strict=True):
+        own: LogitSource = _LlamaLogits(each.path, config) if each.is_gguf else open_decoder(each.path, THREADS)
+        score, found = compare_documents(own, base, tokenizer, tokenizer, documents)
+        log(f"{each.tool} {each.format}: {found}")
+        size = each.path.stat().st_size if each.is_gguf else directory_bytes(each.path)
+        quality = (f"{value:.6g}" for value in (found.kl, found.kl_error, score.perplexity))
+        speed = "" if rate is None else f"{rate:.4g}"
+        line = (each.tool, each.format, str(size), *quality, speed, str(depth), here["processor"])
+        rows.append(dict(zip(COLUMNS, (*line, here["measured_at"][:10]), strict=True)))
+    return rows
+
+
+def speeds(made: Sequence[Made], config: ModelConfig, rounds: int) -> tuple[list[float | None], int]:
+    """Greedy tokens per second of each, None if it failed, at the deepest depth that is measured."""
+    depth = str(turn_depths(config.max_position_embeddings)[-1])
+    first = next(place for place, each in enumerate(made) if not each.is_gguf)
+    names = [f"{'llama.cpp' if each.is_gguf else 'other'}+{place}" for place, each in enumerate(made)]
+    runtimes = [Runtime(name, sys.executable, each.path) for name, each in zip(names, made, strict=True)]
+    names[first] = OURS
+    settings = {"threads": THREADS, "cpus": choose_cpus(THREADS)}
+    others = runtimes[:first] + runtimes[first + 1 :]
+    found = measure_against(made[first].path, config, others, settings, round_checks(rounds, None))["against"]
+    for each, name in zip(made, names, strict=True):
+        if found[name]["status"] != "measured":
+            log(f"{each.tool} {each.format}: {found[name]['status']}")
+    return [found[name].get("generated_tokens_per_s", {}).get(depth) for name in names], int(depth)
+
+
+def draw(rows: Sequence[Row], name: str) -> str:
+    """Two panels as SVG: KL over megabytes and over tokens per second; a tool has a color, a point its format."""
+    tools = dict(zip(dict.fromkeys(row["tool"] for row in rows), cycle(COLORS), strict=False))
+    width, height = _LEFT + _NEXT + _WIDTH + 60, _TOP + _HEIGHT + 70
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="12" fill="#222" '
+        'font-family="system-ui, sans-serif"><rect width="100%" height="100%" fill="#fff"/>',
+        _text(_LEFT, 20, f"{name}: KL from the unquantized model, nats a token; lower left and lower right are better"),
+    ]
+    for place, (tool, color) in enumerate(tools.items()):
+        x = _LEFT + 190 * place
+        parts += [f'<circle cx="{x + 5}" cy="36" r="5" fill="{color}"/>', _text(x + 16, 40, tool)]
+    known = [row for row in rows if float(row["kl"]) > 0]
+    losses = [float(row["kl"]) for row in known] or [1.0]
+    up = log_axis("", min(losses), max(losses))
+    for place, (figure, (title, scale)) in enumerate(PANELS.items()):
+        points = [(float(row[figure]) / scale, row) for row in known if row[figure]]
+        parts += _panel(_LEFT + place * _NEXT, title, up, points, tools) if points else []
+    where = "; ".join(dict.fromkeys(f"{row['machine']}, {row['date']}" for row in rows))
+    return "\n".join([*parts, _text(_LEFT, height - 10, where), "</svg>"]) + "\n"
+
+
+def _panel(
+    left: float, title: str, up: Plot, points: Sequence[tuple[float, Row]], tools: Mapping[str, str]
+) -> list[str]:
+    values, bottom = [value for value, _ in points], _TOP + _HEIGHT
+    across = log_axis(title, min(values), max(values))
+    parts = [_text(left + _WIDTH / 2, bottom + 36, across["title"], "middle")]
+    for tick, text in zip(across["tickvals"], across["ticktext"], strict=True):
+        if 0 <= (x := _share(tick, across)) <= 1:
+            parts.append(f'<path d="M{left + x * _WIDTH:.1f} {bottom}v-{_HEIGHT}" stroke="#ddd"/>')
+            parts.append(_text(left + x * _WIDTH, bottom + 16, text, "middle"))
+    for tick, text in zip(up["tickvals"], up["ticktext"], strict=True):
+        if 0 <= (y := _share(tick, up)) <= 1:
+            parts.append(f'<path d="M{left} {bottom - y * _HEIGHT:.1f}h{_WIDTH}" stroke="#ddd"/>')
+            parts.append(_text(left - 6, bottom - y * _HEIGHT + 4, text, "end"))
+    for value, row in points:
+        x, y = left + _WIDTH * _share(value, across), bottom - _HEIGHT * _share(float(row["kl"]), up)
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{tools[row["tool"]]}"/>')
+        parts.append(_text(x + 8, y + 4, row["format"]))
+    return parts
+
+
+def _share(value: float, axis: Plot) -> float:
+    low, high = axis["range"]
+    return float((math.log10(value) - low) / (high - low))
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+
+def main() -> None:
+    """Measure if a model is given, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--out", type=Path, required=True, help="The table, NAME.csv.")
+    parser.add_argument("--text", type=Path, action="append", help="Held-out text.")
+    parser.add_argument("--calibration", type=Path, action="append", default=[])
+    parser.add_argument("--work", type=Path, help="Directory of the formats that are made.")
+    parser.add_argument("--gguf", action="append", default=[], metavar="'TOOL FORMAT=FILE'", help="Another's file.")
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    rows: list[Row] = []
+    if given.out.exists():
+        with given.out.open(encoding="utf-8", newline="") as stream:
+            rows = list(csv.DictReader(stream))
+    if given.model is not None:
+        if not given.text or given.work is None:
+            parser.error("a model needs --text and --work")
+        made = make(given.model, given.calibration, given.work)
+        for text in given.gguf:
+            name, _, path = text.partition("=")
+            tool, _, kind = name.rpartition(" ")
+            made.append(Made(tool, kind, Path(path)))
+        rows += measure(given.model, made, given.text, given.rounds)
+    latest = {(row["tool"], row["format"]): row for row in rows}
+    rows = sorted(latest.values(), key=lambda row: float(row["file_bytes"]))
+    table = io.StringIO()
+    writer = csv.DictWriter(table, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    atomic_write_text(given.out, table.getvalue())
+    atomic_write_text(given.out.with_suffix(".svg"), draw(rows, given.out.stem))
+
+
+if __name__ == "__main__":
+    main()
