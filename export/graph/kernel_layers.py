@@ -1,12 +1,12 @@
 """Which parts of a layer in ONNX Runtime's operators become calls of kernels: all of it, its sublayers, or none.
 
 LLaMA's layers call `DecoderLayer` or `DecoderAttention`. Those with norms behind sublayers, another scale of scores, a
-window, no rotation, GeGLU or 16-bit inputs call `GeneralLayer` or `GeneralAttention`.
+window, no rotation, LayerNorm, GELU with or without a gate, or 16-bit inputs call `GeneralLayer` or `GeneralAttention`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -18,6 +18,8 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import HEAD, LAST_NORM, NORMS, OUTPUT_NORMS
 from sportsllm.models.parts import HIDDEN, SHARED, Matrix, routed_names
 
+_WHOLE_KINDS = ("swiglu", "geglu", "gelu")
+"""Kinds of feed-forward that are computed together with attention."""
 _Stream = tuple[ir.Value, ir.Value | None]
 
 
@@ -47,8 +49,8 @@ def add_layer(layers: LayerBuilder, attention: SublayerBuilder, mlp: SublayerBui
     if not calls.allowed:
         graph.extend([*emitted.first, *emitted.router, *emitted.second, *emitted.last])
         return
-    reasons = list(_not_in_attention(config))
-    if not reasons and mlp.config.mlp_kind in ("swiglu", "geglu"):
+    reasons = [] if config.attention_kind == "grouped_query" else [f"attention {config.attention_kind}"]
+    if not reasons and mlp.config.mlp_kind in _WHOLE_KINDS:
         call = _attention_call(layers, attention, emitted, mlp)
         if isinstance(call, Call) and calls.fold(call, [*emitted.first, *emitted.second, *emitted.last]):
             calls.use.attention, calls.use.feed_forward = calls.use.attention + 1, calls.use.feed_forward + 1
@@ -68,14 +70,6 @@ def add_layer(layers: LayerBuilder, attention: SublayerBuilder, mlp: SublayerBui
         emitted.made = call.outputs["out"]
         emitted.out = emitted.out if emitted.last else emitted.made
     graph.extend(emitted.last)
-
-
-def _not_in_attention(config: ModelConfig) -> Iterator[str]:
-    """Why the kernels do not compute a layer's attention."""
-    if config.attention_kind != "grouped_query":
-        yield f"attention {config.attention_kind}"
-    elif config.norm_kind != "rms":
-        yield "LayerNorm"
 
 
 def _attention_call(
@@ -114,15 +108,16 @@ def _attention_call(
         kind = "General"
         attributes |= _general_attributes(config, layer, mlp, found)
         inputs |= dict.fromkeys(_FEED_FORWARD_INPUTS) if mlp is None else {}
-        inputs |= _output_norms(layers, layer, mlp)
+        inputs |= _norms(layers, layer, mlp)
     op = kind + ("Attention" if mlp is None else "Layer") + SUFFIXES[layers.form.cached]
     return Call(op, attention.name(layer) if mlp is None else name, name, inputs, outputs, attributes)
 
 
 def _is_general(config: ModelConfig, layer: int, mlp: SublayerBuilder | None) -> bool:
     """Whether LLaMA has no such layers."""
-    unlike = config.output_norms, config.attention_scale is not None, config.window(layer) is not None
-    return any(unlike) or not config.rotates(layer) or (mlp is not None and mlp.config.mlp_kind == "geglu")
+    unlike = [config.output_norms, config.attention_scale is not None, config.window(layer) is not None]
+    unlike += [not config.rotates(layer), config.norm_kind == "layer"]
+    return any(unlike) or (mlp is not None and mlp.config.mlp_kind != "swiglu")
 
 
 def _general_attributes(
@@ -130,7 +125,8 @@ def _general_attributes(
 ) -> Attributes:
     attributes: Attributes = {"scale": config.score_scale, "window": config.window(layer) or 0}
     if mlp is not None:
-        attributes["gelu"] = int(mlp.config.mlp_kind == "geglu")
+        kind = mlp.config.mlp_kind
+        attributes |= {"gelu": int(kind != "swiglu"), "gated": int(kind != "gelu")}
     keys = ("qkv", "output", "gate_up", "down")
     return attributes | {f"{key}_wide": int(operand.wide) for key, operand in zip(keys, operands, strict=False)}
 
@@ -140,14 +136,20 @@ _FEED_FORWARD_INPUTS = [
 ]
 
 
-def _output_norms(layers: LayerBuilder, layer: int, mlp: SublayerBuilder | None) -> Inputs:
-    found: Inputs = {"norm_after_attention": None, "norm_after_feed_forward": None}
-    if layers.config.output_norms:
-        for key, part in zip(found, OUTPUT_NORMS if mlp is not None else ("self_attn",), strict=False):
-            found[key] = layers.matmul.vector(
-                f"model.layers.{layer}.{OUTPUT_NORMS[part]}.weight", layers.config.hidden_size
-            )
-    return found
+def _norms(layers: LayerBuilder, layer: int, mlp: SublayerBuilder | None) -> Inputs:
+    """Norms behind attention and feed-forward, and biases of those before."""
+    config, base = layers.config, f"model.layers.{layer}"
+
+    def vector(name: str, given: bool) -> ir.Value | None:
+        return layers.matmul.vector(f"{base}.{name}", config.hidden_size) if given else None
+
+    normed, biased = config.output_norms, config.norm_kind == "layer"
+    return {
+        "norm_after_attention": vector(f"{OUTPUT_NORMS['self_attn']}.weight", normed),
+        "norm_after_feed_forward": vector(f"{OUTPUT_NORMS['mlp']}.weight", normed and mlp is not None),
+        "norm_bias": vector(f"{NORMS['self_attn']}.bias", biased),
+        "second_norm_bias": vector(f"{NORMS['mlp']}.bias", biased),
+    }
 
 
 def _feed_forward_call(mlp: SublayerBuilder, emitted: EmittedLayer) -> Call | list[str]:
@@ -207,13 +209,15 @@ def add_head(layers: LayerBuilder, stream: _Stream, table: Matrix, nodes: list[i
         return logits
     config, operand = layers.config, layers.matmul.operand("head", HEAD, [table])
     reasons = [operand] if isinstance(operand, str) else ["16-bit inputs"] * operand.wide
-    reasons += ["LayerNorm"] if config.norm_kind != "rms" else []
     call: Call | list[str] = reasons
     if isinstance(operand, Operand) and not reasons:
         norm = layers.matmul.vector(f"{LAST_NORM}.weight", config.hidden_size)
         inputs = {**_stream(stream), "norm": norm, **operand.inputs}
         sizes: Attributes = {"hidden_size": config.hidden_size, "epsilon": config.rms_norm_eps}
-        call = Call("DecoderHead", HEAD, HEAD, inputs, {"logits": logits}, sizes | operand.attributes)
+        op = "DecoderHead"
+        if config.norm_kind == "layer":
+            op, inputs["norm_bias"] = "GeneralHead", layers.matmul.vector(f"{LAST_NORM}.bias", config.hidden_size)
+        call = Call(op, HEAD, HEAD, inputs, {"logits": logits}, sizes | operand.attributes)
     layers.calls.use.head = layers.calls.add(call, nodes)
     return call.outputs["logits"] if isinstance(call, Call) else logits
 

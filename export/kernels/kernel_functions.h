@@ -47,6 +47,24 @@ static void rms_norm(const float* x, const float* weight, int64_t size, float ep
   }
 }
 
+static void layer_norm(const float* x, const float* weight, const float* bias, int64_t size, float epsilon, float* out) {
+  F total = zero(), squares = zero();
+  for (int64_t i = 0; i < size; i += 16) total = add(total, load_up_to(x + i, size - i));
+  const F mean = set1(sum(total) / static_cast<float>(size));
+  for (int64_t i = 0; i < size; i += 16) {
+    alignas(64) float centred[16];
+    store(centred, sub(load_up_to(x + i, size - i), mean));
+    const F v = load_up_to(centred, size - i);  // zeros behind the last
+    squares = fma(v, v, squares);
+  }
+  const F factor = set1(1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + epsilon));
+  for (int64_t i = 0; i < size; i += 16) {
+    const int64_t n = size - i;
+    const F scaled = mul(sub(load_up_to(x + i, n), mean), factor);
+    store_up_to(out + i, fma(scaled, load_up_to(weight + i, n), load_up_to(bias + i, n)), n);
+  }
+}
+
 static inline int32_t sum_of_8(const int8_t* q) {
   uint64_t eight;
   std::memcpy(&eight, q, 8);
@@ -637,7 +655,7 @@ static void join(const float* parts, const float* largest, const float* total, i
 }
 
 static const sportsllm::Variant& functions(const char* name) {
-  static const sportsllm::Variant all = {name,   rms_norm, round, sum_blocks, product, round_prompt, product_prompt, rotate,
+  static const sportsllm::Variant all = {name,   rms_norm, layer_norm, round, sum_blocks, product, round_prompt, product_prompt, rotate,
                                          swiglu, geglu,    add,   scale,      to_int8, to_half,      attend,         index_part,
                                          add_shares, weighted_sum, dots, merge_softmax, join};
   return all;

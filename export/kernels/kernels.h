@@ -77,6 +77,8 @@ struct Variant {
   const char* name;
   // Norm of x: x / sqrt(mean(x ** 2) + epsilon) * weight.
   void (*rms_norm)(const float* x, const float* weight, int64_t size, float epsilon, float* out);
+  // (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias.
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, int64_t size, float epsilon, float* out);
   // Rounds columns [start, end) of row m; start is a multiple of 16, and so is end unless it is the row's.
   void (*round)(const float* x, int64_t m, int64_t start, int64_t end, Rounded* out);
   // The sums of a row's blocks, after all of it is rounded.

@@ -23,6 +23,10 @@ float* attended_of_thread(int64_t count) {
   return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
 }
 
+void norm_of(const Variant& v, const float* x, const float* weight, const float* bias, int64_t size, float epsilon, float* out) {
+  bias != nullptr ? v.layer_norm(x, weight, bias, size, epsilon, out) : v.rms_norm(x, weight, size, epsilon, out);
+}
+
 class LayerJob {
  public:
   LayerJob(const LayerWeights& weights, const LayerInputs& inputs, Scratch* scratch)
@@ -107,12 +111,12 @@ class LayerJob {
     } else {
       std::memcpy(total, x, w_.hidden * sizeof(float));
     }
-    norm_and_round(total, w_.norm, m, &rounded_);
+    norm_and_round(total, w_.norm, w_.norm_bias, m, &rounded_);
   }
 
-  void norm_and_round(const float* x, const float* weight, int64_t m, Activations* out) {
+  void norm_and_round(const float* x, const float* weight, const float* bias, int64_t m, Activations* out) {
     float* normed = normed_ + m * w_.hidden;
-    v_.rms_norm(x, weight, w_.hidden, w_.epsilon, normed);
+    norm_of(v_, x, weight, bias, w_.hidden, w_.epsilon, normed);
     out->round(v_, normed, m, 0, w_.hidden);
     out->finish(v_, m);
   }
@@ -240,9 +244,9 @@ class LayerJob {
       v_.add(total, total_ + all_row(kept) * w_.hidden, w_.hidden, total);
     }
     if (whole_) {
-      norm_and_round(total, w_.second_norm, kept, &rounded_second_);
+      norm_and_round(total, w_.second_norm, w_.second_norm_bias, kept, &rounded_second_);
     } else {
-      v_.rms_norm(total, w_.second_norm, w_.hidden, w_.epsilon, in_.out + kept * w_.hidden);
+      norm_of(v_, total, w_.second_norm, w_.second_norm_bias, w_.hidden, w_.epsilon, in_.out + kept * w_.hidden);
     }
   }
 
@@ -255,7 +259,11 @@ class LayerJob {
     float* gate = inner_ + piece * kept_rows_ * 2 * kRowsOfPiece;
     float* up = gate + kept_rows_ * kRowsOfPiece;
     rounded_second_.product(v_, first, last, 0, kept_rows_, gate, kRowsOfPiece);
-    rounded_second_.product(v_, w_.inner + first, w_.inner + last, 0, kept_rows_, up, kRowsOfPiece);
+    if (w_.gated) {
+      rounded_second_.product(v_, w_.inner + first, w_.inner + last, 0, kept_rows_, up, kRowsOfPiece);
+    } else {
+      std::fill(up, up + kept_rows_ * kRowsOfPiece, 1.0f);
+    }
     for (int64_t m = 0; m < kept_rows_; ++m) {
       (w_.gelu ? v_.geglu : v_.swiglu)(gate + m * kRowsOfPiece, up + m * kRowsOfPiece, n);
       rounded_inner_.round(v_, gate + m * kRowsOfPiece - first, m, first, last);
@@ -331,7 +339,7 @@ class HeadJob {
       v_.add(x, residual_ + m * d, d, total);
       x = total;
     }
-    v_.rms_norm(x, w_.norm, d, w_.epsilon, total);
+    norm_of(v_, x, w_.norm, w_.norm_bias, d, w_.epsilon, total);
     rounded_.round(v_, total, m, 0, d);
     rounded_.finish(v_, m);
   }

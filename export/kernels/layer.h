@@ -15,9 +15,10 @@ struct LayerWeights {
   int64_t inner = 0;  // 0 without the second half
   float epsilon = 0, scale = 0;  // of scores
   int64_t window = 0;            // tokens that one sees, itself included; 0 for all
-  bool gelu = false;             // instead of silu
+  bool gelu = false, gated = true;  // gelu instead of silu; whether gate_up has a gate, above
   CacheType cache = CacheType::kFloat;
   const float *norm = nullptr, *second_norm = nullptr;        // (D)
+  const float *norm_bias = nullptr, *second_norm_bias = nullptr;  // (D), then they are LayerNorm, or none
   const float *attention_output_norm = nullptr, *feed_forward_output_norm = nullptr;  // (D), or none
   const float *query_norm = nullptr, *key_norm = nullptr;     // (E), or none
   const float *cosine = nullptr, *sine = nullptr;             // (context, E / 2), or none
@@ -53,7 +54,7 @@ void run_layer(const LayerWeights& weights, const LayerInputs& inputs, Scratch* 
 struct HeadWeights {
   int64_t hidden = 0;
   float epsilon = 0;
-  const float* norm = nullptr;
+  const float *norm = nullptr, *norm_bias = nullptr;  // LayerNorm with a bias
   Matrix table;
 };
 

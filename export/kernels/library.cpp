@@ -23,11 +23,12 @@ using namespace sportsllm;
 constexpr int kStructures = 8;  // as many bodies of an operator may one graph have: DecoderLayer, DecoderLayer1, ...
 
 // Inputs of `DecoderLayer`, in order; `DecoderAttention` has those before kGateUp. `GeneralLayer` and `GeneralAttention`, with
-// norms after both parts, windows, another scale of scores, gelu or 16-bit inputs, have those behind kLayerInputs too.
+// norms after both parts, LayerNorm, windows, another scale of scores, gelu or 16-bit inputs, have those behind kLayerInputs too.
 enum LayerInput {
   kX, kResidual, kLast, kTotal, kKeep, kPastKey, kPastValue, kCosine, kSine, kKeyScale, kValueScale, kNorm, kQueryNorm,
   kKeyNorm, kQkv, kOutput = kQkv + 4, kSecondNorm = kOutput + 4, kGateUp, kDown = kGateUp + 4, kLayerInputs = kDown + 4,
-  kAttentionOutputNorm = kLayerInputs, kFeedForwardOutputNorm, kGeneralInputs
+  kAttentionOutputNorm = kLayerInputs, kFeedForwardOutputNorm, kNormBias, kSecondNormBias,
+  kGeneralInputs
 };
 enum LayerOutput { kOut, kResidualOut, kKey, kValue, kLayerOutputs };
 
@@ -63,7 +64,8 @@ class Layer {
     w.second_norm = vector_of<float>(runtime_, info, kSecondNorm, ort::kFloat, {w.hidden}, "second norm");
     if (op.general) read_general(info);
     if (op.attention_alone) return;
-    w.gate_up = matrix_of(runtime_, info, four_from(kGateUp), "gate_up", 2 * w.inner, w.hidden);
+    w.gated = !op.general || runtime_.whole(info, "gated") != 0;
+    w.gate_up = matrix_of(runtime_, info, four_from(kGateUp), "gate_up", (w.gated ? 2 : 1) * w.inner, w.hidden);
     w.down = matrix_of(runtime_, info, four_from(kDown), "down", w.hidden, w.inner);
     if (!op.general) return;
     w.gate_up.wide = runtime_.whole(info, "gate_up_wide") != 0, w.down.wide = runtime_.whole(info, "down_wide") != 0;
@@ -139,20 +141,23 @@ class Layer {
     w.qkv.wide = runtime_.whole(info, "qkv_wide") != 0, w.output.wide = runtime_.whole(info, "output_wide") != 0;
     w.attention_output_norm =
         vector_of<float>(runtime_, info, kAttentionOutputNorm, ort::kFloat, {w.hidden}, "attention output norm", true);
+    w.norm_bias = vector_of<float>(runtime_, info, kNormBias, ort::kFloat, {w.hidden}, "norm bias", true);
+    w.second_norm_bias = vector_of<float>(runtime_, info, kSecondNormBias, ort::kFloat, {w.hidden}, "second norm bias", true);
   }
 
   Runtime runtime_;
   LayerWeights weights_;
 };
 
-// Inputs of `DecoderHead`: x, residual, norm, and the table's four.
+// Inputs of `DecoderHead`: x, residual, norm, and the table's four; of `GeneralHead` LayerNorm's bias behind them.
 class Head {
  public:
-  Head(ort::Table table, const ort::KernelInfo* info, const Operator&) : runtime_(table) {
+  Head(ort::Table table, const ort::KernelInfo* info, const Operator& op) : runtime_(table) {
     HeadWeights& w = weights_;
     w.hidden = runtime_.size(info, "hidden_size"), w.epsilon = runtime_.real(info, "epsilon");
     require(w.epsilon >= 0, "epsilon is negative");
     w.norm = vector_of<float>(runtime_, info, 2, ort::kFloat, {w.hidden}, "norm");
+    if (op.general) w.norm_bias = vector_of<float>(runtime_, info, 7, ort::kFloat, {w.hidden}, "norm bias");
     const Tensor scales = runtime_.constant(info, 4);
     w.table = matrix_of(runtime_, info, four_from(3), "head", dimension(scales, 0), w.hidden);
   }
@@ -337,13 +342,14 @@ Operator latent_operator(const char* name, int structure, CacheType type, size_t
   return op;
 }
 
-Operator head_operator() {
+Operator head_operator(bool general) {
   Operator op;
   op.base = functions<Head>();
-  op.name = "DecoderHead";
+  op.name = general ? "GeneralHead" : "DecoderHead", op.general = general;
   op.inputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kUint8, ort::kHalf, ort::kUint8, ort::kFloat};
   op.presence = {ort::kRequired, ort::kOptional, ort::kRequired, ort::kRequired, ort::kRequired, ort::kOptional,
                  ort::kOptional};
+  if (general) op.inputs.push_back(ort::kFloat), op.presence.push_back(ort::kRequired);
   op.outputs = {ort::kFloat};
   return op;
 }
@@ -384,7 +390,7 @@ EXPORTED ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort:
           all->back().outputs = {ort::kFloat, ort::kFloat, element_of(type)};
         }
       }
-      all->push_back(head_operator());
+      for (bool general : {false, true}) all->push_back(head_operator(general));
       return all;
     }();
     ort::Domain* domain = nullptr;

@@ -147,7 +147,7 @@ def _called_parts(graph: Path) -> str:
         for kinds in ((b"Layer", b"Attention", b"Tokens"), (b"Layer", b"FeedForward"))
     )
     layers = 1 + max(map(int, _LAYER.findall(data)), default=0)
-    return parts_in_words(layers, attention, feed_forward, b"DecoderHead" in calls)
+    return parts_in_words(layers, attention, feed_forward, any(call.endswith(b"Head") for call in calls))
 
 
 def parts_in_words(layers: int, attention: int, feed_forward: int, head: bool) -> str:

@@ -137,6 +137,13 @@ GEMMA: dict[str, Any] = {
     "sliding_window": 20,
     "rope_local_theta": 100.0,
 }
+GPT2: dict[str, Any] = {
+    "norm_kind": "layer",
+    "mlp_kind": "gelu",
+    "mlp_bias": True,
+    "attention_bias": True,
+    "attention_output_bias": True,
+}
 HALVES: list[tuple[dict[str, Any], str]] = [
     ({"mlp_kind": "experts", "experts": Experts(4, 2)}, "all 3 layers and the head"),
     (
@@ -155,6 +162,7 @@ HALVES: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ("unrotated", "full", "sliding"), "sliding_window": 5}, "all 3 layers and the head"),
     ({"mlp_kind": "geglu", "mlp_bias": True, "attention_scale": 0.1}, "all 3 layers and the head"),
     (GEMMA, "all 3 layers and the head"),
+    (GPT2, "all 3 layers and the head"),
     (GEMMA | {"mlp_kind": "experts", "experts": Experts(4, 2)}, "all 3 layers and the head"),
     (LATENT, "all 3 layers and the head"),
     ({**LATENT, "q_lora_rank": 32}, "all 3 layers and the head"),

@@ -272,6 +272,15 @@ void small_case(const Variant& v) {
     const double wanted = x[i] / std::sqrt(squares / size + 1e-5) * y[i];
     near("norm", found[i], wanted, std::fabs(wanted));
   }
+  double mean = 0, variance = 0, largest = 0;
+  for (float one : x) mean += static_cast<double>(one) / size, largest = std::max<double>(largest, std::fabs(one));
+  for (float one : x) variance += (one - mean) * (one - mean) / size;
+  v.layer_norm(x.data(), y.data(), angles.data(), size, 1e-5f, found.data());
+  keep(found.data(), size);
+  for (int64_t i = 0; i < size; ++i) {
+    const double factor = y[i] / std::sqrt(variance + 1e-5), wanted = (x[i] - mean) * factor + angles[i];
+    near("layer norm", found[i], wanted, std::fabs(wanted) + std::fabs(angles[i]) + largest * std::fabs(factor));
+  }
   for (int64_t i = 0; i < size / 2; ++i) cosine[i] = std::round(std::cos(angles[i]) * 64) / 64, sine[i] = std::round(std::sin(angles[i]) * 64) / 64;
   v.rotate(turned.data(), cosine.data(), sine.data(), size);
   Numbers<float> geglu = gate;
@@ -321,6 +330,8 @@ void layer_case() {
   if (between(0, 3) == 0) w.cosine = w.sine = nullptr;
   if (between(0, 1)) w.attention_output_norm = norm.data();
   if (between(0, 1)) w.feed_forward_output_norm = norm.data();
+  if (between(0, 2) == 0) w.norm_bias = w.second_norm_bias = norm.data();
+  if (between(0, 2) == 0 && w.inner > 0) w.gated = false, w.gate_up.rows = w.inner;
   if (between(0, 2) == 0) w.inner = 0;  // attention alone
   std::vector<int64_t> calls = {one_of({1, 3, 20, 300}), 1, between(1, 8), 1};
   std::vector<Numbers<float>> inputs;

@@ -145,7 +145,7 @@ def general_case(bits: int, wide: bool, cache: str = "fp32") -> Case:
     rng = np.random.default_rng(1)
     for name in ("norm_after_attention", "norm_after_feed_forward"):
         constants[name] = rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32)
-    attributes |= {"scale": 0.4, "window": 7, "gelu": 1} | {f"{name}_wide": int(wide) for name in matrices}
+    attributes |= {"scale": 0.4, "window": 7, "gelu": 1, "gated": 1} | {f"{name}_wide": int(wide) for name in matrices}
     return constants, matrices, attributes
 
 
@@ -250,7 +250,7 @@ def test_a_general_layer_agrees_with_float64(bits: int, library: Path) -> None:
 
 def test_a_general_layer_gives_the_bits_of_a_plain_one(library: Path) -> None:
     constants, matrices, attributes = layer_case(4, 32, True)
-    more = {"scale": float(np.float32(1) / np.sqrt(np.float32(SIZE))), "window": 0, "gelu": 0}
+    more = {"scale": float(np.float32(1) / np.sqrt(np.float32(SIZE))), "window": 0, "gelu": 0, "gated": 1}
     more |= {f"{name}_wide": 0 for name in matrices}
     cases: list[Case] = [(constants, matrices, attributes | extra) for extra in ({}, more)]
     for found, wanted in zip(*(run_layer(library, case, [12, 1, 3]) for case in cases), strict=True):
