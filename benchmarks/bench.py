@@ -191,21 +191,21 @@ def _quality(
     directory: Path, text: list[Path], teacher: Path | None, threads: int | None, kernels: str, provider: str
 ) -> dict[str, Any]:
     """Bits per byte of the text, and the loss against the teacher with its interval; None for what is not asked for."""
-    from benchmarks.quality import quality_loss
+    from benchmarks.spread import quality_loss
     from sportsllm.formats.manifest import digest
 
     own = score_text(directory, text, threads, kernels, provider) if text else None
     reference = score_text(teacher, text, threads) if teacher else None
-    loss = quality_loss(own.documents, reference.documents) if own and reference else None
+    loss, interval = quality_loss(own.documents, reference.documents) if own and reference else (None, None)
     return {
         "bits_per_byte": own and own.bits_per_byte,
         "teacher_bits_per_byte": reference and reference.bits_per_byte,
         "text": [str(path) for path in text],
         "text_digests": [digest(path) for path in text],
         "teacher": teacher and str(teacher),
-        "quality_loss_percent": loss and loss.percent,
-        "quality_interval_percent": loss and loss.interval and list(loss.interval),
-        "quality_documents": loss and loss.documents,
+        "quality_loss_percent": loss,
+        "quality_interval_percent": interval and list(interval),
+        "quality_documents": len(own.documents) if own and reference else None,
     }
 
 

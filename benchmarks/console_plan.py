@@ -31,16 +31,16 @@ _COST = {
 _PRECISIONS = {"fp16": "fp16, bf16"}
 
 
-def print_plan(console: Console, result: Mapping[str, Any]) -> None:
-    """Parameters and memory; with a device, predictions with what they mean for its budget; or a training."""
-    for table in _tables(result):
+def print_plan(console: Console, result: Mapping[str, Any], training: bool = False) -> None:
+    """Parameters and memory; with a device, predictions with what they mean for its budget; or the `training`."""
+    for table in _tables(result, training):
         table.print(console)
 
 
-def _tables(result: Mapping[str, Any]) -> Iterator[Table]:
+def _tables(result: Mapping[str, Any], training: bool) -> Iterator[Table]:
     if "parameters_by_component" not in result:
         yield _bare_count(result)
-    elif "training" in result:
+    elif training:
         yield from _training(result, result["training"])
     else:
         yield _parts(result)
@@ -124,15 +124,16 @@ def _cache(result: Mapping[str, Any]) -> Table:
         rows.append((held, *map(megabytes, used["cache_bytes"].values())))
         for name, sizes in used["total_bytes"].items():
             rows.append((f"  and {_PRECISIONS.get(name, name)} weights, MB", *map(megabytes, sizes.values())))
-    step = result["training_memory"]
+    step = result["training"]
+    plain, checkpointed = step["plain"], step["checkpointed"]
     line = (
         f"\ntraining step on a {step['processor'].upper()}, batch {step['batch']} x {step['length']:,}, "
-        f"{step['precision']}, {step['optimizer']}: {megabytes(step['total_bytes'])} MB, with activation "
-        f"checkpointing {megabytes(step['total_checkpointed_bytes'])} MB"
+        f"{step['precision']}, {step['optimizer']}: {megabytes(plain['total_bytes'])} MB, with activation "
+        f"checkpointing {megabytes(checkpointed['total_bytes'])} MB"
     )
-    if "fits" in step:
-        alone = "fits with checkpointing only" if step["fits_checkpointed"] else "does not fit"
-        line += f"; {'fits' if step['fits'] else alone} in {megabytes(step['usable_bytes'])} MB"
+    if "fits" in plain:
+        alone = "fits with checkpointing only" if checkpointed["fits"] else "does not fit"
+        line += f"; {'fits' if plain['fits'] else alone} in {megabytes(step['usable_bytes'])} MB"
     return Table("key/value cache", ("", *a_token), rows, (0,), f"{line}. `--training` shows the parts.")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +18,6 @@ from sportsllm.settings import TRAINING_STEP, parse_settings
 if TYPE_CHECKING:
     from benchmarks.devices.schema import Device
     from sportsllm.models.config import ModelConfig
-    from sportsllm.models.training_memory import TrainingStep
 
 DEFAULT_LENGTH = 512
 _ZERO_POINTS = True  # of 4-bit blocks, as `quantize` rounds by default
@@ -114,7 +113,7 @@ def plan(
     """Parameters, memory, KV cache and predicted speed, or what a training takes. Nothing is run."""
     from benchmarks.console_plan import print_plan
     from benchmarks.devices.load import load_device
-    from benchmarks.predict.model_size import CACHES
+    from benchmarks.model_size import CACHES
     from benchmarks.predict.training import UTILIZATION, Cost, plan_training
     from sportsllm.console import output
     from sportsllm.formats.manifest import directory_bytes
@@ -155,7 +154,9 @@ def plan(
         rare.get("optimizer_bits", 32),
         "cpu" if device is None else device.processor,
     )
-    figures = _sizes(model, config, group_size, head_bits) | _training_memory(config, step, device)
+    planned = plan_training(config, step, device, Cost(tokens, price_per_hour, cost["utilization"] or UTILIZATION))
+    figures = _sizes(model, config, group_size, head_bits)
+    figures |= {"training_memory_bytes": planned["plain"]["total_bytes"], "training": planned}
     if directory is not None:
         figures["file_bytes"] = directory_bytes(directory)
     if cached is not None:
@@ -163,13 +164,9 @@ def plan(
     if shapes:
         listed = tensor_shapes(config, step.batch, step.length, 4 if precision in (None, "fp32") else 2)
         figures |= {"shapes": [each._asdict() for each in listed], "shapes_precision": precision or "fp32"}
-    if training:
-        figures["training"] = plan_training(
-            config, step, device, Cost(tokens, price_per_hour, cost["utilization"] or UTILIZATION)
-        )
-    elif device is not None:
+    if device is not None and not training:
         figures |= _predictions(config, device, group_size, head_bits, kv_cache)
-    print_plan(output(), figures)
+    print_plan(output(), figures, training)
     return PlanResult.of({**figures, "figures": figures})
 
 
@@ -250,25 +247,6 @@ def _sizes(model: str, config: ModelConfig, group_size: int, head_bits: int) -> 
     return found
 
 
-def _training_memory(config: ModelConfig, step: TrainingStep, device: Device | None) -> dict[str, Any]:
-    from benchmarks.predict.training import usable_bytes
-    from sportsllm.models.training_memory import training_memory
-
-    plain, checkpointed = (training_memory(config, replace(step, checkpointed=each)) for each in (False, True))
-    found: dict[str, Any] = {
-        **{name: value for name, value in vars(step).items() if name != "checkpointed"},
-        **{f"{name}_bytes": count for name, count in plain.parts().items()},
-        "activations_checkpointed_bytes": checkpointed.activations,
-        "total_bytes": plain.total,
-        "total_checkpointed_bytes": checkpointed.total,
-    }
-    if device is not None:
-        usable = usable_bytes(device)
-        fits = {"fits": plain.total <= usable, "fits_checkpointed": checkpointed.total <= usable}
-        found |= {"usable_bytes": usable, **fits}
-    return {"training_memory_bytes": plain.total, "training_memory": found}
-
-
 def _memory_in_use(config: ModelConfig, tokens: int, sequences: int, weights: Mapping[str, int]) -> dict[str, Any]:
     """Weights and cache together, by the precision of either."""
     from sportsllm.models import memory as size
@@ -291,8 +269,8 @@ def _memory_in_use(config: ModelConfig, tokens: int, sequences: int, weights: Ma
 
 def _predictions(config: ModelConfig, device: Device, group_size: int, head_bits: int, cache: str) -> dict[str, Any]:
     from benchmarks.devices.verdict import judge
+    from benchmarks.model_size import ModelFormat
     from benchmarks.predict.latency import predict, predict_figures, reliability
-    from benchmarks.predict.model_size import ModelFormat
     from sportsllm.models.memory import PRECISIONS
 
     formats = [

@@ -1,4 +1,4 @@
-"""Percentiles, and how far a figure moves from round to round. Standard library only."""
+"""Percentiles, how far a figure moves from round to round, and a loss of quality with its interval."""
 
 from __future__ import annotations
 
@@ -7,33 +7,22 @@ import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from sportsllm.inference.scoring import ratio_interval
+
 NOISY_HALF_WIDTH = 0.05  # an interval that reaches further than this share of its median is called noisy
 CONFIDENCE = 0.90
 MEDIAN_TO_MEAN = 1.1  # standard error of a median over that of a mean, for 3 to 12 correlated normal rounds
 AUTOCORRELATION = 0.5  # of consecutive rounds, which see the same clock, caches and neighbours
 _T_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)  # two-sided, 1 to 10 degrees of freedom
 _T_90_MANY = 1.796
-PERCENTILES = (50, 90, 95, 99)
-
-
-def percentile(samples: Sequence[float], percent: int) -> float:
-    """The value below which `percent` % of the samples lie, interpolated linearly (Hyndman and Fan's type 7).
-
-    Raises:
-        ValueError: there are no samples, or `percent` is not from 1 to 99.
-    """
-    if not samples:
-        raise ValueError("a percentile needs at least one sample")
-    if not 1 <= percent <= 99:
-        raise ValueError(f"percent is {percent}; it must be from 1 to 99")
-    if len(samples) == 1:  # `quantiles` wants two before Python 3.13
-        return samples[0]
-    return statistics.quantiles(samples, n=100, method="inclusive")[percent - 1]
+PERCENTILES = ("p50", "p90", "p95", "p99")
 
 
 def percentiles(samples: Sequence[float]) -> dict[str, float]:
-    """`percentile` at 50, 90, 95 and 99, keyed "p50" and so on."""
-    return {f"p{percent}": percentile(samples, percent) for percent in PERCENTILES}
+    """Those at 50, 90, 95 and 99%, keyed "p50" and so on."""
+    return dict(zip(PERCENTILES, np.percentile(samples, [int(name[1:]) for name in PERCENTILES]).tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -93,3 +82,19 @@ def agree(spreads: Collection[Spread]) -> bool:
     reach, pooled = reach_of(min(each.rounds for each in spreads)), statistics.fmean(each.noise**2 for each in spreads)
     widest = max(each.noise for each in spreads)
     return reach * math.sqrt(pooled) <= NOISY_HALF_WIDTH and reach * widest <= 2 * NOISY_HALF_WIDTH
+
+
+def quality_loss(own: Sequence[float], teacher: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
+    """Rise of bits per byte over the teacher's, in percent, and its 95% interval over documents (`ratio_interval`).
+
+    Args:
+        own, teacher: negative log-likelihood of each document in nats.
+
+    Raises:
+        ValueError: not equally many, or none.
+    """
+    if len(own) != len(teacher) or not own:
+        raise ValueError(f"{len(own)} and {len(teacher)} documents; both models must score the same ones")
+    ends = ratio_interval(own, teacher)
+    interval = None if ends is None else (100 * (ends[0] - 1), 100 * (ends[1] - 1))
+    return 100 * (math.fsum(own) / math.fsum(teacher) - 1), interval

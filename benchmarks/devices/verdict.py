@@ -109,10 +109,6 @@ class BudgetVerdict:
         found = {limit.verdict for limit in self.limits}
         return "fail" if "fail" in found else "uncertain" if "uncertain" in found else "pass"
 
-    def named(self, verdict: Verdict) -> list[str]:
-        """The limits with a verdict."""
-        return [limit.name for limit in self.limits if limit.verdict == verdict]
-
     def to_json(self) -> dict[str, Any]:
         """`target`, `verdict` and `limits`, each with the fields of `LimitVerdict`."""
         return {"target": self.target, "verdict": self.verdict, "limits": [asdict(limit) for limit in self.limits]}

@@ -10,11 +10,10 @@ from typing import Any
 
 from benchmarks.labels import BUDGET_DEPTH
 from benchmarks.measure.process import disturbed
+from benchmarks.model_size import active_share, sizes, stored_format
 from benchmarks.spread import NOISY_HALF_WIDTH, Spread, agree, percentiles, spread
-from sportsllm.files import read_json
-from sportsllm.formats.manifest import directory_bytes, manifest_of
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.memory import kv_cache_bytes_per_token, quantized_bytes, state_bytes
+from sportsllm.models.memory import kv_cache_bytes_per_token, state_bytes
 
 Raw = Mapping[str, Sequence[Mapping[str, Any]]]
 BATCH = "batch-"
@@ -180,27 +179,13 @@ def summarise_sustained(payload: Mapping[str, Any]) -> dict[str, Any]:
 def bytes_read_per_token(directory: Path, config: ModelConfig) -> dict[str, int]:
     """Bytes that decoding one token has to read: `weight_bytes`, and `kv_bytes_per_token` for each token before it.
 
-    Weights are the files' bytes without embeddings of which one row is looked up: an untied one, whose share of the
-    bytes is taken to be its share of the parameters, and the copy by rows that standard operators need of a packed tied
-    matrix. Of experts those count that a token is sent to, by their share of the parameters. kv is what all layers
-    cache of a token, in numbers, times the bytes of one; states that do not grow count as weights.
+    Weights are the layers' matrices, of experts those that a token is sent to, and the head; states that do not grow
+    count as weights. Of an embedding that is stored separately one row is looked up.
     """
-    settings = manifest_of(directory).settings
-    packed = read_json(directory / "config.json").get("quantization_config") or {}
-    weights = directory_bytes(directory)
-    if not config.tie_word_embeddings:
-        embedding = config.parameters_by_component()["embedding"]
-        weights = int(weights * (1 - embedding / config.parameters))
-    elif settings.get("format") == "standard" and "bits" in packed:
-        bits, block_size = int(packed.get("head_bits", packed["bits"])), int(packed.get("block_size", 32))
-        if bits != 32:
-            zeros = bits == 4 and not packed.get("symmetric", True)
-            weights -= quantized_bytes(config.vocab_size, config.hidden_size, bits, block_size, zeros)
-    weights = int(weights * config.active_parameters / config.parameters)
-    weights += state_bytes(config)["fp32"]
-    cached = kv_cache_bytes_per_token(config)
-    kv_bytes = cached.get(str(settings.get("kv_cache")), cached["fp32"])
-    return {"weight_bytes": weights, "kv_bytes_per_token": kv_bytes}
+    stored = stored_format(directory)
+    parts, cache = sizes(config, stored), stored.cache
+    weights = active_share(config) * parts.layers.bytes + parts.head.bytes + state_bytes(config)[cache]
+    return {"weight_bytes": round(weights), "kv_bytes_per_token": kv_cache_bytes_per_token(config)[cache]}
 
 
 def budget_depth(depths: Iterable[int]) -> int:

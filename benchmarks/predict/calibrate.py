@@ -32,9 +32,8 @@ from benchmarks.devices.verdict import limit_lengths
 from benchmarks.measure.bench import LARGEST_WORKING_SET_BYTES, short_bench
 from benchmarks.measure.machine import choose_cpus, machine, this_machine
 from benchmarks.measure.process import QUIET_CORES, run_child, wait_for_quiet, worker_turn
+from benchmarks.model_size import ModelFormat
 from benchmarks.predict.latency import CALIBRATED_BAND, KNOWN_BYTES, Formulas, Terms, costs, resolve, total
-from benchmarks.predict.model_size import ModelFormat
-from benchmarks.spread import percentile
 from export.kernels.library import VERSION
 from export.runtime.session import problem_of
 from sportsllm.console import log, progress_bar
@@ -148,7 +147,7 @@ def band_of(coefficients: Coefficients, figures: Sequence[Figure]) -> dict[str, 
     prices, found = costs(coefficients), dict[str, list[float]]()
     for figure in figures:
         found.setdefault(figure.kind, []).append(abs(math.log(total(figure.terms(), prices) / figure.value)))
-    return {kind: round(math.exp(percentile(errors, 90)), 2) for kind, errors in found.items()}
+    return {kind: round(math.exp(np.percentile(errors, 90)), 2) for kind, errors in found.items()}
 
 
 def export_untrained(config: ModelConfig, stored: ModelFormat, directory: Path, inline: bool = False) -> None:

@@ -28,7 +28,7 @@ from typing import Any, Literal
 from benchmarks.devices.schema import Band, Coefficients, Device
 from benchmarks.devices.verdict import Predicted, depths_that_fit, limit_lengths
 from benchmarks.measure.machine import this_machine
-from benchmarks.predict.model_size import (
+from benchmarks.model_size import (
     ModelFormat,
     WeightGroup,
     active_share,

@@ -44,11 +44,6 @@ class Cost:
             raise UsageError("--price-per-hour needs --tokens, the length of the training")
 
 
-def usable_bytes(device: Device) -> int:
-    """Memory that a training may take; this machine's, measured once, if the device stands for any machine."""
-    return round(1e6 * (device.hardware or this_machine()).memory_usable.value)
-
-
 def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None, cost: Cost) -> dict[str, Any]:
     """Memory of a training step, plain and with activation checkpointing, and on a device what fits and how long.
 
@@ -72,7 +67,8 @@ def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None
     }
     hardware, usable = None, 0
     if device is not None:
-        hardware, usable = device.hardware or this_machine(), usable_bytes(device)
+        hardware = device.hardware or this_machine()
+        usable = round(1e6 * hardware.memory_usable.value)
         result |= {"usable_bytes": usable, "utilization": cost.utilization, **_peak_rate(hardware, step)}
     for name, checkpointed in (("plain", False), ("checkpointed", True)):
         each = replace(step, checkpointed=checkpointed)

@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import misses
+from benchmarks.model_size import ModelFormat, file_bytes
 from benchmarks.predict.latency import predict_figures
-from benchmarks.predict.model_size import ModelFormat, file_bytes
 from compress.pruning.shapes import Shape, head_counts, hidden_sizes, shape_for_share, widths
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.predict.model_size import ModelFormat
+from benchmarks.model_size import ModelFormat
 from compress.pruning.shapes import Shape
 from sportsllm.console import log
 from sportsllm.files import atomic_write_text

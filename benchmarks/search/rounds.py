@@ -22,8 +22,8 @@ from benchmarks.devices.load import is_this_machine
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import misses
 from benchmarks.labels import LIMITS
+from benchmarks.model_size import ModelFormat
 from benchmarks.predict.latency import limit_band, resolve
-from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.candidates import (
     WHOLE,
     Candidate,

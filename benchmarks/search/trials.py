@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 from benchmarks.devices.schema import Device
 from benchmarks.measure.bench import short_bench
 from benchmarks.measure.process import QUIET_CORES, wait_for_quiet
-from benchmarks.predict.model_size import ModelFormat
-from benchmarks.quality import quality_loss
+from benchmarks.model_size import ModelFormat
 from benchmarks.search.candidates import Candidate, Size
 from benchmarks.search.recipe import (
     Source,
@@ -32,6 +31,7 @@ from benchmarks.search.recipe import (
     quantize_settings,
     vocabulary_stages,
 )
+from benchmarks.spread import quality_loss
 from compress.pruning.shapes import Shape
 from sportsllm.commands import load_command
 from sportsllm.console import log, logged
@@ -181,7 +181,7 @@ class Trials:
         if candidate.format.quantized and self.processor == "cpu":
             made = self._exported(made, candidate.format)
         own, teacher = self._score(made), self._score(self.source.teacher)
-        interval = quality_loss(own, teacher).interval
+        interval = quality_loss(own, teacher)[1]
         return Losses(self._loss(student), self._loss(made), interval)
 
     def timed(self, candidate: Candidate) -> Timed:

@@ -22,6 +22,7 @@ from benchmarks.devices.load import load_device
 from benchmarks.devices.schema import Coefficients
 from benchmarks.measure.machine import default_threads, machine, this_machine
 from benchmarks.measure.process import QUIET_CORES
+from benchmarks.model_size import ModelFormat
 from benchmarks.predict.calibrate import (
     FORMATS,
     INT8_CACHE,
@@ -34,7 +35,6 @@ from benchmarks.predict.calibrate import (
     write_models,
 )
 from benchmarks.predict.latency import costs, resolve, total
-from benchmarks.predict.model_size import ModelFormat
 from sportsllm.console import output
 from sportsllm.errors import ConflictError
 from sportsllm.models.config import ModelConfig

@@ -17,6 +17,7 @@ import csv
 import html
 import io
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
@@ -41,7 +42,10 @@ from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
 
 TOOL, THREADS, MOST_CONTEXT = "sportsllm-compress", 2, 2_048
-ONNX: dict[str, dict[str, Any]] = {"INT8": {"bits": 8}, "INT4": {"bits": 4}, "INT4/8": {"bits_per_weight": 5.5}}
+ONNX: dict[str, dict[str, Any]] = {
+    **{"INT8": {"bits": 8}, "INT4": {"bits": 4}},
+    **{"INT4 uniform": {"uniform": True}, "INT4/8": {"bits_per_weight": 5.5}},
+}
 """Settings of `quantize`."""
 GGUF = ("q4_0", "iq4_xs", "q4_k_m", "q5_k_m", "q8_0")
 COLUMNS = (
@@ -84,7 +88,7 @@ def make(model: Path, calibration: Sequence[Path], work: Path) -> list[Made]:
     quantize, export, text = load_command("quantize"), load_command("export"), list(calibration) or None
     made = []
     for name, settings in ONNX.items():
-        packed, out = (work / f"{name.replace('/', '-').lower()}{part}" for part in ("-packed", "-onnx"))
+        packed, out = (work / f"{re.sub(r'[ /]', '-', name.lower())}{part}" for part in ("-packed", "-onnx"))
         quantize(model, out=packed, calibration=text, threads=THREADS, **settings)
         export(packed, out=out, threads=THREADS)
         made.append(Made(TOOL, name, out))

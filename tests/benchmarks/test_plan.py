@@ -22,8 +22,8 @@ def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(result["weight_bytes"]) == set(PRECISIONS)
     assert result["weight_bytes"]["fp32"] == 388_967_424
     assert result["kv_cache_bytes_per_token"] == {"fp32": 73_728, "fp16": 36_864, "int8": 18_432}
-    assert result["training_memory_bytes"] == result["training_memory"]["total_bytes"]
-    assert result["training_memory"]["total_checkpointed_bytes"] < result["training_memory_bytes"]
+    assert result["training_memory_bytes"] == result["training"]["plain"]["total_bytes"]
+    assert result["training"]["checkpointed"]["total_bytes"] < result["training_memory_bytes"]
     keys = {"precision", "depth", "ttft_ms", "tpot_ms", "peak_rss_bytes"}
     for row in result["predicted"]:
         assert keys <= set(row)

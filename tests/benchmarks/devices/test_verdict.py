@@ -8,6 +8,7 @@ import pytest
 from benchmarks.devices.load import load_device
 from benchmarks.devices.verdict import (
     TIMED_STEPS,
+    BudgetVerdict,
     Predicted,
     depths_that_fit,
     judge,
@@ -18,8 +19,8 @@ from benchmarks.devices.verdict import (
 from benchmarks.labels import LIMITS
 from benchmarks.measure import bench
 from benchmarks.measure.worker import window_around
+from benchmarks.model_size import ModelFormat
 from benchmarks.predict.latency import predict_figures
-from benchmarks.predict.model_size import ModelFormat
 from sportsllm.models.presets import PRESETS
 from tests.support.devices import reference_machine
 
@@ -30,6 +31,10 @@ def _by_name(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {limit["name"]: limit for limit in result["limits"]}
 
 
+def named(judged: BudgetVerdict, verdict: str) -> list[str]:
+    return [limit.name for limit in judged.limits if limit.verdict == verdict]
+
+
 def test_a_limit_is_kept_missed_or_open() -> None:
     limits = HOST.limits
     exactly = {name: float(getattr(limits, name)) for name in LIMITS}
@@ -37,11 +42,11 @@ def test_a_limit_is_kept_missed_or_open() -> None:
     assert kept.verdict == "pass" and not misses(exactly, HOST)
     assert {limit.source for limit in kept.limits} == {"measured"}
     missed = judge(HOST, {**exactly, "ttft_ms": limits.ttft_ms + 0.1})
-    assert missed.verdict == "fail" and missed.named("fail") == ["ttft_ms"]
+    assert missed.verdict == "fail" and named(missed, "fail") == ["ttft_ms"]
     broken = {**exactly, "ttft_ms": float("nan")}
     assert judge(HOST, broken).verdict == "fail" and set(misses(broken, HOST)) == {"ttft_ms"}  # NaN keeps no limit
     unknown = judge(HOST, {**exactly, "quality_loss_percent": None})
-    assert unknown.verdict == "uncertain" and unknown.named("uncertain") == ["quality_loss_percent"]
+    assert unknown.verdict == "uncertain" and named(unknown, "uncertain") == ["quality_loss_percent"]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +58,7 @@ def test_the_interval_of_a_measurement_decides(interval: tuple[float, float] | N
     exactly = {name: float(getattr(HOST.limits, name)) for name in LIMITS}
     value = 245.0 if interval is None else sum(interval) / 2
     result = judge(HOST, {**exactly, "ttft_ms": value}, intervals={"ttft_ms": interval})
-    assert result.verdict == verdict and result.named("pass")
+    assert result.verdict == verdict and named(result, "pass")
     limit = next(each for each in result.limits if each.name == "ttft_ms")
     assert (limit.reason is not None) == (interval is None)
 

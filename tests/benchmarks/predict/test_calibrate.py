@@ -13,6 +13,7 @@ from benchmarks import device_commands
 from benchmarks.devices.load import is_this_machine, load_device, processor_name
 from benchmarks.devices.schema import Coefficients
 from benchmarks.measure.bench import ShortBench
+from benchmarks.model_size import ModelFormat
 from benchmarks.plan import plan
 from benchmarks.predict import calibrate
 from benchmarks.predict.calibrate import (
@@ -31,7 +32,6 @@ from benchmarks.predict.calibrate import (
     thread_counts,
 )
 from benchmarks.predict.latency import costs, resolve, total
-from benchmarks.predict.model_size import ModelFormat
 from benchmarks.studies.prediction_error import DIMENSIONS
 from sportsllm.errors import ConflictError, UsageError
 from tests.support.command_line import CommandLine

@@ -10,6 +10,7 @@ from benchmarks.devices.load import list_devices, load_device
 from benchmarks.devices.schema import Coefficients, Device, Hardware
 from benchmarks.devices.verdict import misses
 from benchmarks.measure import machine
+from benchmarks.model_size import ModelFormat
 from benchmarks.predict import latency
 from benchmarks.predict.latency import (
     PREFILL_CHUNK_TOKENS,
@@ -24,7 +25,6 @@ from benchmarks.predict.latency import (
     resolve,
     total,
 )
-from benchmarks.predict.model_size import ModelFormat
 from export.runtime.decoder import PREFILL_CHUNK
 from sportsllm.formats.huggingface import to_hf
 from sportsllm.models.config import ModelConfig

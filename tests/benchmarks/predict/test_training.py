@@ -109,7 +109,7 @@ def test_without_a_device_there_are_parts_and_flops(capsys: pytest.CaptureFixtur
 
 def test_the_ordinary_plan_says_whether_a_step_fits(capsys: pytest.CaptureFixture[str]) -> None:
     result = plan(shape="base-162m", device="rtx-3060", batch=32, length=2_048)
-    assert (result["training_memory"]["fits"], result["training_memory"]["fits_checkpointed"]) == (False, True)
+    assert (result["training"]["plain"]["fits"], result["training"]["checkpointed"]["fits"]) == (False, True)
     assert "fits with checkpointing only in 11,885 MB" in " ".join(capsys.readouterr().out.split())
 
 

@@ -16,7 +16,7 @@ from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import judge
 from benchmarks.fit import FitResult, finish_best, fit, run_fit
 from benchmarks.measure.bench import ShortBench
-from benchmarks.predict.model_size import ModelFormat, file_bytes
+from benchmarks.model_size import ModelFormat, file_bytes
 from benchmarks.search.candidates import WHOLE, Candidate, Size, candidate_of, expert_counts, formats, ways
 from benchmarks.search.recipe import Effort, Source, Target, export_settings, prune_settings, write_recipe
 from benchmarks.search.results import print_fit

@@ -10,8 +10,8 @@ import pytest
 
 import sportsllm
 from benchmarks.devices.load import load_device
+from benchmarks.model_size import stored_format
 from benchmarks.predict.latency import predict_directory
-from benchmarks.predict.model_size import stored_format
 from compress.quantization.config import Granularity, QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from export.layout import GRAPH_FILE

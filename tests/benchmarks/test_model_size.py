@@ -9,8 +9,15 @@ import onnx
 import pytest
 
 from benchmarks.measure.summary import bytes_read_per_token
+from benchmarks.model_size import (
+    ModelFormat,
+    file_bytes,
+    layer_activations,
+    mixing_macs,
+    sizes,
+    stored_format,
+)
 from benchmarks.predict.calibrate import FORMATS, INT8_CACHE, export_untrained
-from benchmarks.predict.model_size import ModelFormat, file_bytes, layer_activations, mixing_macs, sizes, stored_format
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import to_hf
 from sportsllm.models.presets import PRESETS
@@ -55,7 +62,7 @@ def test_the_parts_of_a_format_are_those_of_its_graph(stored: ModelFormat, tmp_p
         assert parts.embedding == pytest.approx(by_rows, rel=0.01) and by_rows > 0.05 * everything
         manifest = {"format": 1, "command": "export", "settings": {"format": "standard"}, "files": {}}
         (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-        assert bytes_read_per_token(directory, SHAPE)["weight_bytes"] == files - by_rows
+        assert bytes_read_per_token(directory, SHAPE)["weight_bytes"] == pytest.approx(everything - by_rows, rel=0.02)
     else:
         assert parts.embedding == 0
 
