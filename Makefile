@@ -47,7 +47,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# The documentation as a site that works from disk: open site/index.html.
+# The documentation as a site. Its pages open from disk; search needs a server: python3 -m http.server -d site
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 

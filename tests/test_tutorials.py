@@ -1,4 +1,4 @@
-"""The tutorials run as they stand: every shell block, in order, and the outputs that they show.
+"""Tutorials and programs in the docs run as they stand: every shell block, in order, and the outputs that they show.
 
 What differs from what a reader runs is all here: fewer tokens and rounds, a tiny chat model in place of SmolLM2-135M,
 and stand-ins for commands that need a network, a Raspberry Pi or an hour.
@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = ROOT / "docs" / "tutorials"
+HOW_TO = ("../how-to/run-without-this-package.md", "../how-to/target.md")
 INSTEAD = {
     "--megabytes 5": "--megabytes 0.3",
     "--megabytes 1 ": "--megabytes 0.2 ",
@@ -25,7 +26,7 @@ INSTEAD = {
     "bench student-onnx": "bench student-onnx --rounds 1",
 }
 STAND_INS = ("make", "scp", "pip", "npm")
-FENCE = re.compile(r'^```(\S+)(?: title="(\w+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r'^```(\S+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,8 @@ def run_page(name: str, folder: Path, instead: dict[str, str]) -> None:
             printed = run.stdout
             missed_budget = run.returncode == 4 and "--target" in text  # a model trained for seconds
             assert run.returncode == 0 or missed_budget, f"{text}\n{printed}"
+        elif "." in title:
+            (folder / title).write_text(text, encoding="utf-8")
         elif title == "Output":
             left = iter(words(printed))
             assert all(word in left for word in words(text)), f"{name} shows\n{text}\nbut was printed\n{printed}"
@@ -71,8 +74,9 @@ def words(text: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["raspberry-pi.md", "web-page.md"])
+@pytest.mark.parametrize("name", ["raspberry-pi.md", "web-page.md", *HOW_TO])
 def test_from_text_to_a_raspberry_pi_and_a_web_page(name: str, folder: Path) -> None:
+    """The how-to pages continue from the tutorial's models; the files that they show are written first."""
     run_page(name, folder, INSTEAD)
 
 
@@ -83,3 +87,10 @@ def test_from_a_checkpoint_to_a_phone(checkpoint: Path, tmp_path: Path) -> None:
     file = model / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
     run_page("phone.md", tmp_path, INSTEAD | {"HuggingFaceTB/SmolLM2-135M-Instruct": str(model)})
+
+
+def test_files_named_in_the_docs_exist() -> None:
+    named = re.compile(r"`((?:sportsllm|compress|export|benchmarks|tests|recipes)/[\w./-]+\.(?:py|toml|csv|h|cpp))`")
+    for page in (ROOT / "docs").rglob("*.md"):
+        for path in named.findall(page.read_text(encoding="utf-8")):
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
