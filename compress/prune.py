@@ -226,7 +226,7 @@ def prune_checkpoint(
     resume = resume and (partial_directory(out) / STATE_DIRECTORY).exists()
     signals = None
     if recovery is not None:
-        from compress.distillation.student import RunState, recover
+        from compress.distillation.student import RunState, StudentText, recover
 
         signals = recovery.prepare(smaller)
     stage = job.stage(shape)
@@ -239,7 +239,10 @@ def prune_checkpoint(
             mapped = recovery
             if recovery.teacher == job.checkpoint:  # another one has layers of its own
                 mapped = recovery.matching_kept(cut["kept_layers"])
-            training = recover(network, mapped, signals, RunState(directory, stage.fingerprint(), resume))
+            state = RunState(directory, stage.fingerprint(), resume)
+            if work.text is None or not recovery.brief:  # its lines go to the log of a search
+                work.text = StudentText.read(recovery, smaller)
+            training = recover(network, mapped, signals, state, work.text)
         (directory / _CUT).unlink()
         seconds = time.perf_counter() - started
         save_checkpoint(directory, network, job.checkpoint)
@@ -264,8 +267,9 @@ def _cut(job: PruneJob, work: Calibration, shape: Shape, directory: Path, resume
 
     Importance scores are written beside it. A resumed run gets a model whose weights the saved state will replace.
     """
-    from compress.pruning.cut import PrunedModel, prune_model
+    from compress.pruning.cut import PrunedModel
     from compress.pruning.scores import MEASURED, save_scores
+    from compress.pruning.search import REFIT_SAMPLES
     from sportsllm.files import atomic_write_text, read_json
     from sportsllm.models.language_model import SportsLLM
 
@@ -274,13 +278,16 @@ def _cut(job: PruneJob, work: Calibration, shape: Shape, directory: Path, resume
         network = SportsLLM(smaller)
         network.initialize(0)
         return network, dict(read_json(kept))
+    samples = work.samples
+    if job.recovery is not None and job.recovery.brief:
+        samples = samples[:REFIT_SAMPLES]
     pruned = PrunedModel(work.model, list(range(work.model.config.num_hidden_layers)), [])
     if not job.cuts_experts or shape != Shape.of(work.model.config):
-        pruned = prune_model(work.model, work.scores, smaller, work.samples, job.config.refit)
+        pruned = work.cut(smaller, samples, job.config.refit)
         if job.config.importance in MEASURED and job.scores is None:
             save_scores(directory, work.scores, work.model.config)
     cut = {
-        "calibration_tokens": sum(sample.numel() for sample in work.samples),
+        "calibration_tokens": sum(sample.numel() for sample in samples),
         "kept_layers": pruned.layers,
         "layers_tried": [run._asdict() for run in pruned.tried],
     }

@@ -41,6 +41,7 @@ class StudentTraining:
         distillation: what to learn.
         adapters: train these instead of all weights, and merge them.
         extra_holdouts: further checkpoints whose held-out text is not trained on: where the student starts from.
+        brief: a trial, of which only the score on the selection split counts; the report split is not scored.
     """
 
     teacher: Path
@@ -50,6 +51,7 @@ class StudentTraining:
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     adapters: Adapters | None = None
     extra_holdouts: tuple[Path, ...] = ()
+    brief: bool = False
 
     @property
     def left_out(self) -> tuple[Path, ...]:
@@ -162,7 +164,7 @@ def train_student(
             resumed = (state.directory / STATE_DIRECTORY).exists()  # the saved state has the projections
             if has_weights and not resumed and len(matching.projections):
                 matching.to(device).fit(student, teacher, batches.batch(0).to(device))
-        judged = validation(text.split, text.tokenizer, config, has_weights)
+        judged = validation(text.split, text.tokenizer, config, has_weights, report=not training.brief)
         loss = distillation_loss(distillation, teacher, config.steps * config.accumulation, cache)
         with attached(student, matching):
             if config.try_rates and judged is not None:
@@ -181,9 +183,15 @@ def train_student(
     return result.record(student, batches)
 
 
-def recover(model: SportsLLM, training: StudentTraining, cache: TeacherCache | None, state: RunState) -> JsonObject:
+def recover(
+    model: SportsLLM,
+    training: StudentTraining,
+    cache: TeacherCache | None,
+    state: RunState,
+    text: StudentText | None = None,
+) -> JsonObject:
     """Train a model that was cut or rounded, in place: `train_student`, the score before under its own name."""
-    text = StudentText.read(training, model.config)
+    text = text or StudentText.read(training, model.config)
     results = train_student(model, training, text, cache, state, "recover")
     return {"bits_per_byte_before_recovery": results.pop("bits_per_byte_before"), **results}
 

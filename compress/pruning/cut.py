@@ -112,13 +112,19 @@ class KeptUnits:
 
 
 def prune_model(
-    model: SportsLLM, scores: Scores, smaller: ModelConfig, samples: Sequence[Tensor], refit: bool = True
+    model: SportsLLM,
+    scores: Scores,
+    smaller: ModelConfig,
+    samples: Sequence[Tensor],
+    refit: bool = True,
+    chosen: tuple[list[int], list[LayerRun]] | None = None,
 ) -> PrunedModel:
     """Cut a float32 model, which is not changed: choose layers and units, make heads, rotate, slice, refit.
 
-    `smaller` comes from `Shape.applied_to`; `samples` are calibration token ids, (B, T) each.
+    `smaller` comes from `Shape.applied_to`; `samples` are calibration token ids, (B, T) each; `chosen` is what
+    `kept_layers` returns for its depth, if that is known.
     """
-    layers, tried = kept_layers(model, scores, smaller.num_hidden_layers, samples)
+    layers, tried = chosen or kept_layers(model, scores, smaller.num_hidden_layers, samples)
     reduced = model
     if heads_change(model.config, smaller):
         reduced = reduce_heads(model, smaller, scores, samples)

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig, loss_per_token
+from compress.pruning.cut import (
+    SAMPLE_LENGTH,
+    LayerRun,
+    PruneConfig,
+    PrunedModel,
+    kept_layers,
+    loss_per_token,
+    prune_model,
+)
 from compress.pruning.experts import reduce_experts
 from compress.pruning.scores import Scores, load_scores, measure_scores
 from compress.pruning.shapes import Shape, fewer_experts
@@ -30,7 +38,7 @@ from sportsllm.text.documents import HELD_OUT, held_out_files, manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from compress.distillation.student import StudentTraining
+    from compress.distillation.student import StudentText, StudentTraining
 
 
 @dataclass(frozen=True)
@@ -100,11 +108,13 @@ class PruneJob:
 class Calibration:
     """What every cut of a job starts from, each made when first asked for, and once.
 
-    `stored` is a file of scores that an earlier search on the same inputs left behind.
+    `stored` is a file of scores that an earlier search on the same inputs left behind, `text` that of recoveries.
     """
 
     job: PruneJob
     stored: Path | None = None
+    text: StudentText | None = None
+    _layers: dict[int, tuple[list[int], list[LayerRun]]] = field(default_factory=dict)  # by their number
 
     @property
     def model(self) -> SportsLLM:
@@ -122,6 +132,13 @@ class Calibration:
         if (known := self.job.scores or self.stored) is not None:
             return load_scores(known, self.model.config)
         return measure_scores(self.model, self.samples, self.job.config.importance)
+
+    def cut(self, smaller: ModelConfig, samples: Sequence[Tensor], refit: bool) -> PrunedModel:
+        """`prune_model`; which layers stay is tried once for each depth, on the same text for all cuts."""
+        count = smaller.num_hidden_layers
+        if count not in self._layers:
+            self._layers[count] = kept_layers(self.model, self.scores, count, self.samples)
+        return prune_model(self.model, self.scores, smaller, samples, refit, self._layers[count])
 
     @cached_property
     def _full(self) -> tuple[SportsLLM, list[Tensor]]:

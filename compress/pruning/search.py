@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compress.pruning.cut import loss_per_token, prune_model
+from compress.pruning.cut import loss_per_token
 from compress.pruning.job import Calibration
 from compress.pruning.scores import SCORES_FILE
 from compress.pruning.shapes import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from compress.distillation.student import StudentTraining
 
 LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found
-_SCORING_SAMPLES, _REFIT_SAMPLES = 8, 64  # all shapes read the same text, so little of it tells them apart
+_SCORING_SAMPLES, REFIT_SAMPLES = 8, 64  # all shapes read the same text, so little of it tells them apart
 _MOST_CUT = 64
 _BRIEF_STEP = 1_024  # tokens
 _SEARCH_SHARE = 0.05  # of the recovery's tokens, for each finalist
@@ -123,12 +123,12 @@ def find_finalists(
     """
     started, model, samples = time.perf_counter(), calibration.model, calibration.samples
     held_out = max(1, min(_SCORING_SAMPLES, len(samples) // 4))
-    scoring, fitted = samples[:held_out], samples[held_out : held_out + _REFIT_SAMPLES] or samples
+    scoring, fitted = samples[:held_out], samples[held_out : held_out + REFIT_SAMPLES] or samples
     merging = fitted[:_SCORING_SAMPLES]  # heads are merged by other text than the shapes are ranked on
 
     def loss_of(shape: Shape, refit: bool = False) -> float:
         smaller = shape.applied_to(model.config)
-        pruned = prune_model(model, calibration.scores, smaller, fitted if refit else merging, refit)
+        pruned = calibration.cut(smaller, fitted if refit else merging, refit)
         return loss_per_token(pruned.model, scoring)
 
     losses: dict[Shape, float] = {}
@@ -215,7 +215,7 @@ def recovered_finalists(
 
 
 def brief_recovery(recovery: StudentTraining, tokens: int) -> StudentTraining:
-    """The same on few tokens: small steps, a warm-up to match, one rate, and the text for choices scored at the end."""
+    """The same on few tokens: small steps, a warm-up to match, one rate, and only the text for choices is scored."""
     config = recovery.config
     batch_size = max(1, min(config.batch_size, _BRIEF_STEP // config.sequence))
     steps = -(-tokens // (batch_size * config.sequence))
@@ -223,7 +223,7 @@ def brief_recovery(recovery: StudentTraining, tokens: int) -> StudentTraining:
     brief = dataclasses.replace(
         config, steps=steps, batch_size=batch_size, accumulation=1, warmup=warmup, try_rates=False, validate_every=0
     )
-    return dataclasses.replace(recovery, config=brief)
+    return dataclasses.replace(recovery, config=brief, brief=True)
 
 
 def recovery_tokens(recovery: StudentTraining) -> int:

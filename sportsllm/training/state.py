@@ -41,16 +41,18 @@ class Validation:
 
     Attributes:
         selection: chooses the best step and the learning rates.
-        report: other text, for the figure that is reported.
+        report: other text, for the figure that is reported; None if none is.
         keep_start: the start has useful weights: score it too, and keep it if no step is better.
     """
 
     selection: Validate
-    report: Validate
+    report: Validate | None
     keep_start: bool = False
 
 
-def validation(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig, keep_start: bool) -> Validation | None:
+def validation(
+    corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig, keep_start: bool, report: bool = True
+) -> Validation | None:
     """How a run is scored; None if it has no steps.
 
     Choices are made on as many tokens as a sixteenth of the run, in windows of the training sequence: positions beyond
@@ -64,7 +66,7 @@ def validation(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig,
     if selection_split == report_split:
         log("the held-out text is one short document: the best step is chosen on the text that is reported")
     selection = _scorer(selection_split, tokenizer, tokens, config.sequence)
-    return Validation(selection, _scorer(report_split, tokenizer, _REPORT_TOKENS), keep_start)
+    return Validation(selection, _scorer(report_split, tokenizer, _REPORT_TOKENS) if report else None, keep_start)
 
 
 def _scorer(documents: Sequence[str], tokenizer: TextTokenizer, tokens: int, window: int | None = None) -> Validate:
@@ -108,7 +110,7 @@ class RunState:
         if not validation.keep_start:
             return None
         log("scoring held-out text before training")
-        self.bits_per_byte_before = validation.report(self.model)
+        self.bits_per_byte_before = validation.report and validation.report(self.model)
         return self.consider(validation)
 
     def consider(self, validation: Validation) -> float:
@@ -121,7 +123,7 @@ class RunState:
         return bits_per_byte
 
     @torch.no_grad()
-    def finish(self, validation: Validation) -> float:
+    def finish(self, validation: Validation) -> float | None:
         """Give the model its best weights, say so if those are not the last ones, and return the reported figure."""
         if self.best_step not in (None, self.step):
             last = math.nan if self.last_bits_per_byte is None else self.last_bits_per_byte
@@ -133,7 +135,7 @@ class RunState:
             trained = self._trained()
             for name, weight in (self.best or {}).items():
                 trained[name].copy_(weight)
-        return validation.report(self.model)
+        return validation.report and validation.report(self.model)
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}

@@ -151,7 +151,9 @@ def test_a_search_leaves_finished_stages_behind(
     assert len(tried) == 2 and capsys.readouterr().err.count("calibration on 4 samples") == 1
     assert tried[0]["bits_per_byte"] <= tried[1]["bits_per_byte"] and tried[0]["shape"] == result.shape
     assert tried[0]["shape"] != tried[1]["shape"]
-    assert len([path for path in (tmp_path / "out.search").iterdir() if path.is_dir()]) == 2
+    brief = [path for path in (tmp_path / "out.search").iterdir() if path.is_dir()]
+    assert len(brief) == 2 and all(read_manifest(path).results["valid_bits_per_byte"] is None for path in brief)
+    assert result.valid_bits_per_byte
     (tmp_path / "out").rename(tmp_path / "first")
     monkeypatch.setattr("compress.pruning.search.find_finalists", None)  # what was found is not sought again
     assert run(tmp_path / "out", settings, **given).search == tried
