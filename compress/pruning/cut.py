@@ -40,7 +40,7 @@ from sportsllm.training.loss import cross_entropy
 
 SAMPLE_LENGTH = 512
 """Tokens of a calibration sample."""
-_RUNS_TRIED, _RUN_SAMPLES = 3, 64  # all runs read the same text, so little of it tells them apart
+_RUNS_TRIED, _RUN_SAMPLES = 3, 32  # all runs read the same text, so little of it tells them apart
 _LAYER = re.compile(r"^(model\.layers\.)(\d+)\.")
 # Fields that decide which tensors there are, or what a token is; a cut cannot change them.
 _SAME = (
@@ -55,7 +55,8 @@ _SAME = (
 class PruneConfig:
     """How units are chosen (`importance`, one of `IMPORTANCES`), and whether the kept weights are refitted.
 
-    `samples` is the number of calibration samples: None takes up to 256, fewer for a large model.
+    `samples` is the number of calibration samples: None takes up to 256, fewer for a large model or before
+    training.
     """
 
     importance: str = "output"
