@@ -237,7 +237,8 @@ class TeacherCache:
         """What is stored for a batch of `CachedBatches`, on the batch's device."""
         places = [divmod(row, ROWS_PER_SHARD) for row in cached_rows(batch.index, len(batch.tokens), self.info.rows)]
         rows = [{name: tensor[place] for name, tensor in self._shard(shard).items()} for shard, place in places]
-        stored = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        with torch.autocast("cpu", enabled=False):  # which cannot stack float16
+            stored = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         return targets_of(stored, batch.tokens.device)
 
     def chunk_loss(self, batch: Batch, kl_weight: float = 1.0) -> ChunkLoss:

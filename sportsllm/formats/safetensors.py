@@ -61,6 +61,8 @@ class TensorFiles(Mapping[str, Tensor]):
             self._names = dict.fromkeys([*named, *others])
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
         stored = self.stored_name(name)
         path, tensor = self._where[stored], self._stored(stored)
         if self._packed:

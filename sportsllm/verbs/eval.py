@@ -71,7 +71,11 @@ def eval(
     text: options.Text = None,
     against: Annotated[
         Path | None,
-        typer.Option(metavar="BASE", help="Also compare with this model on --text: KL, top-1 agreement, perplexity."),
+        typer.Option(
+            metavar="BASE",
+            help="Also compare with this model on --text: KL, top-1 agreement, perplexity.",
+            show_default="no comparison",
+        ),
         options.BY_NAME,
     ] = None,
     questions: Annotated[

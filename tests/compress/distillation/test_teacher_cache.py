@@ -178,6 +178,8 @@ def test_targets_do_not_depend_on_the_batch_size(
     full, parts = signals.targets(whole.batch(0)), [signals.targets(half.batch(index)) for index in (0, 3)]
     for name in ("ids_NK", "weights_NK", "entropy_N"):
         assert getattr(full, name).equal(torch.cat([getattr(part, name) for part in parts])), name
+    with torch.autocast("cpu", torch.bfloat16):  # as in training
+        assert signals.targets(whole.batch(0)).weights_NK.equal(full.weights_NK)
     one = opened(checkpoint, corpus_file, tmp_path / "one", batch_size=1).targets(whole.batch(0))
     # Products of other shapes may round otherwise, which moves a draw by a place once in about a million.
     assert float((one.ids_NK == full.ids_NK).float().mean()) > 0.995
