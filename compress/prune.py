@@ -269,6 +269,7 @@ def _cut(job: PruneJob, work: Calibration, shape: Shape, directory: Path, resume
     """
     from compress.pruning.cut import PrunedModel
     from compress.pruning.scores import MEASURED, save_scores
+    from compress.pruning.search import REFIT_SAMPLES
     from sportsllm.files import atomic_write_text, read_json
     from sportsllm.models.language_model import SportsLLM
 
@@ -277,13 +278,16 @@ def _cut(job: PruneJob, work: Calibration, shape: Shape, directory: Path, resume
         network = SportsLLM(smaller)
         network.initialize(0)
         return network, dict(read_json(kept))
+    samples = work.samples
+    if job.recovery is not None and job.recovery.brief:
+        samples = samples[:REFIT_SAMPLES]
     pruned = PrunedModel(work.model, list(range(work.model.config.num_hidden_layers)), [])
     if not job.cuts_experts or shape != Shape.of(work.model.config):
-        pruned = work.cut(smaller, work.samples, job.config.refit)
+        pruned = work.cut(smaller, samples, job.config.refit)
         if job.config.importance in MEASURED and job.scores is None:
             save_scores(directory, work.scores, work.model.config)
     cut = {
-        "calibration_tokens": sum(sample.numel() for sample in work.samples),
+        "calibration_tokens": sum(sample.numel() for sample in samples),
         "kept_layers": pruned.layers,
         "layers_tried": [run._asdict() for run in pruned.tried],
     }

@@ -95,9 +95,7 @@ DISTILLATION: Group = {
 }
 PRUNING: Group = {
     "refit": Setting(bool, "Refit the kept weights to the full model by least squares", "true"),
-    "samples": Setting(
-        int, "Calibration samples", "up to 256, or 32,768 tokens with --recover; fewer for a large model", 1
-    ),
+    "samples": Setting(int, "Calibration samples", "up to 256, fewer for a model over 20M parameters", 1),
     "scores": Setting(str, "importance.safetensors of an earlier run, or its directory", "measured"),
     "finalists": Setting(int, "Shapes that --search recovers", "3", 1),
 }

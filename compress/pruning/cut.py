@@ -55,8 +55,7 @@ _SAME = (
 class PruneConfig:
     """How units are chosen (`importance`, one of `IMPORTANCES`), and whether the kept weights are refitted.
 
-    `samples` is the number of calibration samples: None takes up to 256, fewer for a large model or before
-    training.
+    `samples` is the number of calibration samples: None takes up to 256, fewer for a large model.
     """
 
     importance: str = "output"

@@ -31,7 +31,7 @@ from sportsllm.formats.artifact import Stage
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import quantization_config
-from sportsllm.inference.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar, usual_samples
+from sportsllm.inference.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.documents import HELD_OUT, held_out_files, manifest_setting
@@ -147,8 +147,7 @@ class Calibration:
         length = SAMPLE_LENGTH if recovery is None else recovery.config.sequence
         tokenizer = load_tokenizer(job.checkpoint, model.config)
         valid = held_out_files(job.checkpoint) if recovery is None else recovery.left_out
-        most = usual_samples(model.config, length, trained=recovery is not None)
-        samples = calibration_samples(job.calibration, valid, tokenizer, model.config, job.config.samples, length, most)
+        samples = calibration_samples(job.calibration, valid, tokenizer, model.config, job.config.samples, length)
         log(f"calibration on {len(samples)} samples of text, {sum(one.numel() for one in samples):,} tokens")
         with torch.no_grad():
             check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from compress.distillation.student import StudentTraining
 
 LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found
-_SCORING_SAMPLES, _REFIT_SAMPLES = 8, 64  # all shapes read the same text, so little of it tells them apart
+_SCORING_SAMPLES, REFIT_SAMPLES = 8, 64  # all shapes read the same text, so little of it tells them apart
 _MOST_CUT = 64
 _BRIEF_STEP = 1_024  # tokens
 _SEARCH_SHARE = 0.05  # of the recovery's tokens, for each finalist
@@ -123,7 +123,7 @@ def find_finalists(
     """
     started, model, samples = time.perf_counter(), calibration.model, calibration.samples
     held_out = max(1, min(_SCORING_SAMPLES, len(samples) // 4))
-    scoring, fitted = samples[:held_out], samples[held_out : held_out + _REFIT_SAMPLES] or samples
+    scoring, fitted = samples[:held_out], samples[held_out : held_out + REFIT_SAMPLES] or samples
     merging = fitted[:_SCORING_SAMPLES]  # heads are merged by other text than the shapes are ranked on
 
     def loss_of(shape: Shape, refit: bool = False) -> float:

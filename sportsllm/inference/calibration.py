@@ -23,7 +23,6 @@ from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16
 _SAMPLING_TIMES_PARAMETERS = 4e9  # about a minute of sampling on two cores
 _LEAST_SAMPLES, _MOST_SAMPLES = 16, 256  # by default
-_TOKENS_BEFORE_TRAINING = 32_768  # twice as many lower the loss right after a cut by 0.1%, for twice the time
 _SAMPLES_TIMES_PARAMETERS = 5e9  # pruning runs the model about ten times: minutes, also for a large one
 _TOKENS_PER_NEURON = 4  # a refit solves for one weight per neuron and output
 JUDGED_SAMPLES = 8  # for `check_familiar`
@@ -80,15 +79,13 @@ def calibration_samples(
     return samples
 
 
-def usual_samples(config: ModelConfig, length: int, trained: bool = False) -> int:
+def usual_samples(config: ModelConfig, length: int) -> int:
     """Default number of samples of `length` tokens for pruning.
 
     256 up to 20M parameters, then fewer in proportion, but at least 16 and four tokens for each feed-forward neuron.
-    If the pruned model is `trained` afterwards, 32,768 tokens at most, the least aside.
     """
     fewest = max(_LEAST_SAMPLES, math.ceil(_TOKENS_PER_NEURON * config.intermediate_size / length))
-    most = min(_MOST_SAMPLES, _TOKENS_BEFORE_TRAINING // length) if trained else _MOST_SAMPLES
-    return max(fewest, min(most, round(_SAMPLES_TIMES_PARAMETERS / config.parameters)))
+    return max(fewest, min(_MOST_SAMPLES, round(_SAMPLES_TIMES_PARAMETERS / config.parameters)))
 
 
 def check_familiar(samples: Sequence[Tensor], nats: float) -> None:

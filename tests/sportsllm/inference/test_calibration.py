@@ -43,7 +43,6 @@ def test_a_large_model_reads_less(words, tmp_path: Path) -> None:  # type: ignor
         tokens = sum(piece.numel() for piece in calibration_samples([book], [], words, model, None, 256))
         assert pieces * 256 <= tokens < (pieces + 1) * 256  # 59 = 5e9 / 85.3M parameters
     assert usual_samples(large.with_changes(intermediate_size=512, num_hidden_layers=48), 512) == 16
-    assert [usual_samples(CONFIG, length, trained=True) for length in (64, 512, 1024)] == [256, 64, 32]
 
 
 def test_draws_are_seeded(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
