@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = ROOT / "docs" / "tutorials"
 HOW_TO = ("../how-to/run-without-this-package.md", "../how-to/target.md")
 INSTEAD = {
-    "--megabytes 5": "--megabytes 0.3",
-    "--megabytes 1 ": "--megabytes 0.2 ",
+    "--megabytes 5": "--megabytes 0.08",
+    "--megabytes 1 ": "--megabytes 0.08 ",
     "--tokens 600k": "--tokens 20k",
     "--tokens 300k": "--tokens 10k",
     "--samples 16": "--samples 2",
