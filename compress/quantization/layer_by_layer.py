@@ -46,7 +46,7 @@ from sportsllm.models.parts import routed_names, unused_line
 from sportsllm.training.loss import cross_entropy
 
 # Pull towards the given weights, as a share of the inputs' mean square; see `compress.layerwise`.
-RIDGE = 1e-2
+RIDGE = 1e-1
 TABLE_SHARE = 0.5
 _TABLE_TOKENS = 8  # per hidden channel: enough for the second moment of a tied head
 
