@@ -168,7 +168,8 @@ class CalibrationText:
 
             count = self.samples or most
             written = min(max(LEAST_SAMPLES, round(_SAMPLING_TIMES_PARAMETERS / model.parameters)), (count + 1) // 2)
-            log(f"no calibration text: using {written} texts that the model writes itself and a general text")
+            others = " and a general text" if count > written else ""
+            log(f"no calibration text: using {written} texts that the model writes itself{others}")
             own = self_generated_text(checkpoint, model, written, length)
             general = calibration_samples([GENERAL_TEXT], (), tokenizer, model, None, length, count - written)
             return [*own, *general] if count > written else own
