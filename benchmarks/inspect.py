@@ -51,6 +51,7 @@ def inspect(
     experts: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Count the experts that a text is sent to; may be repeated."),
+        options.READS_TEXT,
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Page to write: the parts, and charts.")] = None,
 ) -> InspectResult:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, cast, get_args
 
 from sportsllm.errors import ArtifactError, ResourceError
-from sportsllm.options import BY_NAME
+from sportsllm.options import BY_NAME, READS_TEXT, TextField
 
 
 class Entry(NamedTuple):
@@ -60,7 +60,7 @@ Command = Callable[..., object]
 
 
 def load_command(name: str) -> Command:
-    """The function behind a command; it takes strings for paths too.
+    """The function behind a command; it takes strings for paths too, and `text_field` if it reads text.
 
     Raises:
         ResourceError: its package is missing, or another package of that name hides it.
@@ -86,22 +86,38 @@ def load_function(module: str, name: str) -> Command:
 
 
 def _converting(function: Command) -> Command:
-    """The function, its paths made of strings, models given by name downloaded."""
+    """The function, its paths made of strings, models given by name downloaded; with `text_field` if it reads text."""
     signature = inspect.signature(function, eval_str=True)
+    parameters = list(signature.parameters.values())
+    reads_text = any(_marked(each.annotation, READS_TEXT) for each in parameters)
 
     @functools.wraps(function)
     def command(*args: object, **given: object) -> object:
+        field = given.pop("text_field", None) if reads_text else None
         bound = signature.bind(*args, **given)
         for name, value in bound.arguments.items():
             bound.arguments[name] = _converted(signature.parameters[name].annotation, value)
-        return function(*bound.args, **bound.kwargs)
+        if not reads_text:
+            return function(*bound.args, **bound.kwargs)
+        from sportsllm.text.documents import reading_field
 
+        models = [bound.arguments.get(each.name) for each in parameters if _marked(each.annotation, BY_NAME)]
+        with reading_field(cast(str | None, field), [Path(str(model)) for model in models if model]):
+            return function(*bound.args, **bound.kwargs)
+
+    if reads_text:
+        extra = inspect.Parameter("text_field", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=TextField)
+        command.__signature__ = signature.replace(parameters=[*parameters, extra])  # type: ignore[attr-defined]
     return command
+
+
+def _marked(annotation: object, mark: object) -> bool:
+    return mark in getattr(annotation, "__metadata__", ())
 
 
 def _converted(annotation: object, value: object) -> object:
     kinds = types_in(annotation)
-    if BY_NAME in getattr(annotation, "__metadata__", ()) and isinstance(value, str | Path):
+    if _marked(annotation, BY_NAME) and isinstance(value, str | Path):
         value = find_model(value) if Path in kinds else str(find_model(value))
     if Path in kinds and isinstance(value, str):
         return [Path(value)] if list in kinds else Path(value)

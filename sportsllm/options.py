@@ -16,6 +16,14 @@ class _ByName:
 BY_NAME = _ByName()
 """Beside the typer option in `Annotated`; see `sportsllm.commands.find_model`."""
 
+
+class _ReadsText:
+    """Marks files of documents; a command with such an option has --text-field too."""
+
+
+READS_TEXT = _ReadsText()
+"""Beside the typer option in `Annotated`, as BY_NAME."""
+
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
 
@@ -54,12 +62,16 @@ Corpus = Annotated[
         help="Training text: .txt, .md, .jsonl, .parquet, .gz files or folders.",
         show_default="the training text of the teacher or checkpoint",
     ),
+    READS_TEXT,
 ]
 Valid = Annotated[
     list[Path] | None,
     typer.Option("--valid", help="Held-out text.", show_default="2% of the documents, chosen by hash"),
+    READS_TEXT,
 ]
-Text = Annotated[list[Path] | None, typer.Option("--text", help="Held-out text to score.", show_default="none")]
+Text = Annotated[
+    list[Path] | None, typer.Option("--text", help="Held-out text to score.", show_default="none"), READS_TEXT
+]
 Calibration = Annotated[
     list[Path] | None,
     typer.Option(
@@ -68,7 +80,18 @@ Calibration = Annotated[
         show_default="the checkpoint's training text",
         rich_help_panel="Calibration",
     ),
+    READS_TEXT,
 ]
+TextField = Annotated[
+    str | None,
+    typer.Option(
+        "--text-field",
+        metavar="NAME",
+        help="Field of .jsonl records, and column of .parquet files, that holds the text.",
+        show_default="text, or the one that the model was trained on",
+    ),
+]
+"""Of every command that reads text; `sportsllm.commands.load_command` adds it."""
 
 # Training
 Tokens = Annotated[

@@ -35,6 +35,7 @@ from sportsllm.formats.manifest import (
     read_manifest,
 )
 from sportsllm.formats.model_card import CARD, render_card
+from sportsllm.text.documents import text_field_setting
 
 STATE_DIRECTORY = "state"  # resumable state inside a `.partial`; removed before the rename
 _PACKAGES = ("numpy", "torch", "onnx", "onnx-ir", "onnxruntime", "tokenizers", "safetensors", "bitsandbytes")
@@ -53,6 +54,9 @@ class Stage:
     inputs: Sequence[Path] = ()
     seed: int | None = None
     results: JsonObject = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.settings = dict(self.settings) | text_field_setting()
 
     @cached_property
     def input_digests(self) -> list[str]:

@@ -17,7 +17,14 @@ from torch import Tensor
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
-from sportsllm.text.documents import cut_text, held_out_files, manifest_setting, training_side
+from sportsllm.text.documents import (
+    TEXT_FIELD,
+    cut_text,
+    held_out_files,
+    manifest_setting,
+    reading_field,
+    training_side,
+)
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
 SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16
@@ -171,7 +178,8 @@ class CalibrationText:
             others = " and a general text" if count > written else ""
             log(f"no calibration text: using {written} texts that the model writes itself{others}")
             own = self_generated_text(checkpoint, model, written, length)
-            general = calibration_samples([GENERAL_TEXT], (), tokenizer, model, None, length, count - written)
+            with reading_field(TEXT_FIELD):
+                general = calibration_samples([GENERAL_TEXT], (), tokenizer, model, None, length, count - written)
             return [*own, *general] if count > written else own
         valid = [*held_out_files(checkpoint), *self.valid]
         found = calibration_samples(self.files, valid, tokenizer, model, self.samples, SAMPLE_TOKENS, most)

@@ -1,15 +1,16 @@
 """Documents from files and folders, their split into training and held-out text, and what a model was made from.
 
-Files are .txt, .md, .jsonl (a `text` field), each also as .gz, and .parquet. A document is held out by the hash of its
-own text, so the split survives renamed and reordered files, and two copies of a document never end up on both sides.
-The chunks of a long plain file stay together.
+Files are .txt, .md, .jsonl, each also as .gz, and .parquet; the last two have their text in the field `text`, or in
+that of `reading_field`. A document is held out by the hash of its own text, so the split survives renamed and reordered
+files, and two copies of a document never end up on both sides. The chunks of a long plain file stay together.
 """
 
 import functools
 import gzip
 import hashlib
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,39 @@ _ENOUGH_FOR_TWO = 4  # documents of which two are held out
 _SHOWN_NAMES = 5
 HELD_OUT = "held_out"
 """In a manifest: all held-out text, if that is more than `valid`."""
+TEXT_FIELD = "text"
+_field = TEXT_FIELD
+
+
+@contextmanager
+def reading_field(name: str | None, models: Sequence[Path] = ()) -> Iterator[None]:
+    """Inside, text is in the field `name`; by default in the surrounding one, or in that of a model's training text.
+
+    Args:
+        name: of a field in .jsonl and a column in .parquet.
+        models: checkpoints, or names of directories in runs/, whose manifests may name a field.
+    """
+    global _field
+    before, places = _field, [place for model in models for place in (model, Path("runs") / model)]
+    known = (manifest_of(place).text("text_field") for place in places if before == TEXT_FIELD)
+    _field = name or next(filter(None, known), before)
+    try:
+        yield
+    finally:
+        _field = before
+
+
+def text_field_setting() -> dict[str, str]:
+    """The manifest's entry for the field that is read, if it is not `text`."""
+    return {} if _field == TEXT_FIELD else {"text_field": _field}
+
+
+def _field_of(names: Collection[str], path: Path) -> str:
+    """The field to read in a file whose records have these fields."""
+    if _field in names or TEXT_FIELD not in names:
+        return _field
+    log(f"{path}: no field {_field!r}; reading {TEXT_FIELD!r}")
+    return TEXT_FIELD
 
 
 class Chunk(NamedTuple):
@@ -135,12 +169,16 @@ def cut_text(text: str) -> Iterator[str]:
 
 
 def _jsonl(path: Path, data: bytes) -> Iterator[str]:
+    field: str | None = None
     for number, line in enumerate(_decode(data, path).split("\n"), start=1):
         if line.strip():
             record = parse_json(line, f"{path}: line {number}", "fix or delete the line")
-            text = record.get("text") if isinstance(record, dict) else None
+            names = list(record) if isinstance(record, dict) else []
+            field = field or _field_of(names, path)
+            text = record[field] if field in names else None
             if not isinstance(text, str):
-                raise ArtifactError(f"{path}: line {number} has no 'text' string; each line needs one")
+                others = f"; it has {clip(', '.join(names))}, of which --text-field NAME takes one" if names else ""
+                raise ArtifactError(f"{path}: line {number} has no {field!r} string{others}")
             yield text
 
 
@@ -150,10 +188,13 @@ def _parquet(path: Path) -> Iterator[str]:
 
     try:
         table = pyarrow.parquet.ParquetFile(path)
-        for batch in table.iter_batches(columns=["text"]):
-            yield from (text for text in batch.column("text").to_pylist() if text)
+        names = table.schema_arrow.names
+        if (field := _field_of(names, path)) not in names:
+            raise ArtifactError(f"{path}: no column {field!r}; it has {clip(', '.join(names))}: give --text-field NAME")
+        for batch in table.iter_batches(columns=[field]):
+            yield from (text for text in batch.column(field).to_pylist() if text)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, KeyError) as error:  # OSError: a damaged page
-        raise ArtifactError(f"{path}: no readable parquet file with a 'text' column ({clip(error, 200)})") from None
+        raise ArtifactError(f"{path}: no readable parquet file ({clip(error, 200)}); copy it again") from None
 
 
 @dataclass(frozen=True)
@@ -301,7 +342,8 @@ def trained_on(directory: Path, documents: Sequence[str]) -> int:
         named = made.paths(HELD_OUT) or made.paths("valid")
         if corpus:
             held_out = [path for path in map(Path, named) if path.exists()]
-            chunks = without(list(read_chunks(corpus)), read_documents(held_out))
+            with reading_field(made.text("text_field") or TEXT_FIELD):
+                chunks = without(list(read_chunks(corpus)), read_documents(held_out))
             texts = [chunk.text for chunk in chunks] if named else split_documents(chunks).train
             found |= asked & {document_digest(text) for text in texts}
     return sum(document_digest(text) in found for text in documents)

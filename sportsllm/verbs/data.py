@@ -96,7 +96,9 @@ def tokens(
         Path, typer.Argument(help="A directory with tokenizer.json, or such a file.", show_default=False)
     ],
     files: Annotated[
-        list[Path], typer.Argument(help="Text: .txt, .md, .jsonl, .parquet, .gz files or folders.", show_default=False)
+        list[Path],
+        typer.Argument(help="Text: .txt, .md, .jsonl, .parquet, .gz files or folders.", show_default=False),
+        options.READS_TEXT,
     ],
     against: Annotated[
         Path | None, typer.Option(help="Another tokenizer to compare with, in the same forms.", show_default="none")

@@ -114,3 +114,23 @@ def test_the_documented_sampling(checkpoint: Path) -> None:
     names = ("temperature", "top_k", "top_p", "max_new_tokens")
     assert [parameters[name].default for name in names] == [0.7, 50, 0.9, 100]
     assert (Sampling().temperature, Sampling().top_k, Sampling().top_p) == (0.7, 50, 0.9)
+
+
+def test_another_text_field_is_recorded_and_read_by_later_commands(
+    cli: CommandLine, corpus_file: Path, tmp_path: Path
+) -> None:
+    texts = [json.loads(line)["text"] for line in corpus_file.read_text(encoding="utf-8").splitlines()]
+    named, out = tmp_path / "named.jsonl", tmp_path / "out"
+    named.write_text("".join(json.dumps({"id": 1, "body": text}) + "\n" for text in texts), encoding="utf-8")
+    flags = [*SMALL, "--steps", 0, "--threads", 1]
+    cli.refuses(3, "line 1 has no 'text' string; it has id, body", "train", *flags, "--corpus", named, "--out", out)
+    cli.result("train", *flags, "--corpus", named, "--text-field", "body", "--out", out)
+    plain = run(cli, *flags[:-2], "--corpus", corpus_file, "--out", tmp_path / "plain")["out"]
+    assert (out / "model.safetensors").read_bytes() == (Path(plain) / "model.safetensors").read_bytes()
+    assert read_manifest(out).settings["text_field"] == "body"
+    code, _, err = cli("eval", out, "--text", named, "--text", corpus_file, "--threads", 1)
+    assert code == 0 and f"{corpus_file.name}: no field 'body'; reading 'text'" in err, err
+    assert "documents are training text" in err
+    code, _, err = cli("quantize", out, "--bits", 4, "--out", tmp_path / "int4", "--threads", 1)
+    assert code == 0 and "writes itself" not in err, err
+    assert read_manifest(tmp_path / "int4").settings["text_field"] == "body"
