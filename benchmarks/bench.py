@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,8 +10,8 @@ import typer
 
 from sportsllm import options
 from sportsllm.commands import Result
-from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
-from sportsllm.settings import BENCH, LIMITS, parse_settings, pick
+from sportsllm.errors import ConflictError, GateError, UsageError
+from sportsllm.settings import BENCH, LIMITS, parse_settings
 
 if TYPE_CHECKING:
     from benchmarks.reporting.measured import Bench
@@ -42,6 +41,7 @@ def bench(
     directory: options.Directory,
     *,
     target: options.Target = None,
+    limit: options.Limit = None,
     on_device: Annotated[
         bool, typer.Option("--on-device", help="This machine is the target: its measurements decide, not predictions.")
     ] = False,
@@ -122,15 +122,14 @@ def bench(
     from sportsllm.formats.huggingface import load_config
     from sportsllm.inference.decoder import is_onnx_directory
 
-    found = parse_settings(settings, BENCH, LIMITS)
-    limits = pick(found, LIMITS)
-    _check(out, text, teacher, target, on_device, limits)
+    found, limits = parse_settings(settings, BENCH), parse_settings(limit, LIMITS, option="--limit")
+    _check(out, text, teacher, target, on_device)
     require_directory(directory, "a checkpoint or an export")
     checks = round_checks(rounds, found.get("most_rounds"))
     runtimes = parse_runtimes(against, directory) + ([portable_too(directory)] if kernels == BOTH else [])
     kernels = "native" if kernels == BOTH else kernels
     placed, config = find_provider(provider), load_config(directory)
-    device = None if target is None else load_target(target, limits)
+    device = load_target(target, limits) if target or limits else None
     if device is not None:
         check_on_device(device, on_device, placed.processor)
     if runtimes:
@@ -172,19 +171,14 @@ def _check(
     teacher: Path | None,
     target: str | None,
     on_device: bool,
-    limits: Mapping[str, float],
 ) -> None:
     """Refuse what can be seen to be wrong before anything is opened."""
     if out is not None and out.exists():
         raise ConflictError(f"{out}: exists already; choose another --out or move it away")
-    if missing := [path for path in text or [] if not path.exists()]:
-        raise ArtifactError(f"{missing[0]}: not found; give an existing file of held-out text")
     if teacher is not None and not text:
         raise UsageError("--teacher needs --text: quality is compared on held-out text")
     if on_device and target is None:
         raise UsageError("--on-device needs --target: it says that this machine is that device")
-    if limits and target is None:
-        raise UsageError(f"--set {next(iter(limits))} needs --target NAME, whose limit it replaces")
 
 
 def _quality(

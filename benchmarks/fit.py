@@ -17,7 +17,7 @@ import typer
 from sportsllm import options
 from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
-from sportsllm.settings import FIT, parse_settings
+from sportsllm.settings import FIT, LIMITS, parse_settings
 
 if TYPE_CHECKING:
     from benchmarks.search.candidates import Candidate
@@ -71,6 +71,7 @@ def fit(
     *,
     teacher: Annotated[Path, typer.Option(metavar="DIR", help="An unquantized checkpoint."), options.BY_NAME],
     target: Annotated[str, typer.Option(metavar="NAME|FILE", help="Device budget, for example raspberry-pi-5.")],
+    limit: options.Limit = None,
     out: options.Out = Path("runs/fit"),
     corpus: options.Corpus = None,
     valid: options.Valid = None,
@@ -130,7 +131,8 @@ def fit(
     tokens = tokens or recovery_tokens(teacher)
     effort = Effort(tokens, rare.pop("search_tokens", max(1, tokens // 10)), finalists, minutes)
     source = Source(teacher, text, tuple(calibration or text), held_out, threads, seed, rare)
-    device = Target(target, on_device, provider, find_provider(provider).processor)
+    limits = parse_settings(limit, LIMITS, option="--limit")
+    device = Target(target, on_device, provider, find_provider(provider).processor, limits)
     result = run_fit(source, device, out, effort, vocabularies=vocab_size or [], dry_run=dry_run)
     print_fit(output(), result.to_json())
     return result
@@ -162,7 +164,7 @@ def run_fit(
         ConflictError: `out` holds another search.
         UsageError, ArtifactError: settings or inputs that cannot work.
     """
-    from benchmarks.devices.load import load_device
+    from benchmarks.devices.load import load_target
     from benchmarks.devices.verdict import check_on_device
     from benchmarks.search.recipe import held_out_text
     from benchmarks.search.results import summary
@@ -174,7 +176,7 @@ def run_fit(
     from sportsllm.text.packing import kept_tokens
 
     clock = clock or Clock(effort.minutes)
-    device = load_device(target.device)
+    device = load_target(target.device, target.limits)
     check_on_device(device, target.on_device, target.processor)
     teacher = load_config(source.teacher)
     if quantization_config(source.teacher) is not None:

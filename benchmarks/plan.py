@@ -13,7 +13,7 @@ import typer
 from sportsllm import options
 from sportsllm.commands import Result
 from sportsllm.errors import UsageError
-from sportsllm.settings import TRAINING_STEP, parse_settings
+from sportsllm.settings import LIMITS, TRAINING_STEP, parse_settings
 
 if TYPE_CHECKING:
     from benchmarks.devices.schema import Device
@@ -60,6 +60,7 @@ def plan(
     ] = "small",
     *,
     target: options.Target = None,
+    limit: options.Limit = None,
     training: Annotated[
         bool, typer.Option("--training", help="A training step alone: its parts, what fits the target, how long.")
     ] = False,
@@ -112,7 +113,7 @@ def plan(
 ) -> PlanResult:
     """Parameters, memory, KV cache and predicted speed, or what a training takes. Nothing is run."""
     from benchmarks.console_plan import print_plan
-    from benchmarks.devices.load import load_device
+    from benchmarks.devices.load import load_target
     from benchmarks.model_size import CACHES
     from benchmarks.predict.training import UTILIZATION, Cost, plan_training
     from sportsllm.console import output
@@ -121,7 +122,9 @@ def plan(
     from sportsllm.models.presets import PLANNED
     from sportsllm.models.training_memory import TrainingStep
 
-    rare = parse_settings(settings, TRAINING_STEP)
+    rare, limits = parse_settings(settings, TRAINING_STEP), parse_settings(limit, LIMITS, option="--limit")
+    if limits and target is None:
+        raise UsageError(f"--limit {next(iter(limits))}: give --target NAME too, whose limit it replaces")
     head_bits, cached, sequences = rare.get("head_bits", 8), rare.get("cache_tokens"), rare.get("cache_sequences")
     cost = {"tokens": tokens, "price_per_hour": price_per_hour, "utilization": rare.get("utilization")}
     given = [name for name, value in cost.items() if value is not None]
@@ -142,7 +145,7 @@ def plan(
         print_plan(output(), figures)
         return PlanResult.of({**figures, "figures": figures})
     config, directory = read_model(model)
-    device = None if target is None else load_device(target)
+    device = None if target is None else load_target(target, limits)
     context, precision = config.max_position_embeddings, None if precision == "auto" else precision
     if sequence is not None and sequence > context:
         raise UsageError(f"--sequence {sequence} is longer than the context of {context} tokens")

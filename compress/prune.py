@@ -137,9 +137,6 @@ def prune(
     sizes |= {"layers": layers, "head_dim": head_dim}
     target = Target(params, size_mb, sizes, search, given.get("finalists", 3))
     _check_request(checkpoint, None if vocab_size is not None else target, experts, experts_per_token)
-    for path in [*(calibration or ()), *(corpus or ()), *(valid or ())]:
-        if not path.exists():
-            raise ArtifactError(f"{path}: not found; give existing files or folders of text")
     from compress.distillation.starts import plan_training, teacher_corpus
     from compress.pruning.cut import PruneConfig
     from compress.pruning.job import Calibration, PruneJob

@@ -99,6 +99,10 @@ def _converting(function: Command) -> Command:
             bound.arguments[name] = _converted(signature.parameters[name].annotation, value)
         if not reads_text:
             return function(*bound.args, **bound.kwargs)
+        for name in (each.name for each in parameters if _marked(each.annotation, READS_TEXT)):
+            for path in cast(list[Path], bound.arguments.get(name) or []):
+                if not path.exists():
+                    raise ArtifactError(f"{path}: not found; give an existing file or folder of text")
         from sportsllm.text.documents import reading_field
 
         models = [bound.arguments.get(each.name) for each in parameters if _marked(each.annotation, BY_NAME)]

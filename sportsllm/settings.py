@@ -152,12 +152,15 @@ TOKENIZER: Group = {
 }
 
 
-def parse_settings(given: Sequence[str] | Mapping[str, object] | None, *groups: Group) -> dict[str, Any]:
+def parse_settings(
+    given: Sequence[str] | Mapping[str, object] | None, *groups: Group, option: str = "--set"
+) -> dict[str, Any]:
     """The settings that were given, in their types.
 
     Args:
         given: `name=value` texts, or a mapping of names to values.
         groups: the tables that the verb takes.
+        option: that gives them, for errors.
 
     Raises:
         UsageError: an unknown name (with the nearest one), or a value of the wrong type or out of bounds.
@@ -169,15 +172,15 @@ def parse_settings(given: Sequence[str] | Mapping[str, object] | None, *groups: 
     for text in given or [] if not isinstance(given, Mapping) else []:
         name, separator, value = text.partition("=")
         if not separator:
-            raise UsageError(f"--set {text}: write name=value, for example {next(iter(known))}=...")
+            raise UsageError(f"{option} {text}: write name=value, for example {next(iter(known))}=...")
         pairs.append((name.strip(), value.strip()))
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             advice = f"did you mean {near[0]}?" if near else f"this command has {', '.join(known)}"
-            raise UsageError(f"--set {name}={value}: there is no setting {name!r}; {advice}")
-        found[name] = _parse(name, value, known[name])
+            raise UsageError(f"{option} {name}={value}: there is no {name!r}; {advice}")
+        found[name] = _parse(f"{option} {name}={value}", value, known[name])
     return found
 
 
@@ -186,8 +189,7 @@ def pick(found: Mapping[str, Any], group: Group) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name in group}
 
 
-def _parse(name: str, text: str, setting: Setting) -> object:
-    where = f"--set {name}={text}"
+def _parse(where: str, text: str, setting: Setting) -> object:
     if setting.kind is bool:
         if text not in ("true", "false"):
             raise UsageError(f"{where}: write true or false")
@@ -238,7 +240,7 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Distillation": ("distill, prune --recover, quantize --qad", DISTILLATION),
     "Pruning": ("prune", PRUNING),
     "Measuring": ("bench", BENCH),
-    "Limits of a target": ("bench --target", LIMITS),
+    "Limits of a target": ("bench, fit, plan --limit", LIMITS),
     "Plan": ("plan", TRAINING_STEP),
     "Teacher signals": ("quantize --qad", SIGNALS),
     "Token selection (experimental)": ("distill --select-tokens", SELECTION),
@@ -255,7 +257,8 @@ def settings_page() -> str:
         "# Settings",
         "",
         "Rare settings of a command are given as `--set name=value`, as often as needed; in a recipe as",
-        '`set = { name = value }`; from Python as `settings={"name": value}`.',
+        '`set = { name = value }`; from Python as `settings={"name": value}`. Limits are',
+        "given as `--limit name=value`.",
     ]
     for title, (commands, group) in GROUPS.items():
         lines += ["", f"## {title}", "", f"For `{commands}`.", "", "| name | meaning | default |", "|---|---|---|"]

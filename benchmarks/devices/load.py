@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import platform
 import re
 import shutil
@@ -15,6 +16,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from benchmarks.devices.schema import Device
+from benchmarks.labels import LIMITS
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import clip, describe, read_toml
 
@@ -74,21 +76,24 @@ def _advice(name: str, names: list[str]) -> str:
     return f"did you mean {near[0]}? Choose one of {', '.join(names)}" if near else f"choose one of {', '.join(names)}"
 
 
-def load_target(name_or_path: str, limits: Mapping[str, float]) -> Device:
-    """A device with some of its limits replaced.
+def load_target(name_or_path: str | None, limits: Mapping[str, float]) -> Device:
+    """A device with some of its limits replaced. None is this machine with no other limits than those given.
 
     Raises:
         UsageError, ArtifactError: see `load_device`; or limits that contradict one another or the device.
     """
-    device = load_device(name_or_path)
+    device = load_device(name_or_path or "host")
     if not limits:
         return device
+    if name_or_path is None:
+        unlimited = dict.fromkeys(LIMITS, math.inf)
+        return device.model_copy(update={"limits": device.limits.model_copy(update=unlimited | dict(limits))})
     fields = device.model_dump()
     fields["limits"] |= limits
     try:
         return Device.model_validate(fields)
     except ValidationError as error:
-        given = " ".join(f"--set {name}={value:g}" for name, value in limits.items())
+        given = " ".join(f"--limit {name}={value:g}" for name, value in limits.items())
         raise UsageError(f"{given}: {describe(error)}; change the other limit too, or choose another value") from None
 
 

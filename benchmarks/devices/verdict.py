@@ -148,6 +148,8 @@ def judge(
     found = []
     for name, words in LIMITS.items():
         value, limit = measured.get(name), float(getattr(device.limits, name))
+        if math.isinf(limit):
+            continue
         source, ends, reason = "measured", None if value is None else (value, value), None
         if value is not None and name in intervals:
             ends = intervals[name]

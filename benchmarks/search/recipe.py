@@ -116,7 +116,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Target:
-    """The device that the model is for: a name or a file, and whether this machine is it, recognised or not.
+    """The device that the model is for: a name or a file, limits that replace its own, and whether this machine is it.
 
     What is timed and finished runs on `provider`, on its `processor`.
     """
@@ -125,6 +125,7 @@ class Target:
     on_device: bool = False
     provider: str = "cpu"
     processor: str = "cpu"
+    limits: Mapping[str, float] = field(default_factory=dict)
 
 
 def vocabulary_stages(
@@ -254,6 +255,7 @@ def _stages(
     bench = {
         "directory": out / "export",
         "target": target.device,
+        "limit": [f"{name}={value!r}" for name, value in target.limits.items()] or None,
         "on_device": target.on_device,
         **({"provider": target.provider} if target.provider != "cpu" else {}),
         "threads": source.threads,

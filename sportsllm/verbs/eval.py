@@ -104,7 +104,7 @@ def eval(
         raise UsageError("give --text FILE, --questions FILE, or both")
     if against is not None and not text:
         raise UsageError(f"--against {against}: needs --text FILE, which both models score")
-    for path in [*(text or []), *(questions or [])]:
+    for path in questions or []:
         if not path.exists():
             raise ArtifactError(f"{path}: not found; give an existing file")
 

@@ -87,9 +87,6 @@ def train(
     found = parse_settings(settings, TRAINING, SHAPE, TOKENIZER, LORA)
     changes = pick(found, SHAPE) | _given(context=context, vocab_size=vocab_size)
     model = _start(checkpoint, model, changes, tokenizer, lora_rank, found)
-    for path in [*(corpus or []), *(valid or [])]:
-        if not path.exists():
-            raise ArtifactError(f"{path}: not found; give existing files or folders of text")
 
     from dataclasses import asdict
 

@@ -19,6 +19,7 @@ from benchmarks.devices.load import (
     write_device,
 )
 from benchmarks.devices.schema import FORMAT, Device, Recognise
+from benchmarks.devices.verdict import judge
 from benchmarks.labels import LIMITS
 from benchmarks.predict.latency import resolve
 from sportsllm.errors import ArtifactError, UsageError
@@ -27,6 +28,8 @@ from tests.support.devices import reference_machine
 # file MB, memory MB, TTFT ms, TPOT p50 and p95 ms, loss %
 CARD = (2_000, 4_000, 100, 10, 15, 1)
 TABLE = {
+    "raspberry-pi-zero-2-w": (40, 160, 10_000, 100, 150, 3),
+    "raspberry-pi-4": (100, 256, 5_000, 75, 125, 3),
     "raspberry-pi-5-4gb": (100, 256, 2_000, 30, 50, 3),
     "raspberry-pi-5-8gb": (100, 256, 2_000, 30, 50, 3),
     "jetson-orin-nano-super": (600, 1_500, 500, 20, 30, 2),
@@ -65,6 +68,8 @@ def test_every_figure_has_its_evidence(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "gigabytes_per_s"),
     [
+        ("raspberry-pi-zero-2-w", 0.9 * 32 / 8),
+        ("raspberry-pi-4", 3.2 * 32 / 8),
         ("raspberry-pi-5-8gb", 4.267 * 32 / 8),
         ("jetson-orin-nano-super", 6.4 * 128 / 8),
         ("android-flagship", 9.6 * 64 / 8),
@@ -82,6 +87,8 @@ def test_bandwidth_is_transfers_times_width(name: str, gigabytes_per_s: float) -
 @pytest.mark.parametrize(
     ("name", "float_rate", "integer_rate"),
     [
+        ("raspberry-pi-zero-2-w", 4 * 1.0 * 8, 4 * 1.0 * 16),
+        ("raspberry-pi-4", 4 * 1.8 * 8, 4 * 1.8 * 16),
         ("raspberry-pi-5-8gb", 4 * 2.4 * 16, 4 * 2.4 * 64),
         ("jetson-orin-nano-super", 1_024 * 1.02 * 2, 32 * 1.02 * 1_024),
         ("laptop-x86", 8 * 3.3 * 32, 8 * 3.3 * 128),
@@ -182,8 +189,8 @@ def test_a_budget_of_ones_own_extends_a_shipped_device(tmp_path: Path) -> None:
     pi = load_device("raspberry-pi-5")
     assert own.name == "mine" and own.limits.file_mb == 60 and own.hardware == pi.hardware
     assert own.limits.ttft_ms == pi.limits.ttft_ms and own.recognise == pi.recognise
-    with pytest.raises(ArtifactError, match=r"extends 'raspberry-pi-6': no such device; did you mean raspberry-pi-5-"):
-        load_device(_write(tmp_path, 'extends = "raspberry-pi-6"\n'))
+    with pytest.raises(ArtifactError, match=r"extends 'raspberry-pi-5-6gb': no such device; did you mean raspberry"):
+        load_device(_write(tmp_path, 'extends = "raspberry-pi-5-6gb"\n'))
     with pytest.raises(ArtifactError, match="at most 8 deep"):
         load_device(_write(tmp_path, 'extends = "mine.toml"\n'))
 
@@ -191,8 +198,10 @@ def test_a_budget_of_ones_own_extends_a_shipped_device(tmp_path: Path) -> None:
 def test_limits_of_a_target_can_be_replaced() -> None:
     assert load_target("host", {"file_mb": 60.0}).limits.file_mb == 60
     assert load_target("host", {}) == load_device("host")
-    with pytest.raises(UsageError, match=r"--set file_mb=200: limits.*peak_memory_mb.*change the other limit too"):
+    with pytest.raises(UsageError, match=r"--limit file_mb=200: limits.*peak_memory_mb.*change the other limit too"):
         load_target("host", {"file_mb": 200.0})
+    only = load_target(None, {"file_mb": 1.0})
+    assert [(one.name, one.verdict) for one in judge(only, {"file_mb": 2.0}).limits] == [("file_mb", "fail")]
     with pytest.raises(UsageError, match="did you mean laptop-x86"):
         load_device("laptop-86")
 
