@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from compress.prune import prune
-from compress.pruning.vocabulary import kept_tokens, prune_vocabulary, read_vocabulary, saved_tokens
+from compress.pruning.tokenizer_files import read_vocabulary
+from compress.pruning.vocabulary import kept_tokens, prune_vocabulary, saved_tokens
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import read_json, write_json
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
