@@ -20,7 +20,6 @@ from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.calibration import calibration_samples
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.presets import PRESETS
 from sportsllm.settings import DISTILLATION, STEPS, TRAINING, pick
 from sportsllm.text.documents import manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
@@ -34,6 +33,8 @@ def resolve_teacher(name: str) -> Path:
     Raises:
         ArtifactError: there is none; for a preset the message says how to make it.
     """
+    from sportsllm.models.presets import PRESETS
+
     found = next((path for path in (Path(name), Path("runs") / name) if path.is_dir()), None)
     if found is None and name in PRESETS:
         raise ArtifactError(

@@ -13,7 +13,6 @@ from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.presets import preset
 from sportsllm.settings import TRAINING, check_optimizer_bits, check_value
 
 SCHEDULES = ("cosine", "wsd")
@@ -265,6 +264,8 @@ def shape_of(name: str) -> tuple[ModelConfig, list[Path]]:
     directory = Path(name)
     if directory.is_dir():
         return load_config(directory), [directory / "config.json"]
+    from sportsllm.models.presets import preset
+
     return preset(name), []
 
 
