@@ -38,7 +38,7 @@ demo: $(KERNELS)
 
 # FAST=1 leaves out the tests that take longer than ten seconds.
 test: $(KERNELS)
-	$(BIN)/python -m pytest -n logical --dist loadfile $(if $(FAST),-m "not slow")
+	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder $(if $(FAST),-m "not slow")
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -25,6 +25,12 @@ from tests.support.models import STORIES, TINY_VOCAB, tiny_model
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, so that no worker is left alone with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(autouse=True)
 def _words_to_standard_output() -> None:
     """A test that ran a command with --json leaves the process as it was."""

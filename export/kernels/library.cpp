@@ -20,7 +20,10 @@ namespace {
 
 using namespace sportsllm;
 
-constexpr int kStructures = 8;  // as many bodies of an operator may one graph have: DecoderLayer, DecoderLayer1, ...
+#ifndef SPORTSLLM_STRUCTURES
+#define SPORTSLLM_STRUCTURES 8
+#endif
+constexpr int kStructures = SPORTSLLM_STRUCTURES;  // bodies of an operator in one graph: DecoderLayer, DecoderLayer1, ...
 
 // Inputs of `DecoderLayer`, in order; `DecoderAttention` has those before kGateUp. `GeneralLayer` and `GeneralAttention`, with
 // norms after both parts, LayerNorm, windows, another scale of scores, gelu or 16-bit inputs, have those behind kLayerInputs too.

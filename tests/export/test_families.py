@@ -46,7 +46,7 @@ def test_the_graph_writes_the_same_text(model: Path, standard: bool, tmp_path: P
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "text.txt"
-    words = np.random.default_rng(0).choice(["goal", "match", "win", "the", "a", "late", "keeper", "saves"], 2_000)
+    words = np.random.default_rng(0).choice(["goal", "match", "win", "the", "a", "late", "keeper", "saves"], 600)
     file.write_text(" ".join(words), encoding="utf-8")
     return file
 

@@ -10,16 +10,9 @@ import transformers
 from safetensors.torch import save_file
 
 CONFIG = transformers.LlamaConfig(
-    vocab_size=384,
-    hidden_size=64,
-    intermediate_size=112,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
-    tie_word_embeddings=False,
-)
+    vocab_size=384, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=128, tie_word_embeddings=False,
+)  # fmt: skip
 KINDS = ("nf4", "nf4-double", "fp4", "fp4-double", "int8")
 
 

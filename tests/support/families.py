@@ -8,17 +8,9 @@ import transformers
 
 WINDOW = 8
 SIZES: dict[str, Any] = {
-    "vocab_size": 384,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 320,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
+    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 320, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
 _GEMMA3 = {
     "head_dim": 32,
     "sliding_window": WINDOW,
@@ -27,31 +19,16 @@ _GEMMA3 = {
 }
 _GPT2 = {"n_positions": 320, "n_embd": 64, "n_layer": 4, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1}
 _LATENT = {
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "first_k_dense_replace": 4,
-}
+    "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 4,
+}  # fmt: skip
 _EXPERTS = {
-    "first_k_dense_replace": 0,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "n_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 32,
-    "routed_scaling_factor": 1.5,
-}
+    "first_k_dense_replace": 0, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 _YARN = {
-    "type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 40,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.9,
-}
+    "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 40, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 0.707, "mscale_all_dim": 0.9,
+}  # fmt: skip
 _ALL_HEADS = SIZES | {"num_key_value_heads": 4}
 CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "gemma3": transformers.Gemma3TextConfig(**SIZES, **_GEMMA3),

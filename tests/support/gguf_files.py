@@ -12,16 +12,9 @@ import torch
 from export.gguf.write import add_facts
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 384,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 50_000.0,
-}
+    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 50_000.0,
+}  # fmt: skip
 
 
 def random_weights(model: Any) -> Any:

@@ -24,15 +24,9 @@ FAMILIES: list[dict[str, object]] = [
 def tiny_config(**changes: object) -> ModelConfig:
     """Two layers, grouped heads, head_dim 16."""
     base = ModelConfig(
-        vocab_size=TINY_VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-    )
+        vocab_size=TINY_VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=128,
+    )  # fmt: skip
     return base.with_changes(**changes)
 
 

@@ -35,13 +35,9 @@ from tests.support.command_line import CommandLine
 from tests.support.models import tiny_config
 
 CONFIG = tiny_config(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_attention_heads=2,
-    num_key_value_heads=1,
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1,
     max_position_embeddings=300,
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +284,6 @@ def test_a_graphics_card_is_judged_by_what_runs_on_one(result: dict[str, Any], e
     assert not is_this_machine(board, "gpu") and is_this_machine(load_device("host"), "gpu")
 
 
-@pytest.mark.slow
 def test_a_pytorch_checkpoint_is_measured_too(checkpoint: Path) -> None:
     asked = {"directory": str(checkpoint), "threads": 1, "seed": 0, "context_tokens": 300, "memory_steps": 4}
     child = run_child(worker_turn(asked, "memory"))

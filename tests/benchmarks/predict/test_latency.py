@@ -207,15 +207,9 @@ def _within(predicted: float, measured: float, factor: float = TWICE) -> None:
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, width: int) -> ModelConfig:
     return ModelConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=width,
-        max_position_embeddings=8_192,
-    )
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width, max_position_embeddings=8_192,
+    )  # fmt: skip
 
 
 LLAMA_3B = _llama(3_072, 8_192, 28, 24, 8, 128_256, 128)

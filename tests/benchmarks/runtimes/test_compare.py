@@ -205,7 +205,6 @@ def test_every_adapter_drives_its_runtime(export: Path, interpreters: Interprete
     assert json.loads(json.dumps(result)) == result
 
 
-@pytest.mark.slow
 def test_failures_are_told_apart_and_stop_nobody(export: Path, interpreters: Interpreters, tmp_path: Path) -> None:
     gguf = tmp_path / "model.gguf"
     gguf.touch()
@@ -246,7 +245,6 @@ def test_a_hang_another_model_and_what_is_not_there(export: Path, interpreters: 
         assert against["openvino"]["install"].startswith("pip install openvino-genai")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["genai", "optimum"])
 def test_real_runtimes_read_the_export(export: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip({"genai": "onnxruntime_genai", "optimum": "optimum.onnxruntime"}[name])

@@ -80,7 +80,7 @@ def llama(tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_a_type_is_read_by_llama_cpp_as_it_is_meant(dtype: str, llama: Path, texts: list[str], tmp_path: Path) -> None:
     llama_cpp.engine()
     short = tmp_path / "calibration.txt"
-    short.write_text("\n\n".join(texts[:3]), encoding="utf-8")
+    short.write_text(texts[0], encoding="utf-8")
     calibration = [short] if dtype in ("q4_k_m", "iq4_xs") else None
     result = sportsllm.export(
         llama / "model", out=tmp_path / "out", format="gguf", dtype=dtype, calibration=calibration
@@ -98,22 +98,8 @@ def test_types_are_those_of_llama_quantize() -> None:
                           num_key_value_heads=3, head_dim=64)  # fmt: skip
     found = block_types(smollm2, "q4_k_m", calibrated=False)
     down = [found[f"model.layers.{layer}.mlp.down_proj"] for layer in range(30)]
-    assert [layer for layer, kind in enumerate(down) if kind == "Q6_K"] == [
-        0,
-        1,
-        2,
-        5,
-        8,
-        11,
-        14,
-        17,
-        20,
-        23,
-        26,
-        27,
-        28,
-        29,
-    ]
+    most = [layer for layer, kind in enumerate(down) if kind == "Q6_K"]
+    assert most == [0, 1, 2, *range(5, 27, 3), 27, 28, 29]
     assert set(down) == {"Q6_K", "Q4_K"} and found["model.embed_tokens"] == "Q8_0"
     assert found["model.layers.0.self_attn.v_proj"] == "Q8_0" and found["model.layers.3.self_attn.v_proj"] == "Q5_0"
     assert block_types(smollm2, "iq4_xs", calibrated=False)["model.layers.2.mlp.down_proj"] == "Q5_K"
@@ -124,14 +110,12 @@ def test_types_are_those_of_llama_quantize() -> None:
 
 
 def test_what_llama_cpp_does_not_know_is_refused(tokenizer_directory: Path, tmp_path: Path) -> None:
+    uneven = (FULL, SLIDING, SLIDING, FULL)
     for number, (changes, message) in enumerate(
         (
             ({"num_hidden_layers": 4, "layer_types": (UNROTATED, FULL, FULL, FULL)}, "every fourth layer"),
             (GEMMA3 | {"attention_scale": 0.3}, "Gemma 3 with full layers"),
-            (
-                GEMMA3 | {"num_hidden_layers": 4, "layer_types": (FULL, SLIDING, SLIDING, FULL)},
-                "Gemma 3 with full layers",
-            ),
+            (GEMMA3 | {"num_hidden_layers": 4, "layer_types": uneven}, "Gemma 3 with full layers"),
         )
     ):
         directory = tmp_path / str(number)

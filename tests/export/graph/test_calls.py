@@ -20,12 +20,8 @@ from sportsllm.models.config import Experts
 from tests.support.export_models import Export, Exports, logits_of, pack_model, save, tiny_model
 
 LATENT: dict[str, Any] = {
-    "attention_kind": "latent",
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "head_dim": 8,
-}
+    "attention_kind": "latent", "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 12, "head_dim": 8,
+}  # fmt: skip
 LATENT |= {"num_key_value_heads": 1}
 SETTINGS: list[dict[str, Any]] = [
     {"bits": 4, "asymmetric": True},
@@ -138,12 +134,8 @@ GEMMA: dict[str, Any] = {
     "rope_local_theta": 100.0,
 }
 GPT2: dict[str, Any] = {
-    "norm_kind": "layer",
-    "mlp_kind": "gelu",
-    "mlp_bias": True,
-    "attention_bias": True,
-    "attention_output_bias": True,
-}
+    "norm_kind": "layer", "mlp_kind": "gelu", "mlp_bias": True, "attention_bias": True, "attention_output_bias": True,
+}  # fmt: skip
 HALVES: list[tuple[dict[str, Any], str]] = [
     ({"mlp_kind": "experts", "experts": Experts(4, 2)}, "all 3 layers and the head"),
     (

@@ -508,12 +508,8 @@ def latent_case(op: str, tokens: int, int8: bool) -> tuple[str, dict[str, Array]
         fed["scale"] = rng.uniform(0.01, 0.03, width).astype(np.float32)
         fed["past"] = np.clip(np.round(fed["past"] / fed["scale"]), -128, 127).astype(np.int8)
     sizes = {
-        "num_heads": HEADS,
-        "rank": RANK,
-        "rotated_size": ROTATED,
-        "unrotated_size": UNROTATED,
-        "value_size": VALUE,
-    }
+        "num_heads": HEADS, "rank": RANK, "rotated_size": ROTATED, "unrotated_size": UNROTATED, "value_size": VALUE,
+    }  # fmt: skip
     more = {"epsilon": 1e-5, "scale": 0.3} if op == "LatentTokens" else {}
     given = {name: fed[name] for name in LATENT_NAMES[op] if name in fed}
     return op + "Int8" * int8, given, {**sizes, **more}

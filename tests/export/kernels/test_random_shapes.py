@@ -12,7 +12,9 @@ import pytest
 from export.kernels.build import HERE, NAME, VARIANTS, compile_sources, compilers, here
 
 SOURCE = Path(__file__).with_name("random_shapes.cpp")
-SANITIZERS = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+# Unoptimized code compiles four times as fast. A session takes as long as operators are registered: 12 ms for one body
+# of each, 90 ms for eight.
+SANITIZERS = ["-O0", "-DSPORTSLLM_STRUCTURES=1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 CASES = "60"
 RACES = "12"
 

@@ -136,17 +136,8 @@ def test_only_weights_settings_and_tokenizer_are_downloaded(hub: Hub, home: Path
 
 def test_a_command_takes_a_name_and_its_manifest_says_which_commit(hub: Hub, home: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "sportsllm.cli",
-        "export",
-        "org/tiny@v1",
-        "--out",
-        "out",
-        "--threads",
-        "2",
-        "--json",
-    ]
+        sys.executable, "-m", "sportsllm.cli", "export", "org/tiny@v1", "--out", "out", "--threads", "2", "--json",
+    ]  # fmt: skip
     variables = environment(home, hub.url, PYTHONPATH=str(Path(__file__).resolve().parents[3]))
     done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,6 @@ def test_windows_score_every_token_but_the_first_once() -> None:
         assert scored == list(range(1, length))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 48])
 def test_scores_equal_a_brute_force_sum(checkpoint: Path, texts: list[str], window: int | None) -> None:
     """Every token on its own, float64, with the context the protocol gives it."""
@@ -61,7 +60,6 @@ def test_a_window_that_cuts_a_character_counts_whole_ones(checkpoint: Path) -> N
     assert (score.tokens, score.bytes) == (127, 126)
 
 
-@pytest.mark.slow
 def test_stories260k_has_its_published_perplexity(stories: Path) -> None:
     text = DATA / "tinystories_sample" / "test.jsonl"
     if not text.exists():
