@@ -155,7 +155,7 @@ def export_untrained(config: ModelConfig, stored: ModelFormat, directory: Path, 
 
     Args:
         config: its shape.
-        stored: float32, INT8 or INT4 blocks, or INT8 rows, with either cache.
+        stored: dense, INT8 or INT4 blocks, or INT8 rows, with a float32 or INT8 cache; one in float16 is for GPUs.
         directory: a new directory.
         inline: whether the graph has ONNX Runtime's operators instead of calls of this program's kernels.
     """
@@ -182,14 +182,16 @@ def export_untrained(config: ModelConfig, stored: ModelFormat, directory: Path, 
             packed_to.mkdir()
             granularity = Granularity.PER_CHANNEL if stored.per_row else Granularity.BLOCK
             bits = {"int8": 8, "int4": 4}[stored.precision]
-            packed = PackedCheckpoint(config, QuantizationConfig(bits, stored.block_size, granularity=granularity))
+            grid = (bits, stored.block_size, stored.head_bits, not stored.zero_points)
+            packed = PackedCheckpoint(config, QuantizationConfig(*grid, granularity=granularity))
             quantize_without_data(source, config, packed, search=False)
             write_checkpoint(packed_to, config, packed.tensors, quantization=packed.record("rtn"))
             source = packed_to
         full = tuple(torch.full((config.num_hidden_layers, *state.shape), 0.05) for state in block_state(config))
         scales = CacheScales(full) if stored.cache == "int8" else None
-        operators = "standard" if stored.standard else "onnx"
-        write_graph(source, directory, GraphForm(operators, scales=scales, inline=inline))
+        operators, half = "standard" if stored.standard else "onnx", stored.cache == "fp16"
+        form = GraphForm(operators, half, in_half=half, scales=scales, inline=inline)
+        write_graph(source, directory, form)
         shutil.copyfile(source / "config.json", directory / "config.json")
 
 

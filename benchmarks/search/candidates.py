@@ -6,12 +6,11 @@ of quality is made: which candidate is best, trials tell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.devices.schema import Device
-from benchmarks.devices.verdict import misses
 from benchmarks.model_size import ModelFormat, file_bytes
 from benchmarks.predict.latency import predict_figures
 from compress.pruning.shapes import Shape, head_counts, hidden_sizes, shape_for_share, widths
@@ -166,28 +165,3 @@ def can_be_cut(shape: Shape, teacher: ModelConfig) -> bool:
     except UsageError:
         return False
     return True
-
-
-def largest(
-    way: str,
-    sizes: Iterable[Size],
-    format: ModelFormat,
-    teacher: ModelConfig,
-    device: Device,
-    missed: Callable[[Candidate], Mapping[str, float]],
-) -> Candidate | None:
-    """The first of some sizes, largest first, that misses no limit, with what the one before it misses."""
-    bound_by: tuple[str, ...] = ()
-    for size in sizes:
-        candidate = candidate_of(way, size, format, teacher, device)
-        found = missed(candidate)
-        if not found:
-            return replace(candidate, bound_by=bound_by)
-        bound_by = tuple(found)
-    return None
-
-
-def nearest_miss(found: Iterable[Candidate], device: Device) -> tuple[Candidate, dict[str, float]]:
-    """The candidate whose worst limit is missed by least, and the limits it misses."""
-    nearest = min(found, key=lambda one: max(misses(one.predicted, device).values(), default=0.0))
-    return nearest, misses(nearest.predicted, device)

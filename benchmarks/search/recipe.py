@@ -158,9 +158,9 @@ def prune_settings(source: Source, shape: Shape, teacher: Path, out: Path, token
 
 
 def quantize_settings(
-    source: Source, format: ModelFormat, checkpoint: Path, out: Path, method: str | None = None, qad: int | None = None
+    source: Source, format: ModelFormat, checkpoint: Path, out: Path, qad: int | None = None
 ) -> dict[str, Any]:
-    """Flags of `quantize` for a format: with a method that needs no text, or calibrated and trained on `qad` tokens."""
+    """Flags of `quantize` for a format: calibrated, and trained on `qad` tokens if that is given."""
     settings: dict[str, Any] = {
         "checkpoint": checkpoint,
         "out": out,
@@ -169,7 +169,8 @@ def quantize_settings(
         "symmetric": not format.zero_points,
         "threads": source.threads,
         "group_size": 0 if format.per_row else format.block_size,
-        **({"calibration": list(source.calibration), **source.held_out()} if method is None else {"method": method}),
+        "calibration": list(source.calibration),
+        **source.held_out(),
     }
     if qad:
         settings |= {"qad": qad, **_training(source, {}, leave_out="learning_rate")}  # it has a rate of its own

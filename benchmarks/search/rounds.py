@@ -32,8 +32,6 @@ from benchmarks.search.candidates import (
     candidate_of,
     expert_counts,
     formats,
-    largest,
-    nearest_miss,
     ways,
 )
 from benchmarks.search.recipe import Effort, Target
@@ -126,10 +124,14 @@ class Search:
         return misses(figures, self.device)
 
     def largest(self, way: str, format: ModelFormat, sure: bool) -> Candidate | None:
-        """The largest model of a way that keeps to the limits in a format."""
-        return largest(
-            way, self.ways[way], format, self.teacher, self.device, lambda candidate: self.missed(candidate, sure)
-        )
+        """The largest model of a way that keeps to the limits in a format, with those that the next larger misses."""
+        bound_by: tuple[str, ...] = ()
+        for size in self.ways[way]:
+            candidate = candidate_of(way, size, format, self.teacher, self.device)
+            if not (missed := self.missed(candidate, sure)):
+                return replace(candidate, bound_by=bound_by)
+            bound_by = tuple(missed)
+        return None
 
     def plain(self, sure: bool) -> list[Candidate]:
         """Of each way the largest models inside, by turns, least rounded last.
@@ -158,7 +160,9 @@ class Search:
             for (way, sizes), format in product(self.ways.items(), self.formats)
             for size in sizes
         )
-        return nearest_miss((replace(one, predicted=known(self.figures(one))) for one in every), self.device)
+        corrected = (replace(one, predicted=known(self.figures(one))) for one in every)
+        nearest = min(corrected, key=lambda one: max(misses(one.predicted, self.device).values(), default=0.0))
+        return nearest, misses(nearest.predicted, self.device)
 
     def mixed(self, format: ModelFormat, vocab_size: int, sure: bool) -> list[Shape]:
         """Shapes of several cut dimensions that keep to the limits in a format, each with the widest FFN that does."""

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from benchmarks.devices.schema import Device
 from benchmarks.measure.bench import short_bench
 from benchmarks.measure.process import QUIET_CORES, wait_for_quiet
 from benchmarks.model_size import ModelFormat
+from benchmarks.predict.calibrate import export_untrained
 from benchmarks.search.candidates import Candidate, Size
 from benchmarks.search.recipe import (
     Source,
@@ -36,7 +38,6 @@ from compress.pruning.shapes import Shape
 from sportsllm.commands import load_command
 from sportsllm.console import log, logged
 from sportsllm.files import atomic_write_text, read_json
-from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import digest
 from sportsllm.models.config import ModelConfig
@@ -177,7 +178,7 @@ class Trials:
         """
         student = self._student(candidate.size, tokens)
         qad = qad_tokens(candidate.format, tokens) if trained else None
-        made = self._packed(student, candidate.format, self.directory / "packed", None, qad)
+        made = self._packed(student, candidate.format, qad)
         if candidate.format.quantized and self.processor == "cpu":
             made = self._exported(made, candidate.format)
         own, teacher = self._score(made), self._score(self.source.teacher)
@@ -190,10 +191,11 @@ class Trials:
         A measurement beside other programs is repeated once they end, or given up as busy.
         """
         directory = self.directory / "timed" / candidate.name
-        packed = self._packed(self._random(candidate), candidate.format, directory, "rtn")
-        self._run(
-            "export", export_settings(self.source, candidate.format, packed, directory / "export", self.processor)
-        )
+        if not (directory / "export" / "config.json").exists():  # the last file
+            shutil.rmtree(directory, ignore_errors=True)
+            config = candidate.size.applied_to(self._config)
+            with logged(self.directory / LOG):
+                export_untrained(config, candidate.format, directory / "export")
         kept = directory / "figures.json"
         made = [digest(directory / "export"), self.source.threads, *([self.provider] * (self.provider != "cpu"))]
         key = hashlib.sha256(json.dumps(made).encode()).hexdigest()
@@ -234,15 +236,10 @@ class Trials:
         if key not in scores:
             decoder = open_decoder(directory, self.source.threads)
             tokenizer = load_tokenizer(directory, decoder.config)
-            nats, tokens, size = list[float](), 0, 0
             with logged(self.directory / LOG):
-                for document in read_documents([self.text]):
-                    score = score_documents(decoder, tokenizer, [document])
-                    nats.append(score.nats)
-                    tokens, size = tokens + score.tokens, size + score.bytes
-                    if tokens >= _SCORED_TOKENS:
-                        break
-            scores[key] = {"nats": nats, "bits": math.log(2) * size}
+                documents = list(read_documents([self.text]))
+                score = score_documents(decoder, tokenizer, documents, max_tokens=_SCORED_TOKENS)
+            scores[key] = {"nats": score.documents, "bits": math.log(2) * score.bytes}
             atomic_write_text(kept, json.dumps(scores) + "\n")
         return dict(scores[key])
 
@@ -262,36 +259,17 @@ class Trials:
         self._run("prune", prune_settings(self.source, shape, teacher, out, tokens, samples=samples, **known))
         return out
 
-    def _packed(
-        self, checkpoint: Path, format: ModelFormat, parent: Path, method: str | None, qad: int | None = None
-    ) -> Path:
+    def _packed(self, checkpoint: Path, format: ModelFormat, qad: int | None) -> Path:
         if not format.quantized:
             return checkpoint
-        name = f"{checkpoint.name}-{format.weights_name}-{method or 'calibrated'}" + "-trained" * bool(qad)
-        self._run("quantize", quantize_settings(self.source, format, checkpoint, parent / name, method, qad))
-        return parent / name
+        out = self.directory / "packed" / (f"{checkpoint.name}-{format.weights_name}" + "-trained" * bool(qad))
+        self._run("quantize", quantize_settings(self.source, format, checkpoint, out, qad=qad))
+        return out
 
     def _exported(self, packed: Path, format: ModelFormat) -> Path:
         out = self.directory / "exported" / f"{packed.name}-{format.cache}"
         self._run("export", export_settings(self.source, format, packed, out, self.processor))
         return out
-
-    def _random(self, candidate: Candidate) -> Path:
-        from sportsllm.formats.checkpoint import save_checkpoint
-        from sportsllm.models.language_model import SportsLLM
-
-        teacher, name = self.teacher_with(candidate.size.vocab_size), candidate.size.name
-        config = candidate.size.shape.applied_to(load_config(teacher))
-
-        def make(directory: Path) -> dict[str, Any]:
-            model = SportsLLM(config)
-            model.initialize(self.source.seed)
-            save_checkpoint(directory, model, teacher)
-            return {"parameters": config.parameters}
-
-        stage = Stage("random", {"shape": name, "seed": self.source.seed}, [teacher])
-        with logged(self.directory / LOG):
-            return Path(run_stage(self.directory / "random" / name, stage, make)["out"])
 
     def _run(self, command: str, settings: dict[str, Any]) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
