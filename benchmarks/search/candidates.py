@@ -19,6 +19,8 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.memory import BLOCK_SIZES
 
 WHOLE = "nothing cut"
+ANCHORS = ("feed-forward", "depth", "evenly")
+"""The simplest cuts, which are tried before all others."""
 _EVEN_SHARES = range(5, 100, 5)  # percent of the parameters
 _EXPERT_SHARES = (2, 4)  # half and a quarter of the experts
 

@@ -85,8 +85,10 @@ def _cells(one: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
             cells.append(band(predicted / factor, predicted * factor))
         else:
             cells.append(MISSING)
-    for loss in (one["rounded_loss_percent"], one["expected_loss_percent"]):
-        cells.append(MISSING if loss is None else f"{loss:+.1f}%")
+    loss, expected = one["rounded_loss_percent"], one["expected_loss_percent"]
+    interval = one["interval_percent"]
+    cells.append(MISSING if loss is None else f"{loss:+.1f}%" + (_interval(interval) if interval else ""))
+    cells.append(MISSING if expected is None else f"{expected:+.1f}%")
     notes = [
         "chosen" if one["name"] == result["chosen"] else "",
         "outside" if not one["within"] else "" if one["sure"] else "uncertain",

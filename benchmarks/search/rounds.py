@@ -16,7 +16,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product, zip_longest
+from itertools import chain, product, zip_longest
 
 from benchmarks.devices.load import is_this_machine
 from benchmarks.devices.schema import Device
@@ -25,6 +25,7 @@ from benchmarks.labels import LIMITS
 from benchmarks.model_size import ModelFormat
 from benchmarks.predict.latency import limit_band, resolve
 from benchmarks.search.candidates import (
+    ANCHORS,
     WHOLE,
     Candidate,
     Size,
@@ -134,14 +135,14 @@ class Search:
         return None
 
     def plain(self, sure: bool) -> list[Candidate]:
-        """Of each way the largest models inside, by turns, least rounded last.
+        """Of each way the largest models inside, `ANCHORS` before others, by turns, least rounded last.
 
         In a coarser format only one that is larger than those in finer ones, and a cut only in formats that are too
         large for the whole teacher, which is there in every format that it fits in.
         """
         whole = [one for format in self.formats if (one := self.largest(WHOLE, format, sure))]
         whole = [one for one in whole if one.format.cache != "int8" or _float_cache(one.format) not in _formats(whole)]
-        lines: list[list[Candidate]] = []
+        lines: tuple[list[list[Candidate]], list[list[Candidate]]] = [], []
         for way in self.ways:
             line, most = list[Candidate](), 0
             for format in self.formats if way != WHOLE else ():
@@ -150,8 +151,9 @@ class Search:
                 one = self.largest(way, format, sure)
                 if one is not None and one.parameters > _LARGER * most:
                     line, most = [one, *line], one.parameters
-            lines.append(line)
-        return whole + [one for turn in zip_longest(*lines) for one in turn if one is not None]
+            lines[way not in ANCHORS].append(line)
+        turns = chain(zip_longest(*lines[0]), zip_longest(*lines[1]))
+        return whole + [one for turn in turns for one in turn if one is not None]
 
     def nearest(self) -> tuple[Candidate, dict[str, float]]:
         """Of all sizes of all ways, the one whose worst limit is missed by least, and the limits it misses."""
@@ -272,10 +274,16 @@ def try_mixed(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
 
 
 def try_longer(search: Search, trials: Trials, effort: Effort, clock: Clock) -> None:
-    """Recover the best for longer and train them as rounded, if there is more than one."""
-    best = search.ranking()[: effort.finalists]
+    """Recover the best for longer and train them as rounded, if there is more than one.
+
+    The best export so far is one of them, whatever the others are expected to gain by more tokens.
+    """
+    best, tried = search.ranking()[: effort.finalists], search.tried
     if len(best) < 2 or _good_enough(search):
         return
+    first = search.found[min(tried, key=lambda name: tried[name].losses.rounded)]
+    if first not in best:
+        best[-1] = first
     for candidate in best:
         keep = _finish_seconds(clock, effort)
         if not clock.allows(f"{candidate.name} on more tokens", "trial", effort.longer_tokens, keep):

@@ -17,10 +17,10 @@ from benchmarks.devices.verdict import judge
 from benchmarks.fit import FitResult, finish_best, fit, run_fit
 from benchmarks.measure.bench import ShortBench
 from benchmarks.model_size import ModelFormat, file_bytes
-from benchmarks.search.candidates import WHOLE, Candidate, Size, candidate_of, expert_counts, formats, ways
+from benchmarks.search.candidates import ANCHORS, WHOLE, Candidate, Size, candidate_of, expert_counts, formats, ways
 from benchmarks.search.recipe import Effort, Source, Target, export_settings, prune_settings, write_recipe
 from benchmarks.search.results import print_fit
-from benchmarks.search.rounds import Search, Tried, run_rounds, start_search, try_plain
+from benchmarks.search.rounds import Search, Tried, run_rounds, start_search, try_longer, try_plain
 from benchmarks.search.trials import Clock, Losses, Timed, Trials
 from compress.pruning.shapes import Shape, shape_for_share
 from sportsllm import console
@@ -234,6 +234,20 @@ def test_measured_losses_decide_between_cuts_and_small_formats(scale: float, bes
     for name in search.tried:
         candidate = search.found[name]
         assert search.expected(candidate) == pytest.approx(trials.losses(candidate, 100_000, True).rounded)
+
+
+def test_simple_cuts_come_first_and_the_best_export_is_always_tried_for_longer() -> None:
+    """Cuts that are expected to gain more by further tokens do not push it out."""
+    search, trials = started(with_limits(file_mb=0.4)), Rule()
+    cut = [one.way for one in search.plain(False) if one.way != WHOLE]
+    assert set(cut[:3]) == set(ANCHORS) and not {*ANCHORS} & {*cut[cut.index("hidden size") :]}
+    simple, *others = search.plain(False)[:4]
+    for place, candidate in enumerate([simple, *others]):
+        search.found[candidate.name] = candidate
+        search.tried[candidate.name] = Tried(10_000, Losses(0.5, 5.0) if place == 0 else Losses(9.0, 9.0))
+    assert simple not in search.ranking()[: EFFORT.finalists]
+    try_longer(search, cast(Trials, trials), EFFORT, Clock())
+    assert len(trials.calls) == EFFORT.finalists and (simple.name, EFFORT.longer_tokens, True) in trials.calls
 
 
 def test_a_teacher_that_loses_nothing_whole_is_not_cut() -> None:
