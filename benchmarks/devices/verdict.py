@@ -201,10 +201,8 @@ def judge_budget(
         `measured_here`, and `efficiency`, what a prediction that decides was made with.
     """
     lengths = limit_lengths(device.limits, config.max_position_embeddings)
-    (measured, intervals), processor = (
-        _measured(result, lengths),
-        (result.get("placement") or {}).get("processor", "cpu"),
-    )
+    measured, intervals = _measured(result, lengths)
+    processor = (result.get("placement") or {}).get("processor", "cpu")
     exported = not str(result.get("runtime", "")).startswith("torch")  # PyTorch's figures are no export's
     here = exported and (on_device or is_this_machine(device, processor))
     predicted = None if predict is None or (here and processor != "gpu") else predict(device, config, directory)

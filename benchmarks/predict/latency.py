@@ -222,13 +222,12 @@ class Formulas:
     def _groups(self) -> tuple[WeightGroup, WeightGroup]:
         """Layers and head, as they are in memory: a CPU widens float16 to float32 when it loads it."""
         parts, half = sizes(self.config, self.stored), "fp16" not in self.shares.row
-        layers, head = (
-            replace(group, weight_format="fp32", bytes=2 * group.bytes)
-            if half and group.weight_format == "fp16"
-            else group
-            for group in (parts.layers, parts.head)
-        )
-        return layers, head
+
+        def widened(group: WeightGroup) -> WeightGroup:
+            widens = half and group.weight_format == "fp16"
+            return replace(group, weight_format="fp32", bytes=2 * group.bytes) if widens else group
+
+        return widened(parts.layers), widened(parts.head)
 
     def _multiply_a_row(self, terms: defaultdict[str, float], group: WeightGroup, share: float = 1.0) -> None:
         """The weights are read, then multiplied."""

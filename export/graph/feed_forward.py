@@ -127,10 +127,8 @@ class MixtureOfExperts(SublayerBuilder):
         """(X, N) the chosen experts' weights in their places, 0 elsewhere; ones without weights."""
         graph, at = self.graph, self.graph.at(f"{name}/")
         weights_XK = self._ones(f"{name}/marks", chosen_XK) if weights_XK is None else weights_XK
-        rows, width = (
-            graph.size(f"{name}/rows", x_XD, 0),
-            graph.ints("experts/count", [self.config.chosen_experts.count]),
-        )
+        rows = graph.size(f"{name}/rows", x_XD, 0)
+        width = graph.ints("experts/count", [self.config.chosen_experts.count])
         nothing = ir.AttrTensor("value", ir.tensor(np.array([0.0], np.float32)))
         empty_XN = at("empty", "ConstantOfShape", at("table", "Concat", rows, width, axis=0), value=nothing)
         return at("placed", "ScatterElements", empty_XN, chosen_XK, weights_XK, axis=1)

@@ -206,10 +206,8 @@ class Matmul:
         found = at("packed", "Gather", table, tokens_BT)
         if bits == 4:
             low_bits, shift = (graph.constant(f"embed/{n}", np.array(n, np.uint8)) for n in (15, 4))
-            low, high = (
-                at("low", "BitwiseAnd", found, low_bits),
-                at("high", "BitShift", found, shift, direction="RIGHT"),
-            )
+            low = at("low", "BitwiseAnd", found, low_bits)
+            high = at("high", "BitShift", found, shift, direction="RIGHT")
             pair = [at(f"{part}/column", "Unsqueeze", x, -1) for part, x in (("low", low), ("high", high))]
             found = at("pairs", "Concat", *pair, axis=-1)
         flat = at("flat", "Reshape", found, graph.ints("embed/flat_shape", [0, 0, -1]))

@@ -146,9 +146,7 @@ def rope_tables(
     """
     positions = np.arange(length, dtype=np.float32)
     angles = positions[:, None] * inverse_frequencies(config, local)[None, :]
-    own = (
-        local and config.rope_local_theta is not None
-    )  # sliding layers with a base of their own are not with_rope_scaling
+    own = local and config.rope_local_theta is not None  # sliding layers with a base of their own are not stretched
     factor = np.float32(1.0 if own else attention_factor(config.rope_scaling))
     return np.cos(angles) * factor, np.sin(angles) * factor
 

@@ -178,10 +178,8 @@ def _asks(match: Match, events: list[Event], score: Score, text: str) -> Iterato
         sizes = [f"{crowd + step:,}" for step in (-1200, -750, -310, 140, 480, 1050)]
         yield Ask("crowd", "How many people watched?", f"{crowd:,}", sizes)
     goals = [event for event in events if event.kind == "goal"]
-    names, tally = (
-        [player.name for club in match.clubs for player in club.squad],
-        Counter(goal.player for goal in goals),
-    )
+    names = [player.name for club in match.clubs for player in club.squad]
+    tally = Counter(goal.player for goal in goals)
     if all(goal.nth for goal in goals):  # no own goal
         for place, goal in zip(("first", "last"), goals[:1] + goals[-1:], strict=False):
             yield Ask(f"{place}_scorer", f"Who scored the {place} goal?", goal.player.name, names)

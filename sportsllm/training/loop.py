@@ -194,10 +194,8 @@ class _Run:
         step, every = self.state.step, self.config.validate_every
         if step % self.config.log_every == 0 or last:
             self.write(loss=self.state.mean_loss, **figures)
-            if self.model.config.experts and (
-                shares := pop_expert_load(self.model)
-            ):  # each expert's fraction of the tokens, by layer
-                self.write(expert_shares=shares)
+            if self.model.config.experts and (shares := pop_expert_load(self.model)):
+                self.write(expert_shares=shares)  # each expert's fraction of the tokens, by layer
         if validation is not None and (last or (every and step % every == 0)):
             self.write(valid_bits_per_byte=self.state.consider(validation))
 

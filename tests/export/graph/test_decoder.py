@@ -34,6 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "all biases": {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
     "linear scaling": {"rope_scaling": RopeScaling("linear", 4.0)},
     "llama3 scaling": {"rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 32)},
+    "yarn scaling": {"rope_scaling": RopeScaling("yarn", 4.0, original_max_position_embeddings=16)},
     "wide heads": {"head_dim": 32},
     "head_dim 8, rotated outside": {"head_dim": 8},
     "head_dim 24, rotated outside": {"head_dim": 24, "qk_norm": True},

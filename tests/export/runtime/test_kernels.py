@@ -138,7 +138,7 @@ def test_two_sessions_at_once(exports: Exports) -> None:
         np.testing.assert_array_equal(np.concatenate(found[place]), np.concatenate(one_by_one))
 
 
-@pytest.mark.parametrize(("bits", "cache"), [(4, "fp32"), (8, "fp16"), (4, "int8")])
+@pytest.mark.parametrize(("bits", "cache"), [(4, "fp32"), (8, "fp16"), (8, "fp32"), (4, "int8")])
 def test_real_text_is_continued_as_by_pytorch(bits: int, cache: str, tmp_path: Path) -> None:
     """40 greedy tokens. Later ones differ: a model this small often has two tokens that are nearly as likely."""
     quantize_checkpoint(checkpoint=STORIES, out=tmp_path / "packed", config=QuantizationConfig(bits=bits), method="rtn")
