@@ -83,7 +83,7 @@ def web_precision(precision: str, in_half: bool) -> str:
 
 
 def web_files(directory: Path, precision: str) -> GraphFiles:
-    """Paths that `export --web` writes."""
+    """Paths that `export --format web` writes."""
     graph = directory / "onnx" / f"model{WEB_NAMES[precision][1]}.onnx"
     return GraphFiles(graph, graph.with_name(f"{graph.name}_data"))
 

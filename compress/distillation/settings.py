@@ -119,11 +119,11 @@ def divergence_share(kind: str, mix: float | None) -> float:
     if default is None:
         if mix is not None:
             shared = ", ".join(name for name, share in DIVERGENCES.items() if share is not None)
-            raise UsageError(f"--mix {mix:g} means nothing with {kind}; leave it out, or use one of {shared}")
+            raise UsageError(f"--set mix={mix:g} means nothing with {kind}; leave it out, or use one of {shared}")
         return 0.0
     share = default if mix is None else mix
     if not 0.0 < share < 1.0:
-        raise UsageError(f"--mix is {share:g}; with {kind} it must be above 0 and below 1")
+        raise UsageError(f"--set mix={share:g}: with {kind} it must be above 0 and below 1")
     return share
 
 
@@ -166,12 +166,12 @@ class DistillationConfig:
         if not 0.0 < self.temperature < math.inf:
             raise UsageError(f"--temperature {self.temperature:g} must be above 0")
         if not 0.0 <= self.hidden_weight < math.inf:
-            raise UsageError(f"--hidden-weight {self.hidden_weight:g} must be 0 or more")
+            raise UsageError(f"--set hidden_weight={self.hidden_weight:g}: must be 0 or more")
         if self.teacher_precision not in TEACHER_PRECISIONS:
             known = ", ".join(TEACHER_PRECISIONS)
-            raise UsageError(f"--teacher-precision {self.teacher_precision!r} is not known; use one of {known}")
+            raise UsageError(f"--set teacher_precision={self.teacher_precision}: use one of {known}")
         if self.signals is None and self.signal_tokens is not None:
-            raise UsageError("--signal-tokens belongs to --signals DIR; add it or leave it out")
+            raise UsageError("--set signal_tokens belongs to --signals DIR; add it or leave it out")
         if self.signals is not None and self.divergence != "forward-kl":
             raise UsageError(
                 "--signals hold samples of the teacher's probabilities: they give forward-kl alone; "

@@ -69,7 +69,7 @@ def load_teacher(directory: Path, precision: str, device: torch.device | None = 
 def _load_quantized(directory: Path, precision: str, dtype: torch.dtype) -> SportsLLM:
     """Layer by layer, so that no more than one of them is ever there in full precision."""
     if quantization_config(directory) is not None:
-        raise UsageError(f"--teacher-precision {precision}: {directory} is quantized already; leave it out")
+        raise UsageError(f"--set teacher_precision={precision}: {directory} is quantized already; leave it out")
     config = load_config(directory)
     with torch.device("meta"):
         model = SportsLLM(config)

@@ -84,7 +84,7 @@ def choose_kernels(graph: Path, wanted: str = "auto", provider: Provider = CPU) 
         return portable("this program's own run on the CPU provider alone")
     if version is None:
         if wanted == "native":
-            raise UsageError(f"--kernels native: {graph} calls none; export INT4 or INT8 blocks without --inline")
+            raise UsageError(f"--kernels native: {graph} calls none; export INT4 or INT8 blocks without --set inline")
         return portable("the graph calls none")
     library, problem = library_of(version), problem_of(version)
     if library is None or problem:

@@ -94,16 +94,16 @@ def changed_shape(config: ModelConfig, changes: Mapping[str, float | bool]) -> M
         if changes.keys() & {"hidden", "heads"} and "head_dim" not in changes:
             if hidden % heads:
                 raise UsageError(
-                    f"hidden size {hidden} is not divisible by {heads} heads; change --hidden or --heads, "
-                    "or give --head-dim"
+                    f"hidden size {hidden} is not divisible by {heads} heads; change --set hidden or heads, or give "
+                    "head_dim"
                 )
             given["head_dim"] = hidden // heads
         if "heads" in changes and "kv_heads" not in changes:
             shared = config.num_attention_heads // config.num_key_value_heads
             if heads % shared:
                 raise UsageError(
-                    f"--heads {heads}: {shared} query heads share a key/value head in this model, which does not "
-                    "divide them; give --kv-heads too"
+                    f"--set heads={heads}: {shared} query heads share a key/value head in this model, which does not "
+                    "divide them; give kv_heads too"
                 )
             given["kv_heads"] = heads // shared
     field_of = DIMENSIONS | {"context": "max_position_embeddings", "tied": "tie_word_embeddings"}

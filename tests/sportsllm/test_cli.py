@@ -1,8 +1,10 @@
 """The commands as a person runs them: in a process, with exit codes and one-line errors."""
 
+import ast
 import dataclasses
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -217,6 +219,19 @@ def test_every_flag_says_its_type_and_what_it_is_without_it() -> None:
             assert says or getattr(flag, "is_flag", False), (command, flag.name)
 
 
+def test_flags_that_errors_name_are_there() -> None:
+    flags = [flag for command in COMMANDS for flag in flags_of(command)]
+    there = {"--help", "--merge"}.union(
+        *(flag.opts + flag.secondary_opts for flag in flags)
+    )  # llama-gguf-split --merge
+    for package in ("sportsllm", "compress", "export", "benchmarks"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Raise):
+                    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", ast.unparse(node)))
+                    assert named <= there, (path.name, named - there)
+
+
 def test_defaults_in_the_help_are_those_of_training() -> None:
     """They are written out there, since torch would have to be loaded for the real ones."""
     config = TrainConfig()
@@ -224,16 +239,8 @@ def test_defaults_in_the_help_are_those_of_training() -> None:
     assert shown["steps"] == str(config.steps)
     for name in ("batch_size", "sequence"):
         assert shown[name] == f"up to {getattr(config, name)}", name
-    for name in (
-        "precision",
-        "schedule",
-        "min_lr_ratio",
-        "decay_fraction",
-        "muon_momentum",
-        "muon_steps",
-        "log_every",
-        "clip_norm",
-    ):
+    others = ("precision", "schedule", "min_lr_ratio", "decay_fraction", "muon_momentum", "muon_steps", "clip_norm")
+    for name in (*others, "log_every"):
         value = getattr(config, name)
         assert TRAINING[name].default == (value if isinstance(value, str) else f"{value:g}"), name
     assert TRAINING["accumulation"].default.endswith(f"{config.accumulation} with --steps")

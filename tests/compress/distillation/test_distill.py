@@ -128,11 +128,11 @@ def test_flags_out_of_range(tmp_path: Path) -> None:
     for settings, message in (
         ({"kl_weight": "1.5"}, "--kl-weight"),
         ({"kl_weight": "often"}, "--kl-weight"),
-        ({"teacher_precision": "int3"}, "--teacher-precision"),
+        ({"teacher_precision": "int3"}, "--set teacher_precision"),
         ({"temperature": 0.0}, "--temperature"),
         ({"divergence": "l2"}, "divergence"),
-        ({"mix": 0.5}, "--mix"),
-        ({"hidden_weight": -1.0}, "--hidden-weight"),
+        ({"mix": 0.5}, "--set mix"),
+        ({"hidden_weight": -1.0}, "--set hidden_weight"),
         ({"signal_tokens": 5}, "--signals"),
         ({"signals": tmp_path, "divergence": "js"}, "forward-kl alone"),
     ):

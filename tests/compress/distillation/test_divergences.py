@@ -121,9 +121,9 @@ def test_settings_out_of_range_are_refused() -> None:
     targets, teacher = torch.zeros(1, dtype=torch.int64), rows_of(torch.zeros(1, 2))
     for mix in (0.0, 1.0, -0.1, math.nan):
         for kind in ("skew-kl", "skew-reverse-kl", "js"):
-            with pytest.raises(UsageError, match=r"--mix .* above 0 and below 1"):
+            with pytest.raises(UsageError, match=r"--set mix=.* above 0 and below 1"):
                 divergence_chunk(kind, targets, teacher, mix=mix)
-    with pytest.raises(UsageError, match=r"--mix 0\.5 means nothing with reverse-kl"):
+    with pytest.raises(UsageError, match=r"--set mix=0\.5 means nothing with reverse-kl"):
         mixed_chunk(targets, teacher, 0.0, kind="reverse-kl", mix=0.5)
     with pytest.raises(UsageError, match="'kl' is not known"):
         divergence_chunk("kl", targets, teacher)

@@ -130,7 +130,7 @@ def test_dimensions_that_do_not_go_together(changes: dict[str, Any], message: st
 
 
 def test_heads_that_key_value_heads_cannot_share() -> None:
-    with pytest.raises(UsageError, match="give --kv-heads too"):
+    with pytest.raises(UsageError, match="give kv_heads too"):
         changed_shape(preset("tiny-1m"), {"heads": 1})
 
 
