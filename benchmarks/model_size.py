@@ -31,7 +31,7 @@ class ModelFormat:
     Attributes:
         precision: of the layers' matrices, one of `sportsllm.models.memory.PRECISIONS`.
         block_size: weights of a quantized matrix that share a scale.
-        head_bits: of embedding and head where the layers are quantized.
+        head_bits: of embedding and head if the layers are quantized.
         zero_points: whether each block stores one.
         cache: format of keys and values.
         file_bytes: of the file, if there is one.
@@ -68,12 +68,12 @@ class ModelFormat:
 
     @property
     def layer_format(self) -> str:
-        """Of the layers' matrices, a key of `benchmarks.predict.latency.Shares`."""
+        """Format of the layers' matrices, a key of `benchmarks.predict.latency.Shares`."""
         return "int8_rows" if self.per_row else self.precision
 
     @property
     def weights_name(self) -> str:
-        """Of the weights alone, for people and directories, such as int8-rows and int4-b64-asym-h4."""
+        """Name of the weights' format, for people and directories, such as int8-rows and int4-b64-asym-h4."""
         if not self.quantized:
             return self.precision
         grid = "rows" if self.per_row else f"b{self.block_size}"
@@ -88,7 +88,7 @@ class ModelFormat:
 
     @property
     def head_format(self) -> str:
-        """Of embedding and head."""
+        """Format of embedding and head."""
         return _HEAD_FORMATS[self.head_bits] if self.quantized else self.precision
 
 
@@ -117,7 +117,7 @@ class Sizes:
 
 @lru_cache(maxsize=1_024)
 def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
-    """The parts of a model, as large as its file where there is one."""
+    """The parts of a model, as large as its file if there is one."""
     kept = (stored.precision, stored.block_size, stored.head_bits, stored.zero_points)
     tied, untied = (weight_bytes(each, *kept) for each in _tied_and_untied(config))
     table, macs, scale = untied - tied, matrix_parameters(config), 1.0
@@ -159,14 +159,14 @@ def mixing_macs(config: ModelConfig, depth: int) -> int:
 
 @lru_cache(maxsize=1_024)
 def active_share(config: ModelConfig) -> float:
-    """Of the numbers in the layers' matrices, the share that one token is multiplied by: below 1 with experts."""
+    """Share of the values in the layers' matrices that one token is multiplied by: below 1 with experts."""
     active = sum(layers * kind.active_parameters for part, layers in config.runs() for kind in sublayers(part).values())
     return active / matrix_parameters(config)
 
 
 @lru_cache(maxsize=1_024)
 def stepwise_share(config: ModelConfig) -> float:
-    """Of the numbers in the layers' matrices, the share that reads a prompt token by token: an LSTM's last state."""
+    """Share of the values in the layers' matrices that read a prompt token by token: an LSTM's last state."""
     alone = sum(matrix.numel for matrix in block_matrices(config) if matrix.stepwise)
     return config.num_hidden_layers * alone / matrix_parameters(config)
 

@@ -3,7 +3,7 @@ GroupQueryAttention reads them; a float16 one needs none.
 
 The operator stores round(x / scale), from -128 to 127, and attends to that times the scale, in the prompt too. Keys are
 stored after rotation. Scales are per channel because channels differ far more from each other than tokens do, most of
-all in keys (https://arxiv.org/abs/2402.02750). The vectors of latent attention are stored in the same way.
+all in keys (https://arxiv.org/abs/2402.02750). Latent vectors are stored the same way.
 Shape suffixes: L layers, B sequences, K key/value heads, S tokens, E head_dim.
 """
 

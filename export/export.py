@@ -25,7 +25,7 @@ BLOCK_DTYPES = (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q4_k_s", "q4_k_m", "q5_k", "q5_k_s", "q5_k_m", "q6_k", "iq4_nl",
     "iq4_xs",
 )  # fmt: skip
-"""Of `--format gguf`, by llama.cpp's names; `q4_k` and `q5_k` stand for `q4_k_m` and `q5_k_m`."""
+"""Types for `--format gguf`, by llama.cpp's names; `q4_k` and `q5_k` stand for `q4_k_m` and `q5_k_m`."""
 CACHES = ("fp32", "fp16", "int8")
 _REPORTED = ("max_abs_logit_error", "kl", "greedy_match", "passed", "input_rounding", "tokenizer_changes")
 

@@ -29,18 +29,18 @@ RUNTIME_KEY = "onnxruntime"  # the oldest version that a graph was tried with
 OLDEST_RUNTIME = "1.31"
 KERNELS_DOMAIN = "sportsllm"  # of the operators of `export/kernels`
 KERNELS_KEY = "kernels"  # version of the kernels that the graph calls; absent where it calls none
-CACHE_KEY = "cache"  # one of the next two; in place where an export does not say
+CACHE_KEY = "cache"  # one of the next two; in place if an export does not say
 IN_PLACE_CACHE = "shared"  # past and present are one buffer with room to grow; sequences are padded on the right
 CONCAT_CACHE = "growing"  # present is past followed by the new tokens, a new tensor; masked columns do not count
 
 
 def past_name(layer: int, state: str) -> str:
-    """Of the input with what a layer has cached; tokens are on the last axis but one."""
+    """Name of the input with a layer's cached state; tokens are on the last axis but one."""
     return f"{PAST}{layer}.{state}"
 
 
 def present_name(layer: int, state: str) -> str:
-    """Of the output with the new tokens added."""
+    """Name of the output with the new tokens added."""
     return f"{PRESENT}{layer}.{state}"
 
 
@@ -89,7 +89,7 @@ def web_files(directory: Path, precision: str) -> GraphFiles:
 
 
 def find_files(directory: Path) -> GraphFiles:
-    """The paths of the graph in a directory, or of `plain_files` where it has none.
+    """The paths of the graph in a directory, or of `plain_files` if it has none.
 
     Raises:
         ArtifactError: there are graphs of several precisions.
@@ -114,7 +114,7 @@ def caches_keys_and_values(config: ModelConfig) -> bool:
 
 
 def not_opened_by(config: ModelConfig) -> str | None:
-    """A line on the loaders that cannot open an export of a model; None where all can."""
+    """A line on the loaders that cannot open an export of a model; None if all can."""
     if not caches_keys_and_values(config):
         *others, last = (state.name for state in block_state(config))
         cached = f"{', '.join(others)} and {last}" if others else last

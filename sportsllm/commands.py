@@ -242,7 +242,7 @@ class StageResult(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult(StageResult):
-    """What a command returns that trained a model; None where nothing was trained or held out.
+    """What a command returns that trained a model; None if nothing was trained or held out.
 
     Attributes:
         tokens, steps, epochs: read in training.

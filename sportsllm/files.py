@@ -128,7 +128,7 @@ def require_directory(directory: Path, wanted: str) -> None:
 
 
 def gguf_hint(path: Path) -> str | None:
-    """What to do with a GGUF file, or with a directory that holds one; None where there is none."""
+    """What to do with a GGUF file, or with a directory that holds one; None if there is none."""
     found = path if path.is_file() else next(iter(sorted(path.glob("*.gguf"))), None)
     if found is None or found.suffix.lower() != ".gguf":
         return None

@@ -31,7 +31,7 @@ def peak_rss_bytes() -> int:
 
 
 def give_back() -> None:
-    """Return freed memory to the system. Does nothing where the C library is not glibc."""
+    """Return freed memory to the system. Does nothing if the C library is not glibc."""
     gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,6 +1,6 @@
 """What a device file holds: hardware figures, each with its evidence, coefficients of predictions, and limits.
 
-`date` is the day the source was published or the measurement made (the first day where only a month or a year is
+`date` is the day the source was published or the measurement made (the first day if only a month or a year is
 known), else the day it was read. 1 MB = 10^6 bytes everywhere.
 """
 
@@ -74,7 +74,7 @@ class Hardware(Strict):
     `memory_usable` is what a model may take beside the system. The bandwidth is that beyond every cache, and the
     matmul rates are the processor's peaks, `fp16_matmul_rate` with sums in float32, as training does them; without it
     that of float32 stands for it. `bandwidth_share` (of the bandwidth, reading weights) and `layer_overhead`
-    (of a layer, for each token) replace those of `benchmarks.predict.latency` where the device's are known.
+    (of a layer, for each token) replace those of `benchmarks.predict.latency` if the device's are known.
     """
 
     memory_total: Quantity

@@ -27,7 +27,7 @@ Figures = Mapping[str, float | None]
 
 
 class Lengths(NamedTuple):
-    """Tokens at which a model is held to the limits; None where its context is too short."""
+    """Tokens at which a model is held to the limits; None if its context is too short."""
 
     ttft_prompt: int | None
     tpot_depth: int | None
@@ -59,8 +59,8 @@ class Predicted:
     """Predictions by the limits' names.
 
     Attributes:
-        figures: by limit; None where unknown.
-        band: factors, either way, that hold 90% of such predictions; 1 where a figure is computed exactly.
+        figures: by limit; None if unknown.
+        band: factors, either way, that hold 90% of such predictions; 1 if a figure is computed exactly.
         made_with: the coefficients' source and band, for the result.
     """
 
@@ -136,7 +136,7 @@ def judge(
     Args:
         device: the budget.
         measured: values by the limit's name (`file_mb`, `ttft_ms`, ...); absent or None is unknown.
-        predicted: values that stand in where nothing was measured.
+        predicted: values that stand in if nothing was measured.
         intervals: confidence intervals of measured values; without one a value is exact, with None it decides nothing.
 
     Raises:

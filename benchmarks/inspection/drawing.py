@@ -58,7 +58,7 @@ class Block(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Of one of the layers."""
+        """Parameters of one of the layers."""
         return sum(each.parameters for each in self.sublayers)
 
 

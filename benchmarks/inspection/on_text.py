@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sportsllm.models.language_model import SportsLLM
 
 MOST_TOKENS = 64
-"""Of a map, whose labels are then still read."""
+"""Most tokens of a map whose labels can still be read."""
 _TOP = 3
 _MOST_CELLS = 4_000_000  # of a page, about 30 MB
 _CELL = 15  # pixels

@@ -35,7 +35,7 @@ def choose_cpus(threads: int, allowed: Collection[int] | None = None, folder: Pa
     """Ascending numbers of `threads` logical processors, one a core while cores last, the strongest first.
 
     Two threads on one core share its arithmetic, and the scheduler moves threads between strong and weak cores.
-    `allowed` are those this process may use, the system's answer where None. None where the system pins no process.
+    `allowed` are those this process may use, the system's answer where None. None if the system pins no process.
     """
     if allowed is None:
         if not hasattr(os, "sched_getaffinity"):
@@ -55,7 +55,7 @@ def choose_cpus(threads: int, allowed: Collection[int] | None = None, folder: Pa
 
 
 def machine() -> dict[str, Any]:
-    """This machine: processor, cores, memory in bytes, system, clock in MHz where readable, and the time now."""
+    """This machine: processor, cores, memory in bytes, system, clock in MHz if readable, and the time now."""
     frequency = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
     return {
         "processor": processor_name(),

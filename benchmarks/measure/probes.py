@@ -92,7 +92,7 @@ class EnergyMeter:
             self.source = f"powercap, {len(packages)} packages" if packages else f"hwmon {self._paths[0].name}"
 
     def joules(self) -> float | None:
-        """The sum so far; None where nothing can be read, or no longer.
+        """The sum so far; None if nothing can be read, or no longer.
 
         Ask often: at least once before a counter wraps (minutes), every 50 ms for a power sensor.
         """
@@ -124,7 +124,7 @@ class EnergyMeter:
 
 
 def drop_files(paths: Sequence[Path]) -> str | None:
-    """Drop the pages of `paths` (`man 2 posix_fadvise`) and check it: None where they are cold now, else why not.
+    """Drop the pages of `paths` (`man 2 posix_fadvise`) and check it: None if they are cold now, else why not.
 
     The disk's own cache and that of a virtual machine's host are out of reach.
     """
@@ -169,7 +169,7 @@ def resident_bytes(paths: Sequence[Path]) -> int | None:
 
 
 def read_integer(path: Path) -> int | None:
-    """The number that a file of the system holds; None where it cannot be read."""
+    """The number that a file of the system holds; None if it cannot be read."""
     try:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -181,7 +181,7 @@ def _readable(paths: Iterable[Path]) -> list[int]:
 
 
 def _text(path: Path) -> str:
-    """A file's text; empty where it cannot be read."""
+    """A file's text; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -143,7 +143,7 @@ def _communicate(
 
 
 def memory_split(pid: int) -> dict[str, int] | None:
-    """What a process holds now, in bytes; None where the system does not say, or the process has ended.
+    """What a process holds now, in bytes; None if the system does not say, or the process has ended.
 
     rss = anonymous + file. `pss_bytes` counts a page that n processes share as 1/n, `uss_bytes` only unshared ones.
     """

@@ -139,7 +139,7 @@ def summarise(raw: Raw) -> dict[str, Any]:
 
 
 def _readings(raw: Raw, joules: float | None) -> dict[str, Any]:
-    """Figures that not every machine gives, None where it does not, and under `absent` why not."""
+    """Figures that not every machine gives, None if it does not, and under `absent` why not."""
     absent: dict[str, str] = {}
     speed, cold = raw["speed"], raw.get("cold", ())
     if joules is None:
@@ -162,7 +162,7 @@ def _readings(raw: Raw, joules: float | None) -> dict[str, Any]:
 
 
 def summarise_sustained(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's windows, and its last against its first; `throttling` is None where there is one window only."""
+    """The run's windows, and its last against its first; `throttling` is None if there is one window only."""
     windows: Sequence[Mapping[str, Any]] = payload["windows"]
     first, last = windows[0]["tokens_per_s"], windows[-1]["tokens_per_s"]
     lost = 1 - last / first if len(windows) > 1 else None

@@ -216,7 +216,7 @@ def decode_for(
 ) -> tuple[int, float, float | None]:
     """Decode from `depth` to `room` tokens again and again, once at least and for `least_s` seconds of decoding.
 
-    Returns tokens, seconds and joules (None where the meter reads nothing) of the steps, the prompts left out.
+    Returns tokens, seconds and joules (None if the meter reads nothing) of the steps, the prompts left out.
     """
     count, seconds = 0, 0.0
     joules: float | None = 0.0

@@ -74,7 +74,7 @@ class Figure:
     value: float
 
     def terms(self) -> Terms:
-        """Of the formula for it."""
+        """Terms of the formula for it."""
         formulas = Formulas(self.config, self.stored)
         return {"tpot": formulas.tpot, "ttft": formulas.ttft, "memory": formulas.memory}[self.kind](self.tokens)
 

@@ -184,7 +184,7 @@ class Formulas:
     shares: Shares = CPU
 
     def tpot(self, depth: int) -> Terms:
-        """Of the time per token after `depth` others, in ms."""
+        """Terms of the time per token after `depth` others, in ms."""
         (layers, head), cached = self._groups(), self._cached_bytes(depth)
         terms = self._pass(cached)
         self._multiply_a_row(terms, layers, active_share(self.config))
@@ -194,7 +194,7 @@ class Formulas:
         return terms
 
     def ttft(self, prompt: int) -> Terms:
-        """Of the time to read `prompt` tokens and make the first new one, in ms."""
+        """Terms of the time to read `prompt` tokens and make the first new one, in ms."""
         config, shares, alone = self.config, self.shares, stepwise_share(self.config)
         terms, (layers, head) = defaultdict[str, float](float), self._groups()
         self._multiply_a_row(terms, head)
@@ -211,7 +211,7 @@ class Formulas:
         return terms
 
     def memory(self, depth: int) -> Terms:
-        """Of the process's peak memory (on a GPU: the card's) with `depth` tokens in the cache, in bytes."""
+        """Terms of the process's peak memory (on a GPU: the card's) with `depth` tokens in the cache, in bytes."""
         config, parts, cached = self.config, sizes(self.config, self.stored), self._cached_bytes(depth)
         copies = sum(self.shares.copies[group.weight_format] * group.bytes for group in self._groups())
         activations = 4 * min(depth, PREFILL_CHUNK_TOKENS) * layer_activations(config) + 4 * config.vocab_size
@@ -235,12 +235,12 @@ class Formulas:
         terms[_arithmetic(group)] += share * group.macs / self.shares.row[group.weight_format]
 
     def _cached_bytes(self, depth: int) -> int:
-        """What is read of `depth` tokens, and of states whatever the depth."""
+        """Bytes read for `depth` tokens, and for states at any depth."""
         cache = self.stored.cache
         return depth * kv_cache_bytes_per_token(self.config)[cache] + state_bytes(self.config)[cache]
 
     def _pass(self, cached: float) -> defaultdict[str, float]:
-        """Of any pass through the model; standard operators take longer for a layer, and copy their growing cache."""
+        """Terms of any pass through the model; standard operators take longer for a layer and copy their cache."""
         shares, layers = self.shares, self.config.num_hidden_layers
         a_layer = (
             shares.kernel_layer if self.stored.in_kernels else 1.0

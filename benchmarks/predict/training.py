@@ -117,7 +117,7 @@ def _changes(config: ModelConfig, step: TrainingStep, usable: int) -> list[dict[
     """Changes to a step's settings with which it fits, the ones that cost least time and quality first.
 
     A smaller batch divides the given one, so that the accumulated step keeps its tokens. Smaller optimizer states are
-    proposed where checkpointing alone is not enough.
+    proposed if checkpointing alone is not enough.
     """
     tries: list[tuple[str, TrainingStep]] = []
     checkpointed = replace(step, checkpointed=True)

@@ -47,12 +47,12 @@ class StageSummary:
 
     @property
     def verdict(self) -> str | None:
-        """Of its bench result, "pass", "fail" or "uncertain"; None without a target."""
+        """Its bench verdict, "pass", "fail" or "uncertain"; None without a target."""
         return self.bench.budget.verdict if self.bench is not None and self.bench.budget is not None else None
 
     @property
     def scored(self) -> Scored | None:
-        """Of its quality; None without one."""
+        """Who scored its quality, and on which text; None without one."""
         measured, made = self.bench.scored if self.bench is not None else None, self.manifest
         if self.bits_per_byte is None or measured is not None:
             return measured
@@ -189,5 +189,5 @@ def _training_flops(manifest: Manifest, config: ModelConfig) -> float | None:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics.jsonl; none where there is no such file."""
+    """The records of a metrics.jsonl; none if there is no such file."""
     return [record for _, record in read_json_lines(path)] if path.exists() else []

@@ -25,7 +25,7 @@ Scored = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of the time of a step in ms."""
+    """Percentiles of the time of a step, in ms."""
 
     p50: Annotated[float, Field(allow_inf_nan=False)]
     p90: Figure = None
@@ -35,7 +35,7 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Interval:
-    """Of a figure over the rounds."""
+    """Confidence interval of a figure over the rounds."""
 
     low: Figure = None
     high: Figure = None
@@ -107,7 +107,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Bench:
-    """What is shown of a result: ms, s, bytes and tokens per second, None or empty if not measured."""
+    """The figures of a result that are shown: ms, s, bytes and tokens per second, None or empty if not measured."""
 
     directory: str
     tpot_ms: dict[_Tokens, Percentiles]
@@ -150,7 +150,7 @@ class Bench:
 
     @property
     def scored(self) -> Scored | None:
-        """Of its quality; None without one."""
+        """Who scored its quality, and on which text; None without one."""
         return None if self.bits_per_byte is None else ("bench", *(self.text_digests or self.text or ()))
 
 

@@ -114,7 +114,7 @@ def _option(text: str, kind: str, pair: str) -> tuple[str, Any]:
 
 
 def turn_depths(context: int) -> list[int]:
-    """Depths of a turn that fit a context of `context` tokens; an error where none does."""
+    """Depths of a turn that fit a context of `context` tokens; an error if none does."""
     after = 1 + worker.WARM_UP + worker.STEPS
     depths = [depth for depth in DEPTHS if depth + after <= context]
     if not depths:
@@ -134,7 +134,7 @@ def measure_against(
 
     Returns:
         `against`: by runtime, `ours` too, `status` ("measured", "not installed" or "failed: reason") and its figures.
-        `against_ratios`: see `best_ratios`; empty where ours or all others failed.
+        `against_ratios`: see `best_ratios`; empty if ours or all others failed.
         `against_raw`: every round of those that were measured.
     """
     ours = Runtime(OURS, sys.executable, directory, {"kernels": settings.get("kernels", "auto")})
@@ -189,7 +189,7 @@ def _steady(rounds: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _summary(runtime: Runtime, rounds: Sequence[Mapping[str, Any]], config: ModelConfig) -> dict[str, Any]:
-    """The figures of a runtime's rounds; failed where its model is not ours."""
+    """The figures of a runtime's rounds; failed if its model is not ours."""
     for key, value in rounds[0]["shape"].items():
         if value != getattr(config, key):
             reason = f"{runtime.directory} holds another model: {key} {value}, ours has {getattr(config, key)}"
@@ -211,7 +211,7 @@ def _summary(runtime: Runtime, rounds: Sequence[Mapping[str, Any]], config: Mode
 
 
 def best_ratios(raw: Mapping[str, Sequence[Mapping[str, Any]]], others: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Ours over the best of `others`, by figure; empty where there are none.
+    """Ours over the best of `others`, by figure; empty if there are none.
 
     Args:
         raw: the rounds of `ours` and of every measured runtime, equally many.

@@ -214,7 +214,7 @@ RUNTIMES: dict[str, tuple[str, Callable[..., Opened]]] = {
 
 
 def _shape(directory: Path) -> dict[str, Any]:
-    """The model's shape from the config.json beside it, where there is one."""
+    """The model's shape from the config.json beside it, if there is one."""
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {key: config[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers") if key in config}
@@ -266,7 +266,7 @@ def run_turn(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print one JSON object on standard output; with one line under `error` where the runtime refused."""
+    """Print one JSON object on standard output; with one line under `error` if the runtime refused."""
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != HERE]  # our modules have plain names
     result_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not end up in the result

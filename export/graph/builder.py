@@ -58,7 +58,7 @@ class GraphForm:
         half: store dense matrices in float16.
         in_half: compute and cache in float16 as well; vectors, scales and dense matrices are stored in it. Logits are
             float32 all the same. Neither with `standard` nor with `scales`.
-        half_cache: cache in float16 what is computed in float32; not with `scales` or `standard`.
+        half_cache: cache in float16, compute in float32; not with `scales` or `standard`.
         scales: of an INT8 cache; not with `standard`.
         inline: write no functions for kernels.
         wide_inputs: modules of packed matrices whose inputs are rounded to 16 bits instead of 8.

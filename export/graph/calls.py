@@ -26,7 +26,7 @@ from export.runtime.session import parts_in_words
 
 MOST_BODIES = 8  # names that the library registers for each operator of a layer
 SUFFIXES = {FLOAT: "", HALF: "Half", INT8: "Int8"}
-"""Of an operator's name, by the type of the cache."""
+"""Suffix of an operator's name, by the type of the cache."""
 Inputs = dict[str, ir.Value | None]
 Attributes = dict[str, int | float]
 
@@ -52,7 +52,7 @@ class Call:
         name: of the call.
         base: what, with a dot behind it, the names of the layer's nodes begin with.
         inputs: the kernel's by name, in its order; None leaves an optional one out.
-        outputs: in the same way, values of the nodes that become the body; those of the call once it is added.
+        outputs: likewise, values of the nodes that become the body; those of the call once it is added.
         attributes: the kernel's; the body holds its own.
         shares: whether the body, and not the kernel, reads more, of which the graph has one for all layers.
     """
@@ -82,7 +82,7 @@ class KernelUse:
 
     @property
     def version(self) -> str | None:
-        """Of the kernels that the graph calls; None where it calls none."""
+        """Version of the kernels that the graph calls; None if it calls none."""
         return VERSION if self.attention or self.feed_forward or self.head else None
 
     def __str__(self) -> str:

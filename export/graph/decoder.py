@@ -229,5 +229,5 @@ def _emit(
 
 
 def _cache_shapes(config: ModelConfig, length: str) -> dict[str, list[object]]:
-    """Names and shapes of what one layer caches, tokens, where there are any, on the last axis but one."""
+    """Names and shapes of what one layer caches, tokens, if there are any, on the last axis but one."""
     return {s.name: ["batch_size", *cached_shape(s, length)] for s in block_state(config)}

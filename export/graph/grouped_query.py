@@ -28,7 +28,7 @@ _K_SCALE_INPUT = 12  # place of k_scale among GroupQueryAttention's inputs; v_sc
 
 
 class OrtGroupedQuery(SublayerBuilder):
-    """GroupQueryAttention over a cache of the type that is computed in, an INT8 one, or a float16 one.
+    """GroupQueryAttention over a cache of the compute dtype, an INT8 one, or a float16 one.
 
     The operator computes in the type of its cache. So that over a float16 cache only keys, values and their products
     are of that type, it gets them rotated.
@@ -173,7 +173,7 @@ class StandardGroupedQuery(SublayerBuilder):
         return at("attended", "Reshape", mixed_BTHE, graph.ints("attention_flat", [0, 0, heads * size])), present
 
     def _heads(self, name: str, x: ir.Value, heads: int, normed: bool = True) -> ir.Value:
-        """(B, T, heads * E) as (B, T, heads, E), each head normed where the model does that (Qwen3)."""
+        """(B, T, heads * E) as (B, T, heads, E), each head normed if the model does that (Qwen3)."""
         size = self.config.head_dim
         x = self.graph.node(f"{name}/heads", "Reshape", x, self.graph.ints(f"heads_{heads}", [0, 0, heads, size]))
         if not (self.config.qk_norm and normed):

@@ -44,7 +44,7 @@ class EmittedLayer:
 
 
 def add_layer(layers: LayerBuilder, attention: SublayerBuilder, mlp: SublayerBuilder, emitted: EmittedLayer) -> None:
-    """Add a layer to the graph, with calls where kernels compute it."""
+    """Add a layer to the graph, with calls if kernels compute it."""
     calls, graph, config = layers.calls, layers.graph, attention.config
     if not calls.allowed:
         graph.extend([*emitted.first, *emitted.router, *emitted.second, *emitted.last])

@@ -176,7 +176,7 @@ class LatentAttention(SublayerBuilder):
         return [] if scale_C is None else [scale_C, self.graph.constant("latent/zeros", np.zeros(width, np.int8))]
 
     def _filled(self, layer: int, name: str, present: ir.Value) -> ir.Value:
-        """What of the cache is filled, (B, S, C) float32."""
+        """The filled part of the cache, (B, S, C) float32."""
         if self._standard:
             return present
         at, begin = self.graph.at(f"{name}/"), self.graph.ints("cache/begin", [0])

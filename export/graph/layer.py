@@ -44,7 +44,7 @@ class LayerBuilder:
 
     @property
     def epsilon(self) -> float:
-        """Of norms, as float32 has it."""
+        """Epsilon of norms, as float32 has it."""
         return float(np.float32(self.config.rms_norm_eps))
 
     def norm(self, name: str, x: ir.Value, residual: ir.Value | None) -> tuple[ir.Value, ir.Value]:
@@ -158,7 +158,7 @@ class LayerBuilder:
         return at("where", "Concat", at("row_of_each", "Add", none_BT1, rows_B11), places_BT1, axis=2)
 
     def rotary_caches(self, layer: int) -> tuple[ir.Value, ir.Value]:
-        """A layer's cosine and sine tables, (context, E / 2), in the type that is computed in."""
+        """A layer's cosine and sine tables, (context, E / 2), in the compute dtype."""
         config = self.config
         local = config.rope_local_theta is not None and config.window(layer) is not None
         tables = zip(ROPE_CACHES[2 * local :], rope_tables(config, config.max_position_embeddings, local), strict=False)

@@ -136,7 +136,7 @@ class SelectedAttention(OrtGroupedQuery):
         return attended
 
     def _bias(self, name: str, scored: Sequence[ir.Value]) -> ir.Value:
-        """What is added to attention's scores, (B, 1, T, S): the least number for tokens not chosen, else 0."""
+        """Bias of attention's scores, (B, 1, T, S): the least number for tokens not chosen, else 0."""
         graph, at = self.graph, self.graph.at(f"{name}/")
         chosen_BTC, scores_BTN = self._choice(name, scored)
         zero = ir.tensor(np.zeros(1, np.float32))

@@ -58,7 +58,7 @@ class Weights:
         self._packings: dict[str, Packing | None] = {}
 
     def packing(self, module: str, shape: tuple[int, int]) -> Packing | None:
-        """Layout of a module's matrix, or None where it is dense.
+        """Layout of a module's matrix, or None if it is dense.
 
         Raises:
             ArtifactError: its tensors are incomplete or do not fit the (N, K) that the config asks for.
@@ -140,7 +140,7 @@ class Matmul:
         self._half, self.real = form.half or form.in_half, form.real
 
     def vector(self, name: str, size: int) -> ir.Value:
-        """A norm's weight or a bias, in the type that is computed in."""
+        """A norm's weight or a bias, in the compute dtype."""
         return self._graph.weight(
             name, self.real, (size,), partial(self._weights.read, name, (size,), self.real == HALF)
         )
@@ -219,10 +219,10 @@ class Matmul:
         return self._graph.node(f"{name}/unpadded", "Slice", x_BTX, start, end, 2)
 
     def products(self, name: str, x: ir.Value, matrices: Sequence[Matrix], split: bool = True) -> list[ir.Value]:
-        """x W^T + b for matrices that read the same input: one product, called `name`, where they are stored alike.
+        """x W^T + b for matrices that read the same input: one product, called `name`, if they are stored alike.
 
         Returns:
-            One value for each matrix; or a single one with all rows, without `split` and where they are joined.
+            One value for each matrix; or a single one with all rows, without `split` and if they are joined.
         """
         if len(matrices) == 1 or len({(self._packing(matrix), matrix.bias) for matrix in matrices}) > 1:
             return [self.product(matrix.name, x, [matrix]) for matrix in matrices]
@@ -375,7 +375,7 @@ class Matmul:
         return [packed, scales, columns("zero_point", groups)] if packing.asymmetric else [packed, scales]
 
     def _real(self, name: str, scales: ir.Value) -> ir.Value:
-        """Scales in the type that is computed in; the runtime converts them once, when it loads the graph."""
+        """Scales in the compute dtype; the runtime converts them once, when it loads the graph."""
         return scales if self.real == HALF else self._graph.node(name, "Cast", scales, to=self.real.value)
 
 

@@ -49,7 +49,7 @@ class BuildError(Exception):
 
 
 def compilers() -> Iterator[list[str]]:
-    """Commands of C++ compilers that are there, the preferred first; $CXX alone where it is set."""
+    """Commands of C++ compilers that are there, the preferred first; $CXX alone if it is set."""
     zig = [sys.executable, "-m", "ziglang", "c++", "-fno-sanitize=undefined"]
     has_zig = importlib.util.find_spec("ziglang") is not None
     if os.environ.get("CXX"):

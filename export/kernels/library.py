@@ -20,7 +20,7 @@ def library_name(version: str) -> str:
 
 
 def library_of(version: str) -> Path | None:
-    """The built library of a version; None where it was not built."""
+    """The built library of a version; None if it was not built."""
     path = HERE / library_name(version)
     return path if path.is_file() else None
 

@@ -13,7 +13,7 @@ one batch has prompts of unequal length. The reference reads every prompt in one
 - The native pass runs them with this program's kernels, where the graph calls those and they are built, within the same
   limits. All variants of the kernels compute the same bits, so the plain one must give the logits of the one that runs
   here.
-- Another execution provider, where one is asked for, runs them in a pass of its own, within the limits of the deployed
+- Another execution provider, if one is asked for, runs them in a pass of its own, within the limits of the deployed
   pass.
 - Prompts visit few rows of the embedding and of the rotary table, so both are compared whole, for equality.
 """
@@ -83,7 +83,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
 
     Args:
         checkpoint, export: the PyTorch side; and a directory with a graph, its data and config.json.
-        threads: CPU threads of both sides; all cores where not given.
+        threads: CPU threads of both sides; all cores if not given.
         provider: runs the files as they are once more, if it is not the CPU's.
 
     Raises:
@@ -132,7 +132,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
 
 
 def _deployed_limits(graph: ir.Model, config: ModelConfig, precision: str) -> Limits:
-    """Wider where a product rounds its input with one scale for the whole tensor."""
+    """Wider if a product rounds its input with one scale for the whole tensor."""
     if config.selection is not None:
         return SELECTED_DEPLOYED
     per_row = any(node.op_type == PER_ROW_PRODUCT for node in graph_nodes(graph))
@@ -147,7 +147,7 @@ def _passes(
     expected: Sequence[Logits],
     limits: Limits,
 ) -> list[Pass]:
-    """A pass; where tokens are selected and all is exact also one as far as all are, since a turned choice widens the
+    """A pass; if tokens are selected and all is exact also one as far as all are, since a turned choice widens the
     first."""
     selection = decoder.config.selection
     if selection is None or limits == SELECTED_DEPLOYED:
@@ -198,7 +198,7 @@ def _read_whole(model: SportsLLM, sequences: Sequence[Sequence[int]], rounding: 
 
 
 def native_library(export: Path) -> Path | None:
-    """The library that runs an export's kernels; None where the graph calls none or they cannot run, which is said."""
+    """The library that runs an export's kernels; None if the graph calls none or they cannot run, which is said."""
     version = called_version(find_files(export).graph)
     if version is None:
         return None
@@ -220,7 +220,7 @@ def computes_in_half(graph: ir.Model) -> bool:
 
 
 def graph_rounding(graph: ir.Model, config: ModelConfig) -> Rounding | None:
-    """What a graph's cache makes of what is written into it: nothing where it is of the type that is computed in."""
+    """What a graph's cache makes of what is written into it: nothing if it has the compute dtype."""
     types = {value.dtype for value in graph.graph.inputs if str(value.name).startswith(layout.PAST)}
     if HALF in types and not computes_in_half(graph):
         return HalfCache()
@@ -283,7 +283,7 @@ def _widen_weights(main: ir.Graph, config: ModelConfig) -> None:
 
 
 def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Names of stored tables, embedding and, where the model has them, rotary, that differ from the checkpoint's."""
+    """Names of stored tables, embedding and, if the model has them, rotary, that differ from the checkpoint's."""
     found = graph.graph.initializers
     rotary = {name: table for name, table in zip(layout.ROPE_CACHES, rope_of(config), strict=False) if name in found}
     for name in (*rotary, *(name for name in tensors if name.startswith(f"{EMBEDDING}."))):

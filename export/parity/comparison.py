@@ -297,7 +297,7 @@ def check_provider(directory: Path, provider: str, threads: int | None = None) -
 
     Returns:
         Where the nodes run, None on the CPU provider; and the comparison, within the limits of the export's own
-        deployed pass, which bound what fewer bits of activations cost; float16's where there is none.
+        deployed pass, which bound what fewer bits of activations cost; float16's if there is none.
 
     Raises:
         ArtifactError: the export is damaged.

@@ -205,7 +205,7 @@ class OnnxDecoder:
             logits[:] = found[:, -logits.shape[1] :]
 
     def _explain(self, error: RuntimeError) -> None:
-        """Raise ResourceError where a run failed for lack of memory, or on a provider other than the CPU's."""
+        """Raise ResourceError if a run failed for lack of memory, or on a provider other than the CPU's."""
         raise_if_out_of_memory(error, self._directory)
         if self.placement is not None:
             name = self.placement.provider.name

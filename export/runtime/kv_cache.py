@@ -48,7 +48,7 @@ class CachedTensor:
     dtype: CacheType
 
     def shape(self, batch: int, length: int) -> tuple[int, ...]:
-        """Of a buffer for so many sequences, with room for `length` tokens of each where tokens are cached."""
+        """Shape of a buffer for `batch` sequences, with room for `length` tokens of each if it caches tokens."""
         return (batch, *cached_shape(self.state, length))
 
 
@@ -133,9 +133,9 @@ class Cache:
         return (np.arange(int(lengths.max())) < lengths[:, None]).astype(np.int64)
 
     def keep(self, lengths: Sequence[int]) -> None:
-        """Forget all but the first tokens of each sequence, `lengths` of them, or all where there are states.
+        """Forget all but the first tokens of each sequence, `lengths` of them, or all if there are states.
 
-        Nothing beyond a sequence's tokens is read of a cached tensor. A state cannot go back: it stays only where a
+        Nothing beyond a sequence's tokens is read of a cached tensor. A state cannot go back: it stays only if a
         sequence keeps every token, and starts again from zeros else.
         """
         if self.states:

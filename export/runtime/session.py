@@ -1,4 +1,4 @@
-"""Opens an export's graph in ONNX Runtime after checking its files, with this program's kernels where the graph calls
+"""Opens an export's graph in ONNX Runtime after checking its files, with this program's kernels if the graph calls
 them and their library is built. Needs neither torch nor onnx.
 
 A graph that calls kernels is run by them or by ONNX Runtime's operators, which run everywhere, see
@@ -66,7 +66,7 @@ def choose_kernels(graph: Path, wanted: str = "auto", provider: Provider = CPU) 
 
     Args:
         graph: an ONNX file.
-        wanted: one of `CHOICES`; `auto` takes `native` where the processor is one that they are written for.
+        wanted: one of `CHOICES`; `auto` takes `native` if the processor is one that they are written for.
         provider: what ONNX Runtime runs it on; this program's kernels are for the CPU provider.
 
     Raises:
@@ -119,7 +119,7 @@ def problem_of(version: str) -> str:
 
 
 def called_version(graph: Path) -> str | None:
-    """The version of the kernels that a graph calls; None where it calls none, or is no graph.
+    """The version of the kernels that a graph calls; None if it calls none, or is no graph.
 
     Looks for the entry of the metadata as protobuf writes it, since onnx is not installed on a device.
 
@@ -139,7 +139,7 @@ def called_version(graph: Path) -> str | None:
 
 
 def _called_parts(graph: Path) -> str:
-    """What of a graph the kernels run, in words."""
+    """The parts of a graph that the kernels run, in words."""
     data = graph.read_bytes()
     calls: list[bytes] = _CALL.findall(data)
     attention, feed_forward = (
@@ -210,7 +210,7 @@ def open_session(
 
     Args:
         directory, config: the export and its config.json.
-        threads: CPU threads; all cores where not given.
+        threads: CPU threads; all cores if not given.
         graph: `export.parity.check.exact_graph` to run on the directory's data instead of the file.
         library: see `session_options`.
         provider: what runs the graph.

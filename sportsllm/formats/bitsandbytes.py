@@ -44,7 +44,7 @@ def read_dense(name: str, beside: frozenset[str], read: Read, where: str) -> Ten
     `beside` are the checkpoint's `companions`, `read` gives a stored tensor, and `where` is the file, for messages.
 
     Returns:
-        The tensor itself where it is not packed; else (N, K): of 4 bits in the type that the model had, of 8 bits in
+        The tensor itself if it is not packed; else (N, K): of 4 bits in the type that the model had, of 8 bits in
         float32.
 
     Raises:

@@ -133,7 +133,7 @@ def _parse_own(data: JsonObject, where: str) -> ModelConfig:
 
 
 def _rope_scaling(data: JsonObject, context: int | None, where: str) -> RopeScaling | None:
-    """Hugging Face's record; `context`, the model's, is YaRN's original one where that is not said."""
+    """Hugging Face's record; `context`, the model's, is YaRN's original one if that is not said."""
     kind = data.get("rope_type", data.get("type", "default"))
     if kind in (None, "default"):
         return None
@@ -153,7 +153,7 @@ def _rope_scaling(data: JsonObject, context: int | None, where: str) -> RopeScal
 
 
 def to_hf(config: ModelConfig) -> JsonObject:
-    """The config.json that Hugging Face's loaders read; one of our own where a model is of none of their families."""
+    """The config.json that Hugging Face's loaders read; one of our own if a model is of none of their families."""
     model_type = family_of(config)
     if model_type is None:
         own = {"architectures": ["SportsLLM"], "model_type": OWN_MODEL_TYPE} | asdict(config)
@@ -229,7 +229,7 @@ def packed_by_bitsandbytes(quantization: object) -> str | None:
 def checkpoint_with(checkpoint: Path, config: ModelConfig) -> Iterator[Path]:
     """A directory of links to a checkpoint's files, whose config.json has the context and rotary scaling of `config`.
 
-    It is `checkpoint` itself where nothing differs, and gone afterwards where it is not. Errors name `checkpoint`.
+    It is `checkpoint` itself if nothing differs, and gone afterwards if it is not. Errors name `checkpoint`.
 
     Args:
         config: the checkpoint's, but for `max_position_embeddings` and `rope_scaling`.
@@ -265,7 +265,7 @@ def checkpoint_with(checkpoint: Path, config: ModelConfig) -> Iterator[Path]:
 
 
 def _link(path: Path, link: Path) -> None:
-    """A link, or a copy where links need privileges (Windows)."""
+    """A link, or a copy if links need privileges (Windows)."""
     try:
         link.symlink_to(path, path.is_dir())
     except OSError:

@@ -64,7 +64,7 @@ class Family(NamedTuple):
         read: takes the family's fields out of those of a file and returns fields of `ModelConfig`.
         written: the family's fields of a model, None for one of LLaMA's that the family has not; None for a model that
             cannot be one.
-        ties: whether embedding and head are one where the file does not say.
+        ties: whether embedding and head are one if the file does not say.
     """
 
     architecture: str

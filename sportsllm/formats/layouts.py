@@ -40,7 +40,7 @@ Layout = Callable[[ModelConfig, str], Part]
 
 
 def parts_of(model_type: str, config: ModelConfig, stored: Container[str] = ()) -> dict[str, Part]:
-    """By the model's names its tensors in the files of a model type; empty where they are as in the model.
+    """By the model's names its tensors in the files of a model type; empty if they are as in the model.
 
     `stored` are the names in the files, if there are any: GPT-2's may lack the first part.
     """

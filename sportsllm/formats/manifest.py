@@ -187,7 +187,7 @@ def is_stage(directory: Path, value: str) -> bool:
 def ancestors(manifest: Manifest, directory: Path) -> list[Ancestor]:
     """The models that `directory`, whose manifest this is, was made from, the nearest first.
 
-    They are looked for at the paths in the manifests, and beside the stage made from them; the list ends where one is
+    They are looked for at the paths in the manifests, and beside the stage made from them; the list ends if one is
     gone or was changed.
     """
     found: list[Ancestor] = []

@@ -27,11 +27,11 @@ class QuantizedWeight:
 
     Attributes:
         packed: (N, G, block_size * stored_bits(bits) / 8) uint8; at 4 bits the even element is the low nibble. The
-            last block of a row is padded with the zero point where K is not a multiple of block_size.
+            last block of a row is padded with the zero point if K is not a multiple of block_size.
         scales: (N, G) float32, each a value of float16, which is stored.
         zero_points: (N, ceil(G * bits / 8)) uint8, or None for the middle of the range, 2 ** (bits - 1).
         bits: 4 or 8, or ROW_BITS: then block_size is K, and there are no zero points.
-        block_size: numbers that share a scale.
+        block_size: values that share a scale.
         in_features: K, without padding.
     """
 

@@ -28,7 +28,7 @@ _LONGEST_NAME = 200
 
 
 class _File(Protocol):
-    """What is used of `safe_open`, which has no types."""
+    """The part of `safe_open` that is used; the library has no types."""
 
     def keys(self) -> list[str]: ...
 

@@ -354,7 +354,7 @@ class ModelConfig:
         return self.position_kind == "rotary" and not (self.layer_types and self.layer_types[layer] == UNROTATED)
 
     def of_layer(self, layer: int) -> ModelConfig:
-        """The config of a model whose layers are all like this one, which kinds read; itself where they are alike."""
+        """The config of a model whose layers are all like this one, which kinds read; itself if they are alike."""
         return _of_layer(self, layer < self.dense_layers) if self.dense_layers else self
 
     def runs(self) -> list[tuple[ModelConfig, int]]:

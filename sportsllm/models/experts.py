@@ -6,7 +6,7 @@
     weights = the chosen scores: as they are, divided by their sum, or their softmax; times `scale`
     y       = sum over chosen e of weights_e * expert_e(x)  +  shared(x)
 
-An expert is down(silu(gate(x)) * up(x)), or down(silu(up(x))) with biases where it has no gate.
+An expert is down(silu(gate(x)) * up(x)), or down(silu(up(x))) with biases if it has no gate.
 Shape suffixes: B sequences, T tokens, D hidden_size, X = B * T, N experts, K active ones.
 """
 
@@ -22,7 +22,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.layers import FeedForward
 
 BIAS_STEP = 1e-3
-"""Of the rule by which a router's bias moves (https://arxiv.org/abs/2408.15664)."""
+"""Step of a router's bias in balancing experts without a loss (https://arxiv.org/abs/2408.15664)."""
 
 
 class MixtureOfExperts(nn.Module):
@@ -128,7 +128,7 @@ def pop_expert_load(model: nn.Module) -> list[list[float]]:
 
 
 def imbalance(scores_XN: Tensor, chosen_XK: Tensor) -> Tensor:
-    """N * sum over experts of f_i * p_i: 1 where all are used alike (https://arxiv.org/abs/2101.03961, section 2.2).
+    """N * sum over experts of f_i * p_i: 1 if all are used alike (https://arxiv.org/abs/2101.03961, section 2.2).
 
     f_i is the share of choices that fall on expert i, p_i its mean share of a token's scores.
     """

@@ -195,7 +195,7 @@ class SportsLLM(nn.Module):
             tokens_BT: token ids.
             documents: ends of packed documents, see `in_documents`; positions start again in each.
             cache: read before and extended by these tokens; not together with `documents`.
-            states: where given, gets the residual stream (B, T, D) after the embedding and after each layer.
+            states: if given, gets the residual stream (B, T, D) after the embedding and after each layer.
         """
         places = self._places(tokens_BT, documents, cache)
         x_BTD, rope = self.embedded(tokens_BT, places), tuple(table[places] for table in self.rope)
@@ -233,7 +233,7 @@ class SportsLLM(nn.Module):
         return sum(losses[1:], losses[0]) if losses else None
 
     def _places(self, tokens_BT: Tensor, documents: Sequence[int] | None, cache: KVCache | None) -> slice | Tensor:
-        """Where the tokens stand, (B, T); as a slice where all sequences are alike."""
+        """Where the tokens stand, (B, T); as a slice if all sequences are alike."""
         batch, length = tokens_BT.shape
         start = cache.length if cache is not None else 0
         if documents is None:

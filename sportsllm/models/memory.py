@@ -24,7 +24,7 @@ PRECISIONS = ("fp32", "fp16", "int8", "int4")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Values of a packed matrix that may share a scale, as MatMulNBits allows."""
 SCALE_BYTES = 2
-"""Of a block's scale, float16."""
+"""Size of a block's scale, float16."""
 _CACHE_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}
 _DENSE_BYTES = {"fp32": 4, "fp16": 2}
 _MATRIX_BITS = {"int8": 8, "int4": 4}

@@ -18,7 +18,7 @@ HIDDEN = "hidden"
 INDEX = ("index_q_proj", "index_k_proj")
 """The indexer's matrices: queries of all heads, and the key."""
 LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever the model's own is, as in `transformers`."""
+"""Epsilon of the norms of latents, whatever the model's own is, as in `transformers`."""
 GATES = ("i", "f", "g", "o")
 READ = "last_hidden"
 """What an LSTM's recurrent matrices read: h of the token before."""
@@ -54,8 +54,8 @@ class Matrix(NamedTuple):
         input: a name for the tensor it reads; matrices with the same one are multiplied together.
         writes_residual: whether its output is added to the residual stream.
         bias: whether it has one.
-        scale_source: a matrix s where dividing row i of s by c and multiplying this one's columns that read it by c
-            changes nothing; None where there is none. Matrices that read `HIDDEN` have the norm before them instead.
+        scale_source: a matrix s for which dividing row i of s by c and multiplying this one's columns that read it by c
+            changes nothing; None if there is none. Matrices that read `HIDDEN` have the norm before them instead.
         routed: whether it reads some tokens only, which ones being the model's own choice.
         router: whether its outputs choose experts; an update that treats all directions alike is not for it (Muon).
         stepwise: whether it reads a prompt token by token, each product after the one before.
@@ -382,7 +382,7 @@ def expert_names(experts: Experts) -> list[str]:
 
 
 def unused_line(unused: Mapping[int, Sequence[int]]) -> str | None:
-    """The experts that no token was sent to, by layer, in a line; None where all were used."""
+    """The experts that no token was sent to, by layer, in a line; None if all were used."""
     where = "; ".join(f"layer {layer}: {', '.join(map(str, experts))}" for layer, experts in unused.items() if experts)
     return f"experts that no token was sent to: {where}" if where else None
 

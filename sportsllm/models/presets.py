@@ -65,7 +65,7 @@ PLANNED: dict[str, ModelConfig] = {
 }
 
 DEFAULT_PRESET = "small"
-"""The one that changes of a shape start from where no model is named."""
+"""The one that changes of a shape start from if no model is named."""
 
 
 def preset(name: str) -> ModelConfig:

@@ -49,7 +49,7 @@ class Document(NamedTuple):
         return self.k_BLKE.shape[1]
 
     def places(self, rows: slice | Tensor) -> Tensor:
-        """Of some new tokens, (R,)."""
+        """Positions of some new tokens, (R,)."""
         return torch.arange(self.length - self.past, device=self.q_BTHE.device)[rows] + self.past
 
     def shares(self, rows: slice | Tensor, index: bool) -> Tensor:
@@ -73,7 +73,7 @@ class Document(NamedTuple):
         return padded.view(*padded.shape[:-1], -1, block).sum(dim=-1)
 
     def chosen_blocks(self, rows: slice | Tensor) -> Tensor:
-        """Numbers of the chosen blocks of some queries, (B, R, C); later ones fill up where a query sees fewer."""
+        """Numbers of the chosen blocks of some queries, (B, R, C); later ones fill up if a query sees fewer."""
         selection, shares_BRN = self.config.chosen_selection, self.shares(rows, index=True)
         blocks_N = torch.arange(shares_BRN.shape[-1], device=shares_BRN.device)
         own_R1 = (self.places(rows) // selection.block)[:, None]
@@ -83,7 +83,7 @@ class Document(NamedTuple):
 
 
 def attend_selected(document: Document) -> Tensor:
-    """Causal attention to the chosen tokens, (B, T, H, E); to all where there are no more than are chosen."""
+    """Causal attention to the chosen tokens, (B, T, H, E); to all if there are no more than are chosen."""
     config, q, k, v, *_, past = document
     alone, long = bool(past) and q.shape[1] == 1, document.length > config.chosen_selection.tokens
     if not alone:

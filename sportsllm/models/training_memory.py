@@ -19,7 +19,7 @@ from sportsllm.settings import OPTIMIZERS, check_optimizer_bits
 TRAINING_PRECISIONS = ("fp32", "bf16", "fp16")
 Processor = Literal["cpu", "gpu"]
 _BLOCK_8BIT, _LEAST_8BIT = 256, 4_096
-"""Of bitsandbytes' 8-bit states: values that share a scale, and the size below which a tensor's stay float32."""
+"""In bitsandbytes' 8-bit states: values that share a scale, and the size below which a tensor's stay float32."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
         activations  see `layer_activation_bytes`; checkpointed, each layer's input, 4 N D; rotary tables, ids
         loss         final norm and its output; logits C V, their gradient, N D and V D for its results
         backward     the gradients of a layer's widest activation; a tied head's gradient; checkpointed, one layer
-        optimizer    a float32 value for each of P, or three for each of the largest tensor where states are 16 bits
+        optimizer    a float32 value for each of P, or three for each of the largest tensor if states have 16 bits
 
     Not counted: results of single small operators, dropout's masks, and what the allocator and the driver keep.
     """
@@ -138,7 +138,7 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
 
 
 def largest_batch(config: ModelConfig, step: TrainingStep, limit_bytes: float) -> int:
-    """The most sequences whose step needs at most `limit_bytes`; 0 where one is too many."""
+    """The most sequences whose step needs at most `limit_bytes`; 0 if one is too many."""
     few, many = 0, 1
     while training_memory(config, replace(step, batch=many)).total <= limit_bytes:
         few, many = many, 2 * many

@@ -221,9 +221,8 @@ def test_every_flag_says_its_type_and_what_it_is_without_it() -> None:
 
 def test_flags_that_errors_name_are_there() -> None:
     flags = [flag for command in COMMANDS for flag in flags_of(command)]
-    there = {"--help", "--merge"}.union(
-        *(flag.opts + flag.secondary_opts for flag in flags)
-    )  # llama-gguf-split --merge
+    there = {"--help", "--merge"}  # the latter is llama-gguf-split's
+    there.update(*(flag.opts + flag.secondary_opts for flag in flags))
     for package in ("sportsllm", "compress", "export", "benchmarks"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -148,7 +148,7 @@ def _nibbles(codes: Bytes, run: int) -> Bytes:
 
 
 def _fifth_bits(codes: Bytes) -> Bytes:
-    """Of 32 weights one after the other; of a super-block byte l has the weights l of its eight blocks."""
+    """The fifth bits of 32 weights, in order; in a super-block byte l has the weights l of its eight blocks."""
     high = (codes >> 4).reshape(len(codes), -1, 32)
     if high.shape[1] == 1:
         return np.packbits(high[:, 0], axis=1, bitorder="little")
@@ -163,7 +163,7 @@ def _scales_and_least(scales: Ints, least: Ints) -> Bytes:
 
 
 def _signed_six(scales: Ints) -> list[Bytes]:
-    """Of eight scales the upper two bits, in one whole number, then the lower four."""
+    """The upper two bits of eight scales, in one whole number, then the lower four."""
     stored = (scales + 32).astype(np.uint16)
     upper = (stored >> 4 << 2 * np.arange(8, dtype=np.uint16)).sum(axis=1, dtype=np.uint16)
     lower = (stored & np.uint16(15)).astype(np.uint8)
@@ -171,7 +171,7 @@ def _signed_six(scales: Ints) -> list[Bytes]:
 
 
 def _six_bits(codes: Bytes) -> list[Bytes]:
-    """Of each half of 128 weights the lower four bits of l and l + 64; the upper two of every 32nd."""
+    """In each half of 128 weights the lower four bits of l and l + 64; the upper two of every 32nd."""
     quarters = codes.reshape(len(codes), 2, 4, 32) >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None]
     upper: Bytes = np.bitwise_or.reduce(quarters, axis=2).reshape(len(codes), -1)
     return [_nibbles(codes, 128), upper]

@@ -65,7 +65,7 @@ class GGUFFile:
         return found
 
     def value_or(self, default: _D, key: str, kind: type[_T]) -> _T | _D:
-        """As `value`, but `default` where the file lacks the key."""
+        """As `value`, but `default` if the file lacks the key."""
         return self.value(key, kind) if key in self.metadata else default
 
     def error(self, text: str) -> ArtifactError:
@@ -244,7 +244,7 @@ def _special_tokens(file: GGUFFile) -> dict[str, Any]:
 
 def _rope_scaling(file: GGUFFile, name: str, config: ModelConfig) -> RopeScaling | None:
     """How rotary angles are stretched. Llama 3's way has no keys in the file but the factors of all pairs as a tensor:
-    the scaling is accepted where it gives these factors.
+    the scaling is accepted if it gives these factors.
     """
     kind = file.value_or("none", f"{name}.rope.scaling.type", str)
     if kind not in ("none", "linear", "yarn"):

@@ -82,7 +82,7 @@ def test_the_box_and_the_points_inside_it() -> None:
 
 
 def candidate(name: str, size: float, loss: float, **more: Any) -> dict[str, Any]:
-    """A record of fit.json, as `benchmarks.search.search.summary` writes it."""
+    """A record of fit.json, as `benchmarks.search.results.summary` writes it."""
     predicted = {"file_mb": size, "peak_memory_mb": 70.0, "ttft_ms": 9.0}
     record = {"name": name, "shape": {"hidden": 64}, "precision": "int4-b32", "parameters": 10, "predicted": predicted}
     record |= {"estimated_loss_percent": loss, "measured": None, "bits_per_byte": None, "within": True, "even": False}
