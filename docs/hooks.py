@@ -4,7 +4,6 @@ A line `<!-- NAME ARGUMENTS -->` of a page is replaced by what the function NAME
 """
 
 import ast
-import csv
 import re
 import shlex
 import sys
@@ -13,7 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+from plots import bars, read_rows  # noqa: E402
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
@@ -92,10 +92,8 @@ LIMITS = {
 
 def table(path: str, *columns: str) -> str:
     """Columns of a file in benchmarks/results, `name=Heading`; `name==value` keeps only the rows with that value."""
-    wanted = [column.split("==", 1) for column in columns if "==" in column]
+    rows = read_rows(path, dict(column.split("==", 1) for column in columns if "==" in column))
     shown = [column.partition("=")[::2] for column in columns if "==" not in column]
-    with (ROOT / "benchmarks" / "results" / path).open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if all(row[name] == value for name, value in wanted)]
     return grid((title or name for name, title in shown), ([row[name] or "-" for name, _ in shown] for row in rows))
 
 
@@ -117,4 +115,4 @@ def drawing(path: str) -> str:
     return f"<div>{' '.join(map(str.strip, lines))}</div>"
 
 
-MAKERS = {"commands": commands, "drawing": drawing, "source": source, "table": table, "targets": targets}
+MAKERS = {"bars": bars, "commands": commands, "drawing": drawing, "source": source, "table": table, "targets": targets}

@@ -7,12 +7,17 @@ and stand-ins for commands that need a network, a Raspberry Pi or an hour.
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+from sportsllm.cli import build_app
+from sportsllm.settings import GROUPS
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = ROOT / "docs" / "tutorials"
@@ -26,7 +31,7 @@ INSTEAD = {
     "bench student-onnx": "bench student-onnx --rounds 1",
 }
 STAND_INS = ("make", "scp", "pip", "npm")
-FENCE = re.compile(r'^```(\S+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r'^```(\S*)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +99,25 @@ def test_files_named_in_the_docs_exist() -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         for path in named.findall(page.read_text(encoding="utf-8")):
             assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def shown_commands() -> list[list[str]]:
+    """Every command line of README and docs, without comments."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    blocks = [text for page in pages for _, _, text in FENCE.findall(page.read_text(encoding="utf-8"))]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    alone = [re.split(r" [|>&]", line)[0] for line in lines if line.startswith("sportsllm-compress ")]
+    return [shlex.split(line, comments=True)[1:] for line in alone]
+
+
+def test_every_command_shown_has_these_options_and_settings() -> None:
+    app, settings = typer.main.get_command(build_app()), {name for _, group in GROUPS.values() for name in group}
+    lines = [line for line in shown_commands() if line[0] in app.commands]
+    assert len(lines) > 50
+    for line in lines:
+        command, words = app, list(line)
+        while hasattr(command, "commands"):
+            command = command.commands[words.pop(0)]
+        context = command.make_context("sportsllm-compress", words)
+        given = [*(context.params.get("settings") or ()), *(context.params.get("limit") or ())]
+        assert {one.partition("=")[0] for one in given} <= settings, line
