@@ -326,7 +326,7 @@ def _note_loaders(checkpoint: Path, directory: Path, config: ModelConfig) -> Non
     if after == OWN_MODEL_TYPE != before:
         log(
             f"note: {before} has no such shape, so model_type is {after}: this program and its exports run it, "
-            "transformers does not open it"
+            "transformers does not open it; keep --heads and --head-dim whole for that"
         )
 
 

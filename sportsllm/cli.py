@@ -77,10 +77,15 @@ def _with_json(function: Command) -> Command:
     """The function as a command: it prints its result as JSON if asked to, and ends with the result's exit code."""
 
     @functools.wraps(function)
-    def wrapper(*args: object, json_output: bool = False, **kwargs: object) -> None:
-        from sportsllm.console import use_stderr
+    def wrapper(
+        *args: object, json_output: bool = False, quiet: bool = False, verbose: bool = False, **kwargs: object
+    ) -> None:
+        from sportsllm.console import set_verbosity, use_stderr
 
+        if quiet and verbose:
+            raise UsageError("give --quiet or --verbose, not both")
         use_stderr(json_output)
+        set_verbosity(quiet, verbose)
         # Inside, since typer would end both on its own: Ctrl-C without a word, a closed pipe as a bug.
         try:
             result = function(*args, **kwargs)
@@ -99,14 +104,22 @@ def _with_json(function: Command) -> Command:
             raise typer.Exit(result.exit_code)
 
     signature = inspect.signature(function, eval_str=True)
-    option = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
-    extra = inspect.Parameter("json_output", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=option)
-    parameters = [*map(_with_metavar, signature.parameters.values()), extra]
+    extra = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
+        for name, option in _EVERYWHERE.items()
+    ]
+    parameters = [*map(_with_metavar, signature.parameters.values()), *extra]
     wrapper.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
 
 
+_EVERYWHERE = {
+    "json_output": typer.Option("--json", help="Print one JSON object on standard output."),
+    "quiet": typer.Option("--quiet", help="Print results and errors only."),
+    "verbose": typer.Option("--verbose", help="Print times, and progress every five seconds."),
+}
+"""Options of every command."""
 _METAVARS = {Path: "PATH", str: "TEXT", int: "INTEGER", float: "FLOAT"}
 
 

@@ -1,7 +1,7 @@
 """Where words and progress bars for people go.
 
-With `--json` standard output carries one JSON object and nothing else, so everything else moves to
-standard error.
+With `--json` standard output carries one JSON object and nothing else, so everything else moves to standard error.
+`--quiet` leaves errors and results; `--verbose` adds the time to each line, and shows progress more often.
 """
 
 import sys
@@ -20,8 +20,17 @@ _to_stderr = False
 _silent = False
 _log: Path | None = None
 
-SECONDS_A_LINE = 60.0
-"""Between two lines of progress where standard error is no terminal."""
+_quiet = _verbose = False
+_began = time.monotonic()
+
+FIRST_LINE_S, SECONDS_A_LINE, VERBOSE_SECONDS_A_LINE = 3.0, 60.0, 5.0
+"""Until the first line of progress, and between two, if standard error is no terminal."""
+
+
+def set_verbosity(quiet: bool, verbose: bool) -> None:
+    """How much is said of the work: nothing, or with times and more often."""
+    global _quiet, _verbose
+    _quiet, _verbose = quiet, verbose
 
 
 def use_stderr(enabled: bool) -> None:
@@ -68,6 +77,9 @@ def log(message: str) -> None:
         with _log.open("a", encoding="utf-8") as stream:
             stream.write(f"{message}\n")
         return
+    if _quiet:
+        return
+    message = f"[{time.monotonic() - _began:.1f} s] {message}" if _verbose else message
     Console(stderr=True, highlight=False, soft_wrap=True).print(message, markup=False)
 
 
@@ -99,7 +111,7 @@ def table(
 
 @contextmanager
 def progress_bar(description: str, total: float | None, note: str = "") -> Iterator["ProgressBar"]:
-    """A progress bar on standard error; where that is not a terminal, a plain line a minute.
+    """A progress bar on standard error; if that is no terminal, a line after three seconds and then a minute.
 
     Args:
         description: what is being done.
@@ -114,7 +126,7 @@ def progress_bar(description: str, total: float | None, note: str = "") -> Itera
         TextColumn("{task.fields[note]}"),
     ]
     console, plain = Console(stderr=True), not sys.stderr.isatty()
-    with Progress(*columns, console=console, disable=plain, transient=True) as progress:
+    with Progress(*columns, console=console, disable=plain or _quiet, transient=True) as progress:
         task = progress.add_task(description, total=total, note=note)
         yield ProgressBar(progress, task, plain)
 
@@ -124,7 +136,8 @@ class ProgressBar:
 
     def __init__(self, progress: Progress, task: TaskID, plain: bool) -> None:
         self._progress, self._task, self._plain = progress, task, plain
-        self._started = self._said = time.monotonic()
+        self._started = time.monotonic()
+        self._next_line = self._started + FIRST_LINE_S
 
     def advance(self, amount: float = 1, note: str | None = None) -> None:
         """Move on by `amount` and, where given, replace the note behind the bar."""
@@ -132,9 +145,18 @@ class ProgressBar:
         if note is not None:
             self._progress.update(self._task, note=note)
         task, now = next(task for task in self._progress.tasks if task.id == self._task), time.monotonic()
-        if self._plain and now - self._said >= SECONDS_A_LINE and not task.finished:
-            self._said, parts = now, [task.description, str(task.fields["note"])]
+        if self._plain and now >= self._next_line and not task.finished:
+            self._next_line = now + (VERBOSE_SECONDS_A_LINE if _verbose else SECONDS_A_LINE)
+            parts = [task.description, str(task.fields["note"])]
             if task.total and task.completed:
                 left_s = (now - self._started) * (task.total / task.completed - 1)
-                parts[1:1] = [f"{task.percentage:.0f}%, about {max(left_s / 60, 1):.0f} min left"]
+                parts[1:1] = [f"{task.percentage:.0f}%, about {duration(left_s)} left"]
             log(" · ".join(filter(None, parts)))
+
+
+def duration(seconds: float) -> str:
+    """A time for people: `40 s`, `12 min`, `3.5 h` or `2.1 days`."""
+    for size, unit, format in ((86_400, "days", ".1f"), (3_600, "h", ".1f"), (60, "min", ".0f")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:{format}} {unit}"
+    return f"{max(seconds, 1):.0f} s"

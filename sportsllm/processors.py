@@ -53,14 +53,15 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def training_device() -> torch.device:
-    """The device of `use_processor`; a CUDA GPU is logged."""
+def training_device(quiet: bool = False) -> torch.device:
+    """The device of `use_processor`; a CUDA GPU is logged unless `quiet`."""
     import torch
 
     if _device != "cpu" and torch.cuda.is_available():
         from sportsllm.console import log
 
-        log(f"training on {torch.cuda.get_device_name()}")
+        if not quiet:
+            log(f"training on {torch.cuda.get_device_name()}")
         return torch.device("cuda")
     return torch.device("cpu")
 

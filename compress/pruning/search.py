@@ -24,6 +24,7 @@ from compress.pruning.shapes import (
     Target,
     block_counter,
     candidate_shapes,
+    in_family,
 )
 from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import UsageError
@@ -90,6 +91,7 @@ def choose_shape(
     found: list[Finalist] = []
     if tokens != 0:
         shapes = candidate_shapes(config, share)
+        shape = next(iter(in_family(config, dict.fromkeys([shape, *shapes], 0))))
         made = manifest_of(out).results.get("shape")  # refuse what another job made before the search, not after it
         finished_manifest(out, job.stage(next((one for one in shapes if one.sizes() == made), shape)))
         if job.recovery is None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from sportsllm.errors import UsageError
+from sportsllm.formats.huggingface import family_of
 from sportsllm.models.config import DIMENSIONS, ModelConfig
 from sportsllm.models.kinds import block_matrices, block_units, can_cut_hidden, norms_of_block, sublayers
 from sportsllm.models.parts import Matrix, Unit
@@ -203,6 +204,20 @@ def _check_share(share: float) -> None:
         raise UsageError(f"--params is {share:g}; it must be above 0 and at most 1")
 
 
+def in_family(config: ModelConfig, sizes: dict[Shape, int]) -> dict[Shape, int]:
+    """The shapes that transformers opens, all of them if it opens none: GPT-2's heads fill its hidden size."""
+    if family_of(config) is None:
+        return sizes
+    full = Shape.of(config)
+
+    @functools.cache
+    def opens(hidden: int, heads: int, kv_heads: int) -> bool:
+        shape = replace(full, hidden=hidden, heads=heads, kv_heads=kv_heads)
+        return family_of(shape.applied_to(config)) is not None
+
+    return {shape: size for shape, size in sizes.items() if opens(shape.hidden, shape.heads, shape.kv_heads)} or sizes
+
+
 def shape_for_share(config: ModelConfig, share: float) -> Shape:
     """The even cut: the shape whose non-embedding parameters come closest to `share` without going over, at full depth.
 
@@ -211,7 +226,7 @@ def shape_for_share(config: ModelConfig, share: float) -> Shape:
     """
     _check_share(share)
     full, target = Shape.of(config), share * config.block_parameters
-    sizes = {shape: size for shape, size in _width_cuts(config).items() if size <= target}
+    sizes = in_family(config, {shape: size for shape, size in _width_cuts(config).items() if size <= target})
     if not sizes:
         raise UsageError(f"--params {share:g}: no width that small is left; cut --layers too")
 
@@ -241,7 +256,8 @@ def candidate_shapes(config: ModelConfig, share: float) -> list[Shape]:
     """
     _check_share(share)
     count, target = block_counter(config), share * config.block_parameters
-    sizes = {shape: count(shape) for shape in widest_shapes(config, lambda shape: count(shape) <= target)}
+    fitting = widest_shapes(config, lambda shape: count(shape) <= target)
+    sizes = in_family(config, {shape: count(shape) for shape in fitting})
     if not sizes:
         raise UsageError(f"--params {share:g}: no shape that small is left")
     least = _NEAR * min(target, max(sizes.values()))

@@ -22,6 +22,8 @@ from sportsllm.formats.manifest import ancestors, manifest_of
 
 _SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 _CHUNK_BYTES = 16_384  # a long plain file is cut near this size, at blank lines, so that it can be split
+_LONGEST_PARAGRAPH = 4 * _CHUNK_BYTES
+_LEAST_TO_CUT = 2_000  # characters of a single document that is cut to hold out its end
 _NO_TEXT = ("readme", "license", "licence", "notice", "changelog")  # files of a folder that describe its text
 HELD_OUT_FRACTION = 0.02
 _ENOUGH_FOR_TWO = 4  # documents of which two are held out
@@ -156,16 +158,34 @@ def _decode(data: bytes, path: Path) -> str:
 
 
 def cut_text(text: str) -> Iterator[str]:
-    """Chunks of about 16 KB, cut at blank lines."""
+    """Chunks of about 16 KB, cut at blank lines, and inside paragraphs of four times that size at white space."""
     chunk: list[str] = []
     size = 0
     for paragraph in text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n\n"):
+        *long, paragraph = _cut_paragraph(paragraph)
+        for part in long:
+            yield "\n\n".join([*chunk, part])
+            chunk, size = [], 0
         if size >= _CHUNK_BYTES:
             yield "\n\n".join(chunk)
             chunk, size = [], 0
         chunk.append(paragraph)
         size += len(paragraph) + 2
     yield "\n\n".join(chunk)
+
+
+def _cut_paragraph(text: str) -> Iterator[str]:
+    start, longest = 0, _LONGEST_PARAGRAPH if len(text) <= _LONGEST_PARAGRAPH else 2 * _CHUNK_BYTES
+    while len(text) - start > longest:
+        end = _place_to_cut(text, start + _CHUNK_BYTES)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _place_to_cut(text: str, place: int) -> int:
+    """Behind the last white space close before a place, or the place itself."""
+    return max(text.rfind(space, place - 1_000, place) + 1 for space in "\n ") or place
 
 
 def _jsonl(path: Path, data: bytes) -> Iterator[str]:
@@ -246,8 +266,11 @@ def load_corpus(corpus: Sequence[Path], valid: Sequence[Path], known: Sequence[P
         return TextSplit([chunk.text for chunk in train], held_out)
     split = split_documents(train)
     if not split.held_out:
-        raise ArtifactError("the corpus is a single document, so none can be held out; give --valid FILE too")
-    log(f"no held-out text was given: {len(split.held_out):,} of {len(train):,} documents are held out")
+        raise ArtifactError("the corpus is a single short document; give more text, or --valid FILE too")
+    held = (
+        f"{len(split.held_out):,} of {len(train):,} documents are" if len(train) > 1 else "the end of the document is"
+    )
+    log(f"no held-out text was given: {held} held out")
     return split
 
 
@@ -274,8 +297,12 @@ def split_documents(documents: Sequence[Chunk]) -> TextSplit:
     """About 2% of the documents held out, by the SHA-256 of the text that each was cut from.
 
     If that leaves one side empty, or a single held-out document of four or more, the last 2% are held out: at least
-    one document, or two of four. A single document is trained on.
+    one document, or two of four. A single document holds out its own last 2%, at least 200 characters, unless it is
+    shorter than 2,000 characters: then it is trained on.
     """
+    if len(documents) == 1 and (length := len(text := documents[0].text)) >= _LEAST_TO_CUT:
+        place = _place_to_cut(text, length - max(round(HELD_OUT_FRACTION * length), 200))
+        return TextSplit([text[:place]], [text[place:]])
     parts: tuple[list[str], list[str]] = ([], [])
     for chunk in documents:
         draw = int.from_bytes(_source_digest(chunk.source)[:8])

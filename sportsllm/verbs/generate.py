@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,6 +51,9 @@ def generate(
     directory: options.Directory,
     *,
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.", show_default="empty")] = "",
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text to continue, from a file.", show_default="none")
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Answer --prompt as a user's message, by the model's chat template.")
     ] = False,
@@ -72,12 +76,16 @@ def generate(
     """Stream text from a checkpoint or an export, or its answer to a message."""
     from sportsllm.inference.decoder import Sampling
 
-    if prompt == "-":
-        prompt = sys.stdin.read()
+    if prompt and prompt_file is not None:
+        raise UsageError("give --prompt or --prompt-file, not both")
     try:
+        if prompt == "-":
+            prompt = sys.stdin.read().removesuffix("\n")
+        elif prompt_file is not None:
+            prompt = prompt_file.read_text(encoding="utf-8").removesuffix("\n")
         prompt.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UsageError("--prompt is not valid UTF-8") from None
+    except UnicodeError:
+        raise UsageError("the prompt is not valid UTF-8") from None
     if "" in (stop or []):
         raise UsageError("--stop is empty; give the text that ends generation")
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)

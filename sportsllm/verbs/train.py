@@ -97,6 +97,7 @@ def train(
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.processors import use_processor
     from sportsllm.text.documents import held_out_setting, left_out, load_corpus
+    from sportsllm.training.cost import log_cost
     from sportsllm.training.settings import (
         DOCUMENTED_DROPOUT,
         Run,
@@ -116,6 +117,7 @@ def train(
     given = {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
     run = Run(Start.RANDOM if checkpoint is None else Start.TRAINED, shape, lora_rank is not None)
     config = train_config(run, tokens, pick(found, TRAINING) | given, seed=seed, parallel=True)
+    log_cost(shape, config)
     adapters = adapter_settings(lora_rank, found.get("lora_targets"), found.get("lora_alpha"), config.optimizer)
     if not corpus:
         corpus, valid = [DEFAULT_CORPUS / "train.jsonl"], valid or [DEFAULT_CORPUS / "valid.jsonl"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import AutoModelForCausalLM
 
 from compress.prune import PruneResult, prune
 from compress.pruning import job as jobs
@@ -84,6 +85,8 @@ def test_a_shape_that_the_family_lacks_is_said(
     assert json.loads((run.checkpoint / "config.json").read_text(encoding="utf-8"))["model_type"] == "gpt2"
     run(tmp_path / "out", heads=2, kv_heads=2)
     assert "gpt2 has no such shape, so model_type is sportsllm" in capsys.readouterr().err.replace("\n", " ")
+    assert 0.5 < run(tmp_path / "share", params=0.7).share_of_block_parameters <= 0.7
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "share")).__name__ == "GPT2LMHeadModel"
 
 
 def test_quantized_input_and_empty_calibration_are_refused(run: Pruning, tmp_path: Path) -> None:

@@ -67,6 +67,11 @@ def test_json_is_one_object_and_words_go_to_stderr(cli: CommandLine, checkpoint:
     stopped = cli("generate", checkpoint, "--prompt", "Goal", "--max-new-tokens", 5, "--stop", text[1:3], "--json")
     assert json.loads(stopped[1])["text"] == text[: text.index(text[1:3])]
     cli.refuses(2, "--stop is empty", "generate", checkpoint, "--stop", "")
+    (file := corpus_file.with_name("prompt.txt")).write_text("Goal\n", encoding="utf-8")
+    from_file = cli("generate", checkpoint, "--prompt-file", file, "--max-new-tokens", 5, "--json", "--quiet")
+    assert json.loads(from_file[1])["text"] == text and from_file[2] == f"Goal{text}\n", from_file
+    cli.refuses(2, "give --prompt or --prompt-file", "generate", checkpoint, "--prompt", "a", "--prompt-file", file)
+    cli.refuses(2, "give --quiet or --verbose", "generate", checkpoint, "--quiet", "--verbose")
     code, out, _ = cli("generate", checkpoint, "--ids", "--temperature", 0, "--max-new-tokens", 3)
     assert len([int(token) for token in out.split()]) == 3
 

@@ -126,6 +126,19 @@ def test_a_single_book_holds_out_its_end(tmp_path: Path) -> None:
     assert len(split.held_out) <= 0.1 * len(split.train)
 
 
+def test_one_file_in_a_single_line_holds_out_its_end(tmp_path: Path) -> None:
+    for words in (60_000, 2_000, 400):
+        text = " ".join(f"word{n}" for n in range(words))
+        (tmp_path / "line.txt").write_text(text, encoding="utf-8")
+        split = load_corpus([tmp_path / "line.txt"], [])
+        assert "".join([*split.train, *split.held_out]) == text or words == 60_000
+        assert split.train[0].startswith("word0 ") and f"word{words - 1}" in split.held_out[-1]
+        assert max(map(len, split.train)) < 65_536 and not set(split.held_out) & set(training_side([tmp_path], []))
+    (tmp_path / "line.txt").write_text("short", encoding="utf-8")
+    with pytest.raises(ArtifactError, match="a single short document"):
+        load_corpus([tmp_path / "line.txt"], [])
+
+
 def test_held_out_documents_leave_the_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [f"text {n}" for n in range(100)]
     corpus, valid = write(tmp_path / "all.jsonl", texts), write(tmp_path / "part.jsonl", texts[:30])
