@@ -6,9 +6,11 @@ Heavy imports are inside the functions.
 from __future__ import annotations
 
 import json
+import math
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,10 +21,15 @@ from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sportsllm.files import JsonObject
+    from sportsllm.models.language_model import SportsLLM
     from sportsllm.text.tokenizer import TextTokenizer
 
 CORPUS = "corpus.jsonl"
+QUESTION_TOKENS, _ANSWER_TOKENS = 96, 128  # at most, and about
+_PLACE = "[the question]"
 BEGINNING_TOKENS = 16
 """Tokens of a document that serve as a prompt."""
 _BEGINNING_CHARACTERS = 64 * BEGINNING_TOKENS
@@ -60,6 +67,9 @@ def sample(
             show_default="none: from the begin token",
         ),
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Write conversations: answers to --prompts, or to questions of its own.")
+    ] = False,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 1 is the model's own distribution.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total; 1 is off.")] = 1.0,
     batch_size: Annotated[
@@ -97,28 +107,34 @@ def sample(
     if temperature == 0:
         raise UsageError("--temperature is 0, which writes the same text each time; give one above 0")
     rows = batch_size or default_rows(config, longest, tokens)
+    asked = {"chat": True} if chat else {}
     settings = {"checkpoint": str(checkpoint), "tokens": tokens, "length": longest, "temperature": temperature}
-    settings |= {"top_p": top_p, "prompts": str(prompts) if prompts else None, "batch_size": rows}
+    settings |= {"top_p": top_p, "prompts": str(prompts) if prompts else None, "batch_size": rows, **asked}
 
     def make(directory: Path) -> JsonObject:
         started = time.perf_counter()
         tokenizer = load_tokenizer(checkpoint, config)
-        starts = read_prompts(prompts, tokenizer, longest) if prompts else [[tokenizer.begin_id]]
-        starts = [starts[place] for place in np.random.default_rng(seed).permutation(len(starts))]
         model = load_checkpoint(checkpoint).to(training_device()).eval()
+        questions, starts, ends = list[str](), [[tokenizer.begin_id]], tokenizer.turn_ends if chat else []
+        if chat:
+            questions, starts = _asked(prompts, model, tokenizer, tokens, longest, rows)
+        elif prompts:
+            starts = read_prompts(prompts, tokenizer, longest)
+        order = np.random.default_rng(seed).permutation(len(starts)).tolist()
+        starts, places = [starts[place] for place in order], cycle(order)
         counts = {"documents": 0, "tokens": 0, "bytes": 0, "ended": 0}
         with (
             (directory / CORPUS).open("w", encoding="utf-8") as file,
             progress_bar("sample", tokens) as bar,
-            closing(sampled_batches(model, tokenizer, starts, sampling, longest, rows, seed)) as batches,
+            closing(sampled_batches(model, tokenizer, starts, sampling, longest, rows, seed, ends)) as batches,
         ):
             while counts["tokens"] < tokens:
                 before = counts["tokens"]
-                for start, text in next(batches):
-                    written = tokenizer.decode(text.tokens[1:])
-                    if not written.strip() or len(text.tokens) == start:
-                        continue
-                    file.write(json.dumps({"text": written}, ensure_ascii=False) + "\n")
+                for (start, text), place in zip(next(batches), places, strict=False):
+                    written = tokenizer.decode(text.tokens[start if chat else 1 :])
+                    if not written.strip() or len(text.tokens) == start or (chat and not text.ended):
+                        continue  # an answer that is cut off would teach a student not to end
+                    file.write(_line(written, questions[place] if chat else None))
                     counts["documents"] += 1
                     counts["tokens"] += len(text.tokens) - start
                     counts["bytes"] += len(written.encode())
@@ -128,7 +144,7 @@ def sample(
                 if counts["tokens"] == before:
                     raise ArtifactError(NO_TEXT.format(checkpoint))
                 bar.advance(min(counts["tokens"], tokens) - before)
-        if not counts["ended"]:
+        if not counts["ended"] and not chat:
             log(f"no text ended within {longest} tokens: all are cut off")
         seconds = time.perf_counter() - started
         return {**counts, "seconds": seconds, "tokens_per_s": counts["tokens"] / seconds}
@@ -150,9 +166,10 @@ def read_prompts(path: Path, tokenizer: TextTokenizer, longest: int) -> list[lis
         UsageError: a line leaves no room for a continuation.
         ArtifactError: the file has no text, or cannot be read.
     """
+    from sportsllm.text.conversations import plain_text
     from sportsllm.text.documents import read_documents
 
-    documents = read_documents([path])
+    documents = map(plain_text, read_documents([path]))
     if path.name.removesuffix(".gz").endswith((".txt", ".md")):
         lines = (line.strip() for document in documents for line in document.splitlines())
         prompts = [[tokenizer.begin_id, *tokenizer.encode(line)] for line in lines if line]
@@ -162,7 +179,79 @@ def read_prompts(path: Path, tokenizer: TextTokenizer, longest: int) -> list[lis
         prompts = [[tokenizer.begin_id, *tokenizer.encode(beginning)][:most] for beginning in beginnings]
     if not prompts:
         raise ArtifactError(f"{path}: holds no text; give --prompts a file with prompts in it")
+    _check_lengths(prompts, longest, path)
+    return prompts
+
+
+def _check_lengths(prompts: Sequence[Sequence[int]], longest: int, path: Path) -> None:
     for number, prompt in enumerate(prompts, start=1):
         if len(prompt) >= longest:
             raise UsageError(f"{path}: prompt {number} has {len(prompt)} tokens of a text's {longest}; shorten it")
-    return prompts
+
+
+def _line(written: str, question: str | None) -> str:
+    said = [{"role": "user", "content": question}, {"role": "assistant", "content": written}]
+    return json.dumps({"text": written} if question is None else {"messages": said}, ensure_ascii=False) + "\n"
+
+
+def _asked(
+    path: Path | None, model: SportsLLM, tokenizer: TextTokenizer, tokens: int, longest: int, rows: int
+) -> tuple[list[str], list[list[int]]]:
+    """Questions of a file, or of the model's own, and the tokens of each as the chat template puts it."""
+    count = math.ceil(tokens / _ANSWER_TOKENS)
+    questions = own_questions(model, tokenizer, count, longest, rows) if path is None else read_questions(path)
+    starts = [tokenizer.encode(text, special=True) for text in _chat_prompts(tokenizer, questions)]
+    _check_lengths(starts, longest, path or Path("own questions"))
+    return questions, starts
+
+
+def read_questions(path: Path) -> list[str]:
+    """The lines of a .txt file, another file's documents, or what conversations begin by asking.
+
+    Raises:
+        ArtifactError: there are none, or the file cannot be read.
+    """
+    from sportsllm.text.documents import read_documents
+
+    asked: list[str] = []
+    for document in read_documents([path]):
+        if not isinstance(document, str):
+            asked += [content for role, content in document.messages if role == "user"][:1]
+        elif path.name.removesuffix(".gz").endswith((".txt", ".md")):
+            asked += filter(None, map(str.strip, document.splitlines()))
+        else:
+            asked.append(document.strip())
+    if not asked:
+        raise ArtifactError(f"{path}: asks nothing; give --prompts a file with questions in it")
+    return asked
+
+
+def own_questions(model: SportsLLM, tokenizer: TextTokenizer, count: int, longest: int, rows: int) -> list[str]:
+    """Questions that a model writes itself after the beginning of a user's turn (Magpie, arxiv.org/abs/2406.08464).
+
+    Raises:
+        ArtifactError: it ends none within half of `longest` tokens.
+    """
+    from sportsllm.inference.batch_sampling import NO_TEXT, OWN_DISTRIBUTION, sampled_batches
+
+    (turn,) = _chat_prompts(tokenizer, [_PLACE])
+    start = tokenizer.encode(turn.partition(_PLACE)[0], special=True)
+    most, found = len(start) + min(QUESTION_TOKENS, longest // 2), list[str]()
+    batches = sampled_batches(model, tokenizer, [start], OWN_DISTRIBUTION, most, rows, 0, tokenizer.turn_ends)
+    with closing(batches):
+        for batch in islice(batches, 4 * math.ceil(count / rows)):
+            ended = (tokenizer.decode(text.tokens[length:]).strip() for length, text in batch if text.ended)
+            found += [each for each in ended if 0 < len(tokenizer.encode(each)) <= longest // 2]
+            if len(found) >= count:
+                return found
+    if not found:
+        raise ArtifactError(NO_TEXT.format(tokenizer.directory))
+    return found
+
+
+def _chat_prompts(tokenizer: TextTokenizer, questions: Sequence[str]) -> list[str]:
+    """Questions as the chat template puts them to the model."""
+    from sportsllm.text.chat import render_chats
+
+    assert tokenizer.directory is not None, "the tokenizer is a checkpoint's"
+    return list(render_chats(tokenizer.directory, [[{"role": "user", "content": each}] for each in questions]))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, cast, get_args
 
 from sportsllm.errors import ArtifactError, ResourceError
-from sportsllm.options import BY_NAME, READS_TEXT, TextField
+from sportsllm.options import BY_NAME, READING, READS_TEXT
 
 
 class Entry(NamedTuple):
@@ -60,7 +60,7 @@ Command = Callable[..., object]
 
 
 def load_command(name: str) -> Command:
-    """The function behind a command; it takes strings for paths too, and `text_field` if it reads text.
+    """The function behind a command; it takes strings for paths too, and `READING` if it reads text.
 
     Raises:
         ResourceError: its package is missing, or another package of that name hides it.
@@ -86,14 +86,14 @@ def load_function(module: str, name: str) -> Command:
 
 
 def _converting(function: Command) -> Command:
-    """The function, its paths made of strings, models given by name downloaded; with `text_field` if it reads text."""
+    """The function, its paths made of strings, models given by name downloaded; with `READING` if it reads text."""
     signature = inspect.signature(function, eval_str=True)
     parameters = list(signature.parameters.values())
     reads_text = any(_marked(each.annotation, READS_TEXT) for each in parameters)
 
     @functools.wraps(function)
     def command(*args: object, **given: object) -> object:
-        field = given.pop("text_field", None) if reads_text else None
+        reading = {name: given.pop(name, None) for name in READING if reads_text}
         bound = signature.bind(*args, **given)
         for name, value in bound.arguments.items():
             bound.arguments[name] = _converted(signature.parameters[name].annotation, value)
@@ -103,15 +103,16 @@ def _converting(function: Command) -> Command:
             for path in cast(list[Path], bound.arguments.get(name) or []):
                 if not path.exists():
                     raise ArtifactError(f"{path}: not found; give an existing file or folder of text")
-        from sportsllm.text.documents import reading_field
+        from sportsllm.text.reading import reading_as
 
         models = [bound.arguments.get(each.name) for each in parameters if _marked(each.annotation, BY_NAME)]
-        with reading_field(cast(str | None, field), [Path(str(model)) for model in models if model]):
+        with reading_as([Path(str(model)) for model in models if model], **reading):
             return function(*bound.args, **bound.kwargs)
 
     if reads_text:
-        extra = inspect.Parameter("text_field", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=TextField)
-        command.__signature__ = signature.replace(parameters=[*parameters, extra])  # type: ignore[attr-defined]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        extra = [inspect.Parameter(name, kind, default=None, annotation=each) for name, each in READING.items()]
+        command.__signature__ = signature.replace(parameters=[*parameters, *extra])  # type: ignore[attr-defined]
     return command
 
 

@@ -18,7 +18,7 @@ BY_NAME = _ByName()
 
 
 class _ReadsText:
-    """Marks files of documents; a command with such an option has --text-field too."""
+    """Marks files of documents; a command with such an option has those of `READING` too."""
 
 
 READS_TEXT = _ReadsText()
@@ -82,16 +82,18 @@ Calibration = Annotated[
     ),
     READS_TEXT,
 ]
-TextField = Annotated[
-    str | None,
-    typer.Option(
-        "--text-field",
-        metavar="NAME",
-        help="Field of .jsonl records, and column of .parquet files, that holds the text.",
-        show_default="text, or the one that the model was trained on",
-    ),
-]
-"""Of every command that reads text; `sportsllm.commands.load_command` adds it."""
+_FIELD = "Field of .jsonl records, and column of .parquet files, that holds the text."
+_SPECIAL, _SPECIAL_FLAGS = "Read special tokens in plain text.", "--parse-special/--no-parse-special"
+_LOSS_ON = "Tokens of conversations that are learned and scored: assistant or all."
+_reading: Any = partial(typer.Option, rich_help_panel="Text")
+READING: dict[str, Any] = {
+    "text_field": Annotated[
+        str | None, _reading("--text-field", metavar="NAME", help=_FIELD, show_default="the model's, or text")
+    ],
+    "parse_special": Annotated[bool | None, _reading(_SPECIAL_FLAGS, help=_SPECIAL, show_default="the model's, or no")],
+    "loss_on": Annotated[str | None, _reading("--loss-on", help=_LOSS_ON, show_default="the model's, or assistant")],
+}
+"""Options of every command that reads text; `sportsllm.commands.load_command` adds them."""
 
 # Training
 Tokens = Annotated[

@@ -43,6 +43,7 @@ from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.kinds import EMBEDDING, HEAD
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.text.conversations import Document
 from sportsllm.text.documents import held_out_files, manifest_setting, read_documents, training_side
 from sportsllm.text.packing import TokenizedDocuments, tokenize
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
@@ -162,9 +163,9 @@ def prune_vocabulary(
         if valid:
             figures = _held_out(((model, tokenizer), (pruned, fewer)), list(read_documents(valid)))
         else:
-            ends = len(documents) * (1 if tokenizer.end_id is None else 2)  # begin and end tokens
+            ends = 0 if before.scored is not None else len(documents) * (1 if tokenizer.end_id is None else 2)
             sides = {"before": before, "after": after}
-            figures = {f"tokens_per_byte_{key}": (at.ids.size - ends) / at.text_bytes for key, at in sides.items()}
+            figures = {f"tokens_per_byte_{key}": (at.scored_tokens - ends) / at.text_bytes for key, at in sides.items()}
         sizes = {"vocab_size": len(kept), "vocab_size_before": config.vocab_size}
         seconds = time.perf_counter() - started
         return {"parameters": pruned.config.parameters, **sizes, **figures, "seconds": seconds}
@@ -185,16 +186,16 @@ def _check_round_trip(where: Path, *sides: tuple[TextTokenizer, TokenizedDocumen
             bar.advance()
 
 
-def _held_out(sides: Sequence[tuple[SportsLLM, TextTokenizer]], documents: Sequence[str]) -> dict[str, float]:
+def _held_out(sides: Sequence[tuple[SportsLLM, TextTokenizer]], documents: Sequence[Document]) -> dict[str, float]:
     """Bits and tokens per byte before and after, of the same documents: the first 65,536 or so of the old tokens."""
-    part: list[str] = []
+    part: list[Document] = []
     tokens = 0
-    for text in documents:
+    for text, encoded in zip(documents, sides[0][1].encode_documents(documents), strict=True):
         if tokens >= _SCORED_TOKENS:
             log(f"bits per byte: on the first {len(part):,} of {len(documents):,} held-out documents")
             break
         part.append(text)
-        tokens += len(sides[0][1].encode(text))
+        tokens += len(encoded.ids) - 1
     figures: dict[str, float] = {}
     for key, (model, tokenizer) in zip(("before", "after"), sides, strict=True):
         score = score_documents(TorchDecoder(model), tokenizer, part, description=f"score {key}")

@@ -14,7 +14,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.files import read_json
 from sportsllm.formats.gguf.tokenizer import PRE_TOKENIZERS, SPACE
 from sportsllm.models.config import ModelConfig
-from sportsllm.text.tokenizer import find_template
+from sportsllm.text.chat import find_template
 
 _NEVER = -1e9  # the score of a token that no merge makes
 

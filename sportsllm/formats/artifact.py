@@ -35,7 +35,7 @@ from sportsllm.formats.manifest import (
     read_manifest,
 )
 from sportsllm.formats.model_card import CARD, render_card
-from sportsllm.text.documents import text_field_setting
+from sportsllm.text.reading import reading_setting
 
 STATE_DIRECTORY = "state"  # resumable state inside a `.partial`; removed before the rename
 _PACKAGES = ("numpy", "torch", "onnx", "onnx-ir", "onnxruntime", "tokenizers", "safetensors", "bitsandbytes")
@@ -56,7 +56,7 @@ class Stage:
     results: JsonObject = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.settings = dict(self.settings) | text_field_setting()
+        self.settings = dict(self.settings) | reading_setting()
 
     @cached_property
     def input_digests(self) -> list[str]:

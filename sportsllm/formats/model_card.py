@@ -15,7 +15,7 @@ from sportsllm.files import JsonObject, atomic_write_text, read_json, validate
 from sportsllm.formats.huggingface import OWN_MODEL_TYPE, load_config
 from sportsllm.formats.manifest import Ancestor, FileEntry, Manifest, ancestors, origin, read_manifest
 from sportsllm.models.kinds import described_shape
-from sportsllm.text.tokenizer import find_template
+from sportsllm.text.chat import find_template
 
 CARD = "README.md"
 CardFields = dict[str, str | list[str]]

@@ -137,18 +137,19 @@ def sampled_batches(
     longest: int,
     rows: int,
     seed: int,
+    stops: Sequence[int] = (),
 ) -> Generator[list[tuple[int, SampledText]]]:
     """Endless batches of `rows` texts, each with the length of its prompt, from several threads on a CPU.
 
-    Text n continues prompt n modulo the number of prompts; the seed and n decide the draws.
+    Text n continues prompt n modulo the number of prompts; the seed and n decide the draws. `stops` end a text too.
     """
-    stops = sorted({*model.config.stop_token_ids, tokenizer.begin_id})
+    ends = sorted({*model.config.stop_token_ids, *stops, tokenizer.begin_id})
 
     def batch(number: int) -> list[tuple[int, SampledText]]:
         texts = range(number * rows, (number + 1) * rows)
         uniform = np.stack([np.random.default_rng([seed, text]).random(longest) for text in texts])
         starts = [prompts[text % len(prompts)] for text in texts]
-        sampled = sample_texts(model, starts, stops, sampling, uniform, cancelled)
+        sampled = sample_texts(model, starts, ends, sampling, uniform, cancelled)
         return [(len(start), text) for start, text in zip(starts, sampled, strict=True)]
 
     cancelled, threads = Event(), torch.get_num_threads() if model.head_weight.device.type == "cpu" else 1

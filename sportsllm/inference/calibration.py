@@ -17,14 +17,9 @@ from torch import Tensor
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
-from sportsllm.text.documents import (
-    TEXT_FIELD,
-    cut_text,
-    held_out_files,
-    manifest_setting,
-    reading_field,
-    training_side,
-)
+from sportsllm.text.conversations import Document, plain_text
+from sportsllm.text.documents import cut_document, held_out_files, manifest_setting, training_side
+from sportsllm.text.reading import USUAL, reading_as
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
 SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16
@@ -69,6 +64,7 @@ def calibration_samples(
     if most is None:
         most = usual_samples(config, length)
     documents = training_side(files, valid) if files else []
+    tokenizer.warn_if_special(documents)
     samples: list[Tensor] = []
     tokens = 0
     for sample in _drawn(documents, tokenizer, length, np.random.default_rng(seed)):
@@ -114,16 +110,16 @@ def check_familiar(samples: Sequence[Tensor], nats: float) -> None:
 
 
 def _drawn(
-    documents: Sequence[str], tokenizer: TextTokenizer, length: int, rng: np.random.Generator
+    documents: Sequence[Document], tokenizer: TextTokenizer, length: int, rng: np.random.Generator
 ) -> Iterator[Tensor]:
     """A random chunk of each document, in an order that prefers long ones; then another chunk of each, and so on."""
-    parts = [(part, not place) for text in documents for place, part in enumerate(cut_text(text))]
+    parts = [(part, not place) for text in documents for place, part in enumerate(cut_document(text))]
     # The largest of u ** (1 / w) is drawn with probability w / sum of w, and so on (doi.org/10.1016/j.ipl.2005.11.003).
-    keys = rng.random(len(parts)) ** (1 / np.array([max(1, len(text)) for text, _ in parts]))
+    keys = rng.random(len(parts)) ** (1 / np.array([max(1, len(plain_text(text))) for text, _ in parts]))
     left: list[list[Tensor]] = []
-    for number in np.argsort(-keys):
-        text, begins = parts[number]
-        ids = [tokenizer.begin_id] * begins + tokenizer.encode(text)
+    chosen = [parts[number] for number in np.argsort(-keys)]
+    for (part, begins), encoded in zip(chosen, tokenizer.encode_documents(part for part, _ in chosen), strict=True):
+        ids = encoded.ids[isinstance(part, str) and not begins :]
         cut = [torch.tensor([ids[start : start + length]]) for start in range(0, len(ids), length)]
         cut = [chunk for chunk in cut if chunk.numel() >= min(_LEAST_TOKENS, len(ids), length) > 1]
         order = rng.permutation(len(cut))
@@ -178,7 +174,7 @@ class CalibrationText:
             others = " and a general text" if count > written else ""
             log(f"no calibration text: using {written} texts that the model writes itself{others}")
             own = self_generated_text(checkpoint, model, written, length)
-            with reading_field(TEXT_FIELD):
+            with reading_as(text_field=USUAL.text_field):
                 general = calibration_samples([GENERAL_TEXT], (), tokenizer, model, None, length, count - written)
             return [*own, *general] if count > written else own
         valid = [*held_out_files(checkpoint), *self.valid]

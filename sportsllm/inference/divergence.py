@@ -16,6 +16,7 @@ from sportsllm.errors import UsageError
 from sportsllm.inference.decoder import Logits
 from sportsllm.inference.scoring import TextScore, document_windows, ratio_interval, wilson_interval
 from sportsllm.models.config import ModelConfig
+from sportsllm.text.conversations import Document
 from sportsllm.text.tokenizer import TextTokenizer
 
 _LOGITS_AT_ONCE = 2**20  # in float64, of either model
@@ -73,7 +74,7 @@ def compare_documents(
     base: LogitSource,
     tokenizer: TextTokenizer,
     base_tokenizer: TextTokenizer,
-    documents: Sequence[str],
+    documents: Sequence[Document],
 ) -> tuple[TextScore, Divergence]:
     """Score documents as `score_documents` does with both models, in windows of the shorter context.
 
@@ -86,7 +87,8 @@ def compare_documents(
     sizes = decoder.config.vocab_size, base.config.vocab_size
     if sizes[0] != sizes[1]:
         raise UsageError(f"--against: the models have {sizes[0]:,} and {sizes[1]:,} tokens; {_ADVICE}")
-    if any(_ids(tokenizer, text) != _ids(base_tokenizer, text) for text in documents):
+    both = (each.encode_documents(documents) for each in (tokenizer, base_tokenizer))
+    if any(own != other for own, other in zip(*both, strict=True)):
         raise UsageError(f"--against: the models' tokenizers cut the text differently; {_ADVICE}")
     context = min(decoder.config.max_position_embeddings, base.config.max_position_embeddings)
     text = document_windows(tokenizer, documents, context)
@@ -97,9 +99,9 @@ def compare_documents(
             for own_TV, base_TV in zip(
                 decoder.stream_logits(row.ids[:-1]), base.stream_logits(row.ids[:-1]), strict=True
             ):
-                skip, stop = max(0, row.first - place), place + len(own_TV)
-                for begin in range(skip, len(own_TV), step := max(1, _LOGITS_AT_ONCE // sizes[0])):
-                    part = slice(begin, begin + step)
+                stop, step = place + len(own_TV), max(1, _LOGITS_AT_ONCE // sizes[0])
+                scored = [at for at in np.flatnonzero(row.scored[place:stop]).tolist() if at + place >= row.first]
+                for part in (scored[begin : begin + step] for begin in range(0, len(scored), step)):
                     found = _compare(base_TV[part], own_TV[part], ids[place:stop][part])
                     kl.append(found[0].astype(np.float32))
                     agree += found[1]
@@ -121,10 +123,6 @@ def compare_documents(
         top1_agreement=agree / tokens,
         top1_interval=wilson_interval(agree / tokens, tokens),
     )
-
-
-def _ids(tokenizer: TextTokenizer, text: str) -> list[int]:
-    return [tokenizer.begin_id, *tokenizer.encode(text)]
 
 
 def _compare(base_TV: Logits, own_TV: Logits, targets_T: npt.NDArray[np.int64]) -> tuple[Doubles, int, float, float]:

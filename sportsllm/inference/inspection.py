@@ -21,6 +21,7 @@ from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.experts import MixtureOfExperts, route
 from sportsllm.models.language_model import SportsLLM, first_positions
+from sportsllm.text.conversations import Document
 from sportsllm.text.tokenizer import TextTokenizer
 
 
@@ -113,7 +114,7 @@ def mixtures(model: SportsLLM) -> dict[int, MixtureOfExperts]:
 
 @torch.inference_mode()
 def count_choices(
-    model: SportsLLM, tokenizer: TextTokenizer, documents: Iterable[str], most_tokens: int, description: str
+    model: SportsLLM, tokenizer: TextTokenizer, documents: Iterable[Document], most_tokens: int, description: str
 ) -> tuple[dict[int, Tensor], int]:
     """How often each expert of each layer is chosen.
 
@@ -143,8 +144,8 @@ def count_choices(
     handles = [mixture.register_forward_pre_hook(partial(count, number)) for number, mixture in found.items()]
     try:
         with progress_bar(description, most_tokens) as bar:
-            for text in documents:
-                words = tokenizer.encode(text)
+            for encoded in tokenizer.encode_documents(documents):
+                words = encoded.ids[1:] if encoded.scored is None else encoded.ids
                 for start in range(0, len(words), context - 1):
                     ids = [tokenizer.begin_id, *words[start : start + context - 1]][: most_tokens - read]
                     model.hidden(torch.tensor([ids], device=model.head_weight.device))

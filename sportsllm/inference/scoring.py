@@ -18,6 +18,7 @@ from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, read_json_lines
 from sportsllm.inference.decoder import Decoder
+from sportsllm.text.conversations import Document
 from sportsllm.text.tokenizer import TextTokenizer
 
 _ROWS_AT_ONCE = 64
@@ -57,11 +58,12 @@ def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
 
 
 class Window(NamedTuple):
-    """Tokens that are read at once; those from place `first` on are scored."""
+    """Tokens that are read at once; those from place `first` on are scored, of a conversation the `scored` ones."""
 
     ids: list[int]
     first: int
     document: int
+    scored: npt.NDArray[np.bool_]
 
 
 class Windows(NamedTuple):
@@ -74,7 +76,7 @@ class Windows(NamedTuple):
 
 def document_windows(
     tokenizer: TextTokenizer,
-    documents: Sequence[str],
+    documents: Sequence[Document],
     context: int,
     *,
     first_window: bool = False,
@@ -86,17 +88,23 @@ def document_windows(
         ArtifactError: there is nothing to score.
     """
     rows, tokens, size = list[Window](), list[int](), 0
-    for number, text in enumerate(documents):
-        ids = [tokenizer.begin_id, *tokenizer.encode(text)]
+    for number, (text, encoded) in enumerate(zip(documents, tokenizer.encode_documents(documents), strict=False)):
+        ids, scored = encoded.ids, np.ones(len(encoded.ids), bool)
+        if encoded.scored is not None:
+            scored = np.array(encoded.scored)
         if first_window and len(ids) > context:
-            ids = ids[:context]
-            read = tokenizer.decode(ids)
-            whole = read if text.startswith(read) else read.rstrip("\ufffd")  # drops a character that the window cuts
-            size += len(whole.encode())
+            ids, scored = ids[:context], scored[:context]
+            read = tokenizer.decode([token for token, counts in zip(ids, scored, strict=True) if counts])
+            if not isinstance(text, str) or not text.startswith(read):
+                read = read.rstrip("\ufffd")  # a character that the window cuts
+            size += len(read.encode())
         else:
-            size += len(text.encode())
-        rows += [Window(ids[start:stop], scored - start, number) for start, stop, scored in windows(len(ids), context)]
-        tokens.append(len(ids) - 1)
+            size += encoded.bytes
+        rows += [
+            Window(ids[start:stop], first - start, number, scored[start:stop])
+            for start, stop, first in windows(len(ids), context)
+        ]
+        tokens.append(int(np.sum(scored[1:])))
         if max_tokens is not None and sum(tokens) >= max_tokens:
             break
     if not rows or not size:
@@ -107,14 +115,14 @@ def document_windows(
 def score_documents(
     decoder: Decoder,
     tokenizer: TextTokenizer,
-    documents: Sequence[str],
+    documents: Sequence[Document],
     *,
     first_window: bool = False,
     max_tokens: int | None = None,
     window: int | None = None,
     description: str = "score",
 ) -> TextScore:
-    """Score whole documents, each from its begin token.
+    """Score whole documents, each from its begin token, and of conversations the assistant's tokens.
 
     Args:
         first_window: score only the first context-length tokens of each document, begin token included.
@@ -131,7 +139,8 @@ def score_documents(
         for begin in range(0, len(text.rows), _ROWS_AT_ONCE):
             part = text.rows[begin : begin + _ROWS_AT_ONCE]
             for row, scores in zip(part, decoder.score([row.ids for row in part]), strict=True):
-                nats[row.document] -= float(scores[row.first - 1 :].sum(dtype=np.float64))
+                counted = scores[row.first - 1 :][row.scored[row.first :]]
+                nats[row.document] -= float(counted.sum(dtype=np.float64))
             bar.advance(len(part))
     return TextScore(sum(nats), sum(text.tokens), text.bytes, tuple(nats))
 

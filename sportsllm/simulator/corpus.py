@@ -16,6 +16,7 @@ SPORTS = {"football": (football.play, 0.65), "tennis": (tennis.play, 0.35)}
 """How each sport is written, and its share of the documents."""
 CHOICES = 4
 VALID_SHARE = 0.05
+_MOST_TURNS = 3  # of a conversation
 ASKING_SHARE = 0.3  # of the training documents end with questions and their answers
 
 
@@ -41,9 +42,15 @@ def is_valid(name: str) -> bool:
 
 
 def write_corpus(
-    out: Path, *, seed: int, megabytes: float, questions: int, progress: Callable[[int], object] | None = None
+    out: Path,
+    *,
+    seed: int,
+    megabytes: float,
+    questions: int,
+    chats: int = 0,
+    progress: Callable[[int], object] | None = None,
 ) -> dict[str, int]:
-    """Write train.jsonl, valid.jsonl and questions.jsonl into the empty directory `out`.
+    """Write train.jsonl, valid.jsonl and questions.jsonl into the empty directory `out`, and chats.jsonl if asked to.
 
     Args:
         out: an existing directory with nothing in it.
@@ -51,10 +58,11 @@ def write_corpus(
         megabytes: UTF-8 size of the training text, in millions of bytes, reached to within one document.
         questions: how many questions to write. They are about held-out documents only, spread over as many as
             there are; a small corpus can run out of them, so the returned count is the one that holds.
+        chats: how many conversations about training documents to write at most, a document each.
         progress: called with the bytes of each training document.
 
     Returns:
-        Counts: train_documents, valid_documents, train_bytes, valid_bytes, questions.
+        Counts: train_documents, valid_documents, train_bytes, valid_bytes, questions, and chats if there are some.
 
     Raises:
         ValueError: `megabytes` is not above zero or `questions` is below zero.
@@ -64,7 +72,7 @@ def write_corpus(
         raise ValueError(f"megabytes is {megabytes} and questions {questions}; give above 0 and at least 0")
     if any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty; name a new directory")
-    target, asked = round(megabytes * 1e6), list[list[str]]()
+    target, asked, told = round(megabytes * 1e6), list[list[str]](), list[str]()
     documents, sizes = {"train": 0, "valid": 0}, {"train": 0, "valid": 0}
     files = {split: (out / f"{split}.jsonl").open("w", encoding="utf-8", newline="\n") for split in documents}
     with files["train"], files["valid"]:
@@ -74,6 +82,8 @@ def write_corpus(
             name, sport, text, asks = simulate(seed, index)
             split, rng = "valid" if is_valid(name) else "train", Random(f"questions {name}")
             rng.shuffle(asks)
+            if split == "train" and len(told) < chats:
+                told.append(_chat(text, asks[: 1 + len(told) % _MOST_TURNS]))
             if split == "valid":
                 asked.append([_question(name, text, ask, rng) for ask in asks])
             elif rng.random() < ASKING_SHARE:
@@ -86,13 +96,25 @@ def write_corpus(
     # One question per document, then a second per document, until there are enough.
     lines = [line for line in chain(*zip_longest(*asked)) if line][:questions]
     (out / "questions.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
+    if told:
+        (out / "chats.jsonl").write_text("".join(told), encoding="utf-8", newline="\n")
     counts = {f"{split}_documents": number for split, number in documents.items()}
-    return counts | {f"{split}_bytes": size for split, size in sizes.items()} | {"questions": len(lines)}
+    counts |= {f"{split}_bytes": size for split, size in sizes.items()} | {"questions": len(lines)}
+    return counts | ({"chats": len(told)} if told else {})
 
 
 def _prompt(ask: Ask) -> str:
     """How a question stands under its text; a choice follows after one space."""
     return f"\nQuestion: {ask.question} Answer:"
+
+
+def _chat(text: str, asks: list[Ask]) -> str:
+    """A line of chats.jsonl: the report and a question, then an answer and further questions."""
+    messages = []
+    for number, ask in enumerate(asks):
+        asked = ask.question if number else f"{text}\n\n{ask.question}"
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": ask.right}]
+    return json.dumps({"messages": messages}, ensure_ascii=False) + "\n"
 
 
 def _question(name: str, text: str, ask: Ask, rng: Random) -> str:

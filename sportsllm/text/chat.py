@@ -1,4 +1,4 @@
-"""Chat templates: messages as the text that a model was trained to answer.
+"""Chat templates: messages as the text that a model was trained on, or is to answer.
 
 A template is code of the checkpoint's author. It runs in jinja2's sandbox, which reaches neither files nor Python's
 internals, in a process of its own with bounds on time, steps, memory and output.
@@ -8,109 +8,261 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import re
+import secrets
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from sportsllm.errors import ArtifactError
-from sportsllm.files import JsonObject, clip, parse_json
+from sportsllm.files import JsonObject, clip, parse_json, read_json
 
-_MOST_SECONDS = 5.0
+_MOST_SECONDS = 5  # of a processor, for a conversation; without such limits (Windows) the next one alone
+_LONGEST_S = 120  # that a process is waited for, on a busy machine
 _MOST_STEPS = 300_000  # lines of the template's code, and of filters, that run for a conversation
-_MOST_CHARACTERS = 1_000_000
+_MOST_CHARACTERS = 1_000_000  # or three times those of the messages
 _MOST_BYTES = 1 << 30
+_AT_ONCE = 200  # conversations that a process renders
+_BEGIN, _END = (f"\ufdd0{secrets.token_hex(8)}{side}\ufdd1" for side in "<>")  # marks that no message holds
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Messages = Sequence[Mapping[str, str]]
 
 
-def render_chat(directory: Path, messages: Sequence[Mapping[str, str]]) -> str:
-    """The text of a conversation, up to where the model's answer begins.
+class RenderedChat(NamedTuple):
+    """A whole conversation as text, and where in it the assistant's replies are, their end tokens included."""
+
+    text: str
+    replies: list[tuple[int, int]]
+
+
+def find_template(directory: Path) -> tuple[str | None, JsonObject]:
+    """The chat template of a checkpoint or an export, None without one, and what tokenizer_config.json says.
+
+    Raises:
+        ArtifactError: a file is damaged.
+    """
+    path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    settings = read_json(path) if path.exists() else {}
+    if file.exists():
+        try:
+            return file.read_text(encoding="utf-8"), settings
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"{file}: not UTF-8 at byte {error.start}; copy it again") from None
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several by name
+        named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
+        found = named[0].get("template") if named else None
+    return found if isinstance(found, str) else None, settings
+
+
+def render_chat(directory: Path, messages: Messages) -> str:
+    """The text of a conversation, up to where the model's answer begins; see `render_chats`."""
+    return next(render_chats(directory, [messages]))
+
+
+def render_chats(directory: Path, chats: Sequence[Messages]) -> Iterator[str]:
+    """The texts of conversations, up to where the model's answer begins.
 
     Args:
         directory: a checkpoint or an export with a template in chat_template.jinja or tokenizer_config.json.
-        messages: each with `role` (system, user or assistant) and `content`.
+        chats: of messages, each with `role` (system, user or assistant) and `content`.
 
     Raises:
         ArtifactError: there is no template, or it fails, exceeds the bounds or refuses these messages.
         ModuleNotFoundError: jinja2 is not installed.
     """
-    from sportsllm.text.tokenizer import find_template  # not in the child process, which starts fast without it
+    for answer in _answers(directory, chats):
+        if "problem" in answer:
+            problem = clip(answer["problem"], 200)
+            raise ArtifactError(f"{directory}: its chat template fails ({problem}); leave --chat out")
+        yield str(answer["text"])
 
+
+def render_conversations(
+    directory: Path, conversations: Sequence[Messages], where: Sequence[str], special: Sequence[str]
+) -> Iterator[RenderedChat]:
+    """Whole conversations with the places of the assistant's replies.
+
+    A template that marks them by `{% generation %}` says where they are. With others, a reply is what the template
+    adds to the messages before it, from the end of its generation prompt to the last special token.
+
+    Args:
+        directory: as for `render_chat`.
+        conversations: messages each.
+        where: the file and row of each, for errors.
+        special: spellings of the special tokens.
+
+    Raises:
+        ArtifactError: as for `render_chat`, or the places cannot be found.
+    """
+    for place, answer in zip(where, _answers(directory, conversations, special), strict=True):
+        if "problem" in answer:
+            fails = f"the chat template of {directory} fails ({clip(answer['problem'], 200)})"
+            raise ArtifactError(f"{place}: {fails}; correct or delete the row")
+        yield RenderedChat(answer["text"], [(begin, end) for begin, end in answer["replies"]])
+
+
+def _answers(
+    directory: Path, conversations: Sequence[Messages], special: Sequence[str] | None = None
+) -> Iterator[JsonObject]:
+    """What the child process says of each conversation: `text` (and `replies`, given `special`), or a `problem`."""
     template, settings = find_template(directory)
     if template is None:
         raise ArtifactError(
             f"{directory}: has no chat template, so the model was not trained to chat; leave --chat out"
+            if special is None
+            else f"{directory}: has no chat template, which conversations are written by; give plain text"
         )
     if importlib.util.find_spec("jinja2") is None:
         raise ModuleNotFoundError("jinja2", name="jinja2")
-    names = {key: _text(value) for key, value in settings.items() if key.endswith("_token")}
-    request = {"template": template, "names": names, "messages": [dict(each) for each in messages]}
+    special_names = {key: value for key, value in settings.items() if key.endswith("_token")}
+    names = {key: each.get("content") if isinstance(each, dict) else each for key, each in special_names.items()}
+    header = {"template": template, "names": names, "special": special, "seconds": _MOST_SECONDS}
+    done = 0
+    while done < len(conversations):
+        part = conversations[done : done + _AT_ONCE]
+        answers = _run([header, *([dict(each) for each in messages] for messages in part)], directory)
+        yield from answers
+        done += len(answers)
+
+
+def _run(requests: Sequence[object], directory: Path) -> list[JsonObject]:
+    """Answers to the first conversations, one at least: a child that stops at another has to be asked again."""
     command = [sys.executable, "-c", f"from {__name__} import _render_requests; _render_requests()"]
+    sent = "".join(json.dumps(request) + "\n" for request in requests).encode()
     root = Path(__file__).resolve().parents[2]
     try:
-        done = subprocess.run(
-            command, input=json.dumps(request).encode(), capture_output=True, timeout=_MOST_SECONDS, cwd=root
-        )
-        answer = parse_json(done.stdout, directory) if done.returncode == 0 else {"problem": "it ended its process"}
-    except subprocess.TimeoutExpired:
-        answer = {"problem": f"it takes longer than {_MOST_SECONDS:.0f} s"}
-    if "problem" in answer:
-        raise ArtifactError(f"{directory}: its chat template fails ({clip(answer['problem'], 200)}); leave --chat out")
-    return str(answer["text"])
-
-
-def _text(token: object) -> object:
-    """A special token, which is a text or a record with its `content`."""
-    return token.get("content") if isinstance(token, dict) else token
+        done = subprocess.run(command, input=sent, capture_output=True, timeout=_LONGEST_S, cwd=root)
+        output, late = done.stdout, done.returncode == -getattr(signal, "SIGXCPU", 0)
+    except subprocess.TimeoutExpired as error:
+        output, late = error.stdout or b"", True
+    problem = f"it takes longer than {_MOST_SECONDS} s" if late else "it ended its process"
+    lines = output.split(b"\n")[:-1]  # the last one is empty or cut off
+    return [parse_json(line, directory) for line in lines] or [{"problem": problem}]
 
 
 def _render_requests() -> None:
-    """In the child process: read a request from standard input, and write the text or a problem as JSON."""
+    """In the child process: read a template and conversations, a line each, and write a line of JSON for each."""
     with suppress(ImportError, ValueError, OSError):  # no such limits on Windows and, for memory, macOS
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
-    request = json.load(sys.stdin)
-    try:
-        output = json.dumps({"text": _rendered(request, request["messages"])})
-    except MemoryError:
-        output = json.dumps({"problem": "it needs too much memory"})
-    except Exception as error:  # whatever a template can do
-        output = json.dumps({"problem": str(error) or type(error).__name__})
-    sys.stdout.write(output)
+    header, template = json.loads(sys.stdin.readline()), None
+    for line in sys.stdin:
+        with suppress(NameError, ValueError, OSError):
+            until = math.ceil(time.process_time()) + header["seconds"]
+            resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
+        try:
+            template = template or _compiled(header["template"])
+            messages, names = json.loads(line), header["names"]
+
+            def render(messages: Messages, prompt: bool, template: Any = template, names: JsonObject = names) -> str:
+                return _rendered(template, messages, {**names, "add_generation_prompt": prompt})
+
+            if header["special"] is None:
+                output = json.dumps({"text": render(messages, True).replace(_BEGIN, "").replace(_END, "")})
+            else:
+                output = json.dumps(_with_replies(render, messages, header)._asdict())
+        except MemoryError:
+            output = json.dumps({"problem": "it needs too much memory"})
+        except Exception as error:  # whatever a template can do
+            output = json.dumps({"problem": str(error) or type(error).__name__})
+        print(output, flush=True)
 
 
-def _rendered(request: JsonObject, messages: Sequence[JsonObject]) -> str:
+def _compiled(source: str) -> Any:
+    from jinja2 import nodes
     from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` ... `{% endgeneration %}` puts marks around what the model says."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> list[nodes.Node]:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            marks = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_BEGIN, _END))
+            return [next(marks), *body, next(marks)]
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    steps = 0
+    # Hugging Face's templates are written for these settings and names.
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment.from_string(source)
+
+
+def _rendered(template: Any, messages: Messages, names: JsonObject) -> str:
+    steps, parts, length = 0, list[str](), 0
+    most = max(_MOST_CHARACTERS, 3 * sum(len(message["content"]) for message in messages))
 
     def count(_frame: FrameType, _event: str, _argument: object) -> Any:
         nonlocal steps
         steps += 1
         if steps > _MOST_STEPS:
-            raise TemplateError(f"it takes more than {_MOST_STEPS:,} steps")
+            raise RuntimeError(f"it takes more than {_MOST_STEPS:,} steps")
         return count
 
-    # Hugging Face's templates are written for these settings and names.
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    template, parts, length = environment.from_string(request["template"]), [], 0
     sys.settrace(count)
     try:
-        for part in template.generate(messages=messages, add_generation_prompt=True, **request["names"]):
+        for part in template.generate(messages=messages, **names):
             parts.append(part)
             length += len(part)
-            if length > _MOST_CHARACTERS:
-                raise TemplateError(f"it writes more than {_MOST_CHARACTERS:,} characters")
+            if length > most:
+                raise RuntimeError(f"it writes more than {most:,} characters")
     finally:
         sys.settrace(None)
     return "".join(parts)
+
+
+def _with_replies(render: Callable[[Messages, bool], str], messages: Messages, header: JsonObject) -> RenderedChat:
+    """A whole conversation and its replies, see `render_conversations`."""
+    whole = render(messages, False)
+    if _GENERATION.search(header["template"]):
+        first, *marked = whole.split(_BEGIN)
+        text, replies = first, []
+        for piece in marked:
+            reply, _, after = piece.partition(_END)
+            replies.append((len(text), len(text) + len(reply)))
+            text += reply + after
+        return RenderedChat(text, replies)
+    special, replies, read = tuple(header["special"]), list[tuple[int, int]](), 0
+    for place, message in enumerate(messages):
+        if message["role"] not in ("user", "assistant"):
+            continue  # some templates write what the system says later, or not at all
+        content = message["content"].strip()
+        found = whole.find(content, read)
+        if message["role"] == "assistant":
+            # Some templates write a turn in another way if turns follow it: its content tells where the reply is.
+            before = render(messages[:place], True) if place else None
+            until = render(messages[: place + 1], False)
+            begin = len(before) if before is not None and whole.startswith(before) else found
+            end = len(until) if whole.startswith(until) else _after_token(whole, found, content, special)
+            if begin < 0 or end < begin:
+                raise ValueError(f"reply {len(replies) + 1} is not in its text as it is given")
+            reply = whole[begin:end].rstrip()
+            replies.append((begin, begin + len(reply) if reply.endswith(special) else end))
+        read = max(read, found + len(content)) if found >= 0 else read
+    return RenderedChat(whole, replies)
+
+
+def _after_token(text: str, found: int, content: str, special: Sequence[str]) -> int:
+    """The end of the first special token behind the content, which was found there; of the content if none follows."""
+    place = found + len(content)
+    ends = [(at, at + len(token)) for token in special if (at := text.find(token, place)) >= 0]
+    return -1 if found < 0 else min(ends)[1] if ends else place

@@ -1,8 +1,9 @@
 """Documents from files and folders, their split into training and held-out text, and what a model was made from.
 
 Files are .txt, .md, .jsonl, each also as .gz, and .parquet; the last two have their text in the field `text`, or in
-that of `reading_field`. A document is held out by the hash of its own text, so the split survives renamed and reordered
-files, and two copies of a document never end up on both sides. The chunks of a long plain file stay together.
+that of `sportsllm.text.reading`, or are conversations. A document is held out by the hash of its own text, so the split
+survives renamed and reordered files, and two copies of a document never end up on both sides. The chunks of a long
+plain file stay together.
 """
 
 import functools
@@ -10,15 +11,16 @@ import gzip
 import hashlib
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
-from sportsllm.files import clip, parse_json
+from sportsllm.files import JsonObject, clip, parse_json
 from sportsllm.formats.manifest import ancestors, manifest_of
+from sportsllm.text.conversations import FIELDS, Document, plain_text, read_conversation
+from sportsllm.text.reading import USUAL, reading, reading_as, recorded
 
 _SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 _CHUNK_BYTES = 16_384  # a long plain file is cut near this size, at blank lines, so that it can be split
@@ -30,39 +32,15 @@ _ENOUGH_FOR_TWO = 4  # documents of which two are held out
 _SHOWN_NAMES = 5
 HELD_OUT = "held_out"
 """In a manifest: all held-out text, if that is more than `valid`."""
-TEXT_FIELD = "text"
-_field = TEXT_FIELD
-
-
-@contextmanager
-def reading_field(name: str | None, models: Sequence[Path] = ()) -> Iterator[None]:
-    """Inside, text is in the field `name`; by default in the surrounding one, or in that of a model's training text.
-
-    Args:
-        name: of a field in .jsonl and a column in .parquet.
-        models: checkpoints, or names of directories in runs/, whose manifests may name a field.
-    """
-    global _field
-    before, places = _field, [place for model in models for place in (model, Path("runs") / model)]
-    known = (manifest_of(place).text("text_field") for place in places if before == TEXT_FIELD)
-    _field = name or next(filter(None, known), before)
-    try:
-        yield
-    finally:
-        _field = before
-
-
-def text_field_setting() -> dict[str, str]:
-    """The manifest's entry for the field that is read, if it is not `text`."""
-    return {} if _field == TEXT_FIELD else {"text_field": _field}
 
 
 def _field_of(names: Collection[str], path: Path) -> str:
     """The field to read in a file whose records have these fields."""
-    if _field in names or TEXT_FIELD not in names:
-        return _field
-    log(f"{path}: no field {_field!r}; reading {TEXT_FIELD!r}")
-    return TEXT_FIELD
+    field = reading().text_field
+    if field in names or USUAL.text_field not in names:
+        return field
+    log(f"{path}: no field {field!r}; reading {USUAL.text_field!r}")
+    return USUAL.text_field
 
 
 class Chunk(NamedTuple):
@@ -71,8 +49,8 @@ class Chunk(NamedTuple):
     `source` is the whole text that it was cut from, which decides on which side of a split it falls.
     """
 
-    text: str
-    source: str
+    text: Document
+    source: Document
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
@@ -122,8 +100,8 @@ def _kind(path: Path) -> str | None:
     return kind if kind in _SUFFIXES and not path.name.endswith(".parquet.gz") else None
 
 
-def read_documents(paths: Sequence[Path]) -> Iterator[str]:
-    """The text of every document, see `read_chunks`."""
+def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
+    """Every document, see `read_chunks`."""
     return (chunk.text for chunk in read_chunks(paths))
 
 
@@ -147,7 +125,7 @@ def read_chunks(paths: Sequence[Path]) -> Iterator[Chunk]:
             else:
                 whole = _decode(data, path)
                 chunks = (Chunk(text, whole) for text in cut_text(whole))
-        yield from (chunk for chunk in chunks if chunk.text.strip())
+        yield from (chunk for chunk in chunks if plain_text(chunk.text).strip())
 
 
 def _decode(data: bytes, path: Path) -> str:
@@ -155,6 +133,11 @@ def _decode(data: bytes, path: Path) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ArtifactError(f"{path}: not UTF-8 at byte {error.start}; convert the file to UTF-8") from None
+
+
+def cut_document(document: Document) -> Iterable[Document]:
+    """`cut_text` of a text; a conversation stays whole."""
+    return cut_text(document) if isinstance(document, str) else [document]
 
 
 def cut_text(text: str) -> Iterator[str]:
@@ -188,43 +171,54 @@ def _place_to_cut(text: str, place: int) -> int:
     return max(text.rfind(space, place - 1_000, place) + 1 for space in "\n ") or place
 
 
-def _jsonl(path: Path, data: bytes) -> Iterator[str]:
+def _jsonl(path: Path, data: bytes) -> Iterator[Document]:
     field: str | None = None
     for number, line in enumerate(_decode(data, path).split("\n"), start=1):
         if line.strip():
-            record = parse_json(line, f"{path}: line {number}", "fix or delete the line")
+            record = parse_json(line, where := f"{path}: line {number}", "fix or delete the line")
             names = list(record) if isinstance(record, dict) else []
             field = field or _field_of(names, path)
-            text = record[field] if field in names else None
-            if not isinstance(text, str):
+            document = _document(record, field, where) if names else None
+            if document is None:
                 others = f"; it has {clip(', '.join(names))}, of which --text-field NAME takes one" if names else ""
-                raise ArtifactError(f"{path}: line {number} has no {field!r} string{others}")
-            yield text
+                raise ArtifactError(f"{where} has no {field!r} string{others}")
+            yield document
 
 
-def _parquet(path: Path) -> Iterator[str]:
+def _parquet(path: Path) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         table = pyarrow.parquet.ParquetFile(path)
-        names = table.schema_arrow.names
-        if (field := _field_of(names, path)) not in names:
+        field = _field_of(names := table.schema_arrow.names, path)
+        columns = [name for name in (field, *FIELDS) if name in names]
+        if not columns:
             raise ArtifactError(f"{path}: no column {field!r}; it has {clip(', '.join(names))}: give --text-field NAME")
-        for batch in table.iter_batches(columns=[field]):
-            yield from (text for text in batch.column(field).to_pylist() if text)
+        batches = table.iter_batches(columns=columns)
+        for row, record in enumerate((each for batch in batches for each in batch.to_pylist()), start=1):
+            if (document := _document(record, field, f"{path}: row {row}")) is not None:
+                yield document
+            elif field not in names:
+                raise ArtifactError(f"{path}: row {row} is no conversation; correct or delete it")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, KeyError) as error:  # OSError: a damaged page
         raise ArtifactError(f"{path}: no readable parquet file ({clip(error, 200)}); copy it again") from None
+
+
+def _document(record: JsonObject, field: str, where: str) -> Document | None:
+    """The text or the conversation of a record, None if it has neither."""
+    text = record.get(field)
+    return text if isinstance(text, str) else read_conversation(record, where)
 
 
 @dataclass(frozen=True)
 class TextSplit:
     """Training and held-out documents; the held-out ones are never trained on."""
 
-    train: list[str]
-    held_out: list[str]
+    train: list[Document]
+    held_out: list[Document]
 
-    def parts(self) -> tuple[list[str], list[str]]:
+    def parts(self) -> tuple[list[Document], list[Document]]:
         """The selection split, for choices (best step, rate, shape), and the report split.
 
         Both are in the order of their hashes, so that the first few come from all files. Long documents are cut, and
@@ -232,7 +226,7 @@ class TextSplit:
         """
         ordered = sorted(set(self.held_out), key=document_digest)
         if len(ordered) == 1:
-            ordered = sorted(set(cut_text(ordered[0])), key=document_digest)
+            ordered = sorted(set(cut_document(ordered[0])), key=document_digest)
         selection_split, report_split = ordered[1::2] or ordered, ordered[::2]
         return [*_cut(selection_split)], [*_cut(report_split)]
 
@@ -274,7 +268,7 @@ def load_corpus(corpus: Sequence[Path], valid: Sequence[Path], known: Sequence[P
     return split
 
 
-def training_side(files: Sequence[Path], valid: Sequence[Path]) -> list[str]:
+def training_side(files: Sequence[Path], valid: Sequence[Path]) -> list[Document]:
     """The documents of `files` that no split holds out: neither those of `valid`, nor those held out by hash.
 
     Raises:
@@ -287,7 +281,7 @@ def training_side(files: Sequence[Path], valid: Sequence[Path]) -> list[str]:
     return split_documents(left).train
 
 
-def without(documents: Sequence[Chunk], held_out: Iterable[str]) -> list[Chunk]:
+def without(documents: Sequence[Chunk], held_out: Iterable[Document]) -> list[Chunk]:
     """The documents that are not held out, by their text or by the text that they were cut from."""
     known = {document_digest(text) for text in held_out}
     return [chunk for chunk in documents if not known & {document_digest(chunk.text), _source_digest(chunk.source)}]
@@ -300,10 +294,10 @@ def split_documents(documents: Sequence[Chunk]) -> TextSplit:
     one document, or two of four. A single document holds out its own last 2%, at least 200 characters, unless it is
     shorter than 2,000 characters: then it is trained on.
     """
-    if len(documents) == 1 and (length := len(text := documents[0].text)) >= _LEAST_TO_CUT:
-        place = _place_to_cut(text, length - max(round(HELD_OUT_FRACTION * length), 200))
+    if len(documents) == 1 and isinstance(text := documents[0].text, str) and len(text) >= _LEAST_TO_CUT:
+        place = _place_to_cut(text, len(text) - max(round(HELD_OUT_FRACTION * len(text)), 200))
         return TextSplit([text[:place]], [text[place:]])
-    parts: tuple[list[str], list[str]] = ([], [])
+    parts: tuple[list[Document], list[Document]] = ([], [])
     for chunk in documents:
         draw = int.from_bytes(_source_digest(chunk.source)[:8])
         parts[draw < HELD_OUT_FRACTION * 2**64].append(chunk.text)
@@ -315,17 +309,17 @@ def split_documents(documents: Sequence[Chunk]) -> TextSplit:
     return TextSplit(*parts) if parts[0] or not documents else TextSplit(parts[1], [])
 
 
-def document_digest(text: str) -> bytes:
-    """SHA-256 of a text."""
-    return hashlib.sha256(text.encode()).digest()
+def document_digest(document: Document) -> bytes:
+    """SHA-256 of a text, or of a conversation's messages."""
+    return hashlib.sha256(str(document).encode()).digest()
 
 
 _source_digest = functools.lru_cache(maxsize=1)(document_digest)  # chunks of one source are adjacent
 
 
-def _cut(documents: Iterable[str]) -> Iterable[str]:
-    chunks = (chunk for text in documents for chunk in cut_text(text))
-    return sorted((chunk for chunk in chunks if chunk.strip()), key=document_digest)
+def _cut(documents: Iterable[Document]) -> Iterable[Document]:
+    chunks = (chunk for document in documents for chunk in cut_document(document))
+    return sorted((chunk for chunk in chunks if plain_text(chunk).strip()), key=document_digest)
 
 
 def manifest_setting(directory: Path, key: str) -> Any:
@@ -357,7 +351,7 @@ def held_out_setting(valid: Sequence[Path], left: Sequence[Path]) -> dict[str, l
     return {HELD_OUT: [str(path) for path in left]} if set(left) - set(valid) else {}
 
 
-def trained_on(directory: Path, documents: Sequence[str]) -> int:
+def trained_on(directory: Path, documents: Sequence[Document]) -> int:
     """How many documents were trained on, by a model or the models that it was made from.
 
     Documents are compared by hash. Training text that is gone is not compared.
@@ -369,14 +363,14 @@ def trained_on(directory: Path, documents: Sequence[str]) -> int:
         named = made.paths(HELD_OUT) or made.paths("valid")
         if corpus:
             held_out = [path for path in map(Path, named) if path.exists()]
-            with reading_field(made.text("text_field") or TEXT_FIELD):
+            with reading_as(**asdict(USUAL) | recorded(made)):
                 chunks = without(list(read_chunks(corpus)), read_documents(held_out))
             texts = [chunk.text for chunk in chunks] if named else split_documents(chunks).train
             found |= asked & {document_digest(text) for text in texts}
     return sum(document_digest(text) in found for text in documents)
 
 
-def warn_if_trained_on(directory: Path, documents: Sequence[str]) -> int:
+def warn_if_trained_on(directory: Path, documents: Sequence[Document]) -> int:
     """Log how many of the documents to score were trained on, if any; returns their number."""
     count = trained_on(directory, documents)
     if count:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ from torch import Tensor
 
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
+from sportsllm.text.conversations import Document
 from sportsllm.text.tokenizer import TextTokenizer
 
 IGNORE = -100  # a target that is not scored
-_TEXTS_AT_ONCE = 1_000
+_DOCUMENTS_A_STEP = 1_000  # of the progress bar
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Batch:
 
     Attributes:
         tokens: (B, T) int64 inputs.
-        targets: (B, T) int64, the token that follows each input; IGNORE where a document ends.
+        targets: (B, T) int64, the token that follows each input; IGNORE where a document ends or no reply is.
         documents: ends of the documents in `tokens` read as one row of B * T, rising.
         index: number of the batch, counted over all epochs.
     """
@@ -47,20 +49,27 @@ class Batch:
 
 @dataclass(frozen=True)
 class TokenizedDocuments:
-    """All documents' ids in one row, each as begin token, text, end token.
+    """All documents' ids in one row, each as begin token, text, end token, or as a chat template writes it.
 
     Attributes:
         ids: (total,) uint32.
         ends: (documents,) int64, where each document ends in `ids`.
-        text_bytes: UTF-8 bytes of all texts.
+        text_bytes: UTF-8 bytes of all scored text.
+        scored: (total,) bool, which tokens are learned; None for all, if no document is a conversation.
     """
 
     ids: npt.NDArray[np.uint32]
     ends: npt.NDArray[np.int64]
     text_bytes: int
+    scored: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def scored_tokens(self) -> int:
+        """How many tokens are learned, begin and end tokens included."""
+        return int(self.ids.size if self.scored is None else self.scored.sum())
 
 
-def tokenize(documents: Sequence[str], tokenizer: TextTokenizer) -> TokenizedDocuments:
+def tokenize(documents: Sequence[Document], tokenizer: TextTokenizer) -> TokenizedDocuments:
     """Turn texts into ids, on all cores, or read them from the directory of `kept_tokens`.
 
     Raises:
@@ -68,24 +77,25 @@ def tokenize(documents: Sequence[str], tokenizer: TextTokenizer) -> TokenizedDoc
     """
     if not documents:
         raise ArtifactError("the corpus is empty; give files with text in them")
-    size = sum(len(text.encode()) for text in documents)
+    tokenizer.warn_if_special(documents)
     if _kept is None:
-        return _tokenize(documents, tokenizer, size)
+        return _tokenize(documents, tokenizer)
     digest = hashlib.sha256(tokenizer.fingerprint().encode())
-    for text in documents:
+    for text in map(str, documents):
         digest.update(f"{len(text)}:{text}".encode())
     path = _kept / f"{digest.hexdigest()}.safetensors"
     if path.exists():
         try:
             tensors = load_file(str(path))
-            return TokenizedDocuments(tensors["ids"], tensors["ends"], size)
+            return TokenizedDocuments(tensors["ids"], tensors["ends"], int(tensors["bytes"][0]), tensors.get("scored"))
         except (SafetensorError, KeyError, OSError) as error:
             log(f"{path}: damaged ({error}); the corpus is tokenized again")
-    found = _tokenize(documents, tokenizer, size)
+    found = _tokenize(documents, tokenizer)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two runs may write the same at once
     try:
-        save_file({"ids": found.ids, "ends": found.ends}, str(fresh))
+        tensors = {"ids": found.ids, "ends": found.ends, "bytes": np.array([found.text_bytes])}
+        save_file(tensors | ({} if found.scored is None else {"scored": found.scored}), str(fresh))
         fresh.replace(path)
     finally:
         fresh.unlink(missing_ok=True)
@@ -110,23 +120,50 @@ def kept_tokens(directory: Path) -> Iterator[None]:
         _kept = before
 
 
-def _tokenize(documents: Sequence[str], tokenizer: TextTokenizer, size: int) -> TokenizedDocuments:
-    rows: list[npt.NDArray[np.uint32]] = []
-    end = [] if tokenizer.end_id is None else [tokenizer.end_id]
+def _tokenize(documents: Sequence[Document], tokenizer: TextTokenizer) -> TokenizedDocuments:
+    rows, scored, size = list[npt.NDArray[np.uint32]](), list[npt.NDArray[np.bool_]](), 0
+    chats = not all(isinstance(document, str) for document in documents)
     with progress_bar("tokenize", len(documents)) as bar:
-        for start in range(0, len(documents), _TEXTS_AT_ONCE):
-            part = documents[start : start + _TEXTS_AT_ONCE]
-            for ids in tokenizer.encode_batch(part):
-                rows.append(np.array([tokenizer.begin_id, *ids, *end], dtype=np.uint32))
-            bar.advance(len(part))
+        for encoded in tokenizer.encode_documents(documents, end=True):
+            rows.append(np.array(encoded.ids, dtype=np.uint32))
+            if chats:
+                scored.append(np.ones(len(encoded.ids), bool) if encoded.scored is None else np.array(encoded.scored))
+            size += encoded.bytes
+            if len(rows) % _DOCUMENTS_A_STEP == 0:
+                bar.advance(_DOCUMENTS_A_STEP)
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    return TokenizedDocuments(np.concatenate(rows), np.cumsum(lengths), size)
+    return TokenizedDocuments(np.concatenate(rows), np.cumsum(lengths), size, np.concatenate(scored) if chats else None)
+
+
+def whole_rows(documents: TokenizedDocuments, length: int) -> list[list[tuple[int, int]]]:
+    """Conversations whole in as few rows of `length` + 1 tokens as best-fit decreasing finds, as places in `ids`.
+
+    A reply cut off from its question would be learned without it (best-fit packing, https://arxiv.org/abs/2404.10830).
+    Longer conversations are cut at that length, from their end on. Parts without a scored token are left out.
+    """
+    assert documents.scored is not None, "there are conversations"
+    starts = np.concatenate([[0], documents.ends[:-1]])
+    parts = [
+        (max(start, stop - length - 1), stop)
+        for start, end in zip(starts.tolist(), documents.ends.tolist(), strict=True)
+        for stop in range(end, start + 1, -length)
+    ]
+    parts = [part for part in parts if documents.scored[part[0] + 1 : part[1]].any()]
+    rows, space = list[list[tuple[int, int]]](), list[tuple[int, int]]()  # space: tokens left and row, rising
+    for begin, end in sorted(parts, key=lambda part: part[0] - part[1]):
+        place = bisect_left(space, (end - begin, -1))
+        left, row = space.pop(place) if place < len(space) else (length + 1, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append((begin, end))
+        insort(space, (left - (end - begin), row))
+    return rows
 
 
 class PackedSequences:
     """Cuts a corpus into rows of `length` tokens, documents and then rows in a new seeded order every epoch.
 
-    Without the second shuffle, one long book would fill batch after batch.
+    Without the second shuffle, one long book would fill batch after batch. Rows of conversations are `whole_rows`.
     """
 
     def __init__(self, documents: TokenizedDocuments, length: int, batch_size: int, seed: int) -> None:
@@ -134,7 +171,8 @@ class PackedSequences:
         self._documents = documents
         self._starts = np.concatenate([[0], documents.ends[:-1]])
         self._lengths = documents.ends - self._starts
-        self.rows_per_epoch = int((documents.ids.size - 1) // length)
+        self._whole = None if documents.scored is None else whole_rows(documents, length)
+        self.rows_per_epoch = int((documents.ids.size - 1) // length) if self._whole is None else len(self._whole)
         if self.rows_per_epoch < 1:
             raise ArtifactError(
                 f"the corpus has {documents.ids.size} tokens, shorter than one sequence of {length}; "
@@ -145,8 +183,8 @@ class PackedSequences:
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text per token, begin and end tokens included."""
-        return self._documents.text_bytes / self._documents.ids.size
+        """UTF-8 bytes of scored text per scored token, begin and end tokens included."""
+        return self._documents.text_bytes / self._documents.scored_tokens
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -161,8 +199,7 @@ class PackedSequences:
         """A batch of the given rows, counted from 0 over all epochs."""
         rows, targets, ends = [], [], []
         for position, number in enumerate(numbers):
-            ids, boundaries = self._row(*divmod(number, self.rows_per_epoch))
-            target = ids[1:].astype(np.int64)
+            ids, target, boundaries = self._row(*divmod(number, self.rows_per_epoch))
             inside = [end for end in boundaries if 0 < end <= self.length]
             target[[end - 1 for end in inside]] = IGNORE  # the next document's begin token
             offset = position * self.length
@@ -171,8 +208,8 @@ class PackedSequences:
             targets.append(target)
         return Batch(torch.from_numpy(np.stack(rows)), torch.from_numpy(np.stack(targets)), tuple(ends), index)
 
-    def _row(self, epoch: int, row: int) -> tuple[npt.NDArray[np.uint32], list[int]]:
-        """`length` + 1 ids and the document ends among them."""
+    def _row(self, epoch: int, row: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], list[int]]:
+        """`length` + 1 ids, the target of each but the last, and the document ends among them."""
         if epoch != self._epoch:
             rng = np.random.default_rng([self.seed, epoch])
             self._order = rng.permutation(len(self._lengths))
@@ -180,6 +217,8 @@ class PackedSequences:
             self._rows = rng.permutation(self.rows_per_epoch)
             self._epoch = epoch
         row = int(self._rows[row])
+        if self._whole is not None:
+            return self._filled(self._whole[row])
         start, stop = row * self.length, row * self.length + self.length + 1
         chunks, boundaries = [], []
         place = int(np.searchsorted(self._order_ends, start, side="right"))
@@ -193,4 +232,14 @@ class PackedSequences:
             if take == int(self._order_ends[place]):
                 boundaries.append(take - start)
             position, place = take, place + 1
-        return np.concatenate(chunks), boundaries
+        ids = np.concatenate(chunks)
+        return ids, ids[1:].astype(np.int64), boundaries
+
+    def _filled(self, parts: list[tuple[int, int]]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], list[int]]:
+        """A row of `whole_rows`; what is left of it is a document of its own without targets."""
+        assert self._documents.scored is not None, "there are conversations"
+        places = np.concatenate([np.arange(begin, end) for begin, end in parts])
+        left, ids = (0, self.length + 1 - len(places)), self._documents.ids[places]
+        targets = np.where(self._documents.scored[places], ids.astype(np.int64), IGNORE)
+        ends = np.cumsum([end - begin for begin, end in parts]).tolist()
+        return np.pad(ids, left), np.pad(targets, left, constant_values=IGNORE)[1:], ends

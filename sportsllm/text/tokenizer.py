@@ -4,10 +4,14 @@ Imports no torch.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers.decoders import DecodeStream
@@ -16,6 +20,9 @@ from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject, clip, read_json
 from sportsllm.models.config import ModelConfig
+from sportsllm.text.chat import find_template, render_conversations
+from sportsllm.text.conversations import Conversation, Document, plain_text
+from sportsllm.text.reading import reading
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 _BYTES = 256  # every byte is a token, so any text can be written
@@ -34,16 +41,32 @@ PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
 token of its own."""
 
 
+class EncodedDocument(NamedTuple):
+    """A document's tokens.
+
+    Attributes:
+        ids: from the begin token, or as the chat template writes them.
+        scored: of each token whether it is learned and scored; None for all.
+        bytes: UTF-8 bytes of the scored text.
+    """
+
+    ids: list[int]
+    scored: list[bool] | None
+    bytes: int
+
+
 class TextTokenizer:
     """Text to ids and back, without special tokens, which callers place themselves.
 
     Attributes:
         begin_id: the token a document starts with: the begin token, or the end token if there is none (Qwen).
         end_id: the token a document ends with, or None.
+        directory: with the chat template; None without one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, begin_id: int, end_id: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, begin_id: int, end_id: int | None, directory: Path | None = None) -> None:
         self._tokenizer = tokenizer
+        self.directory = directory
         # Text that merely spells a special token stays text.
         self._tokenizer.encode_special_tokens = True
         self.begin_id, self.end_id = begin_id, end_id
@@ -55,8 +78,9 @@ class TextTokenizer:
         return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values())) + 1
 
     def fingerprint(self) -> str:
-        """Equal for two tokenizers that give the same ids."""
-        return f"{self._tokenizer.to_str()} {self.begin_id} {self.end_id}"
+        """Equal for two tokenizers that give the same ids and scored tokens."""
+        template = None if self.directory is None else find_template(self.directory)
+        return f"{self._tokenizer.to_str()} {self.begin_id} {self.end_id} {template} {reading()}"
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of `text`; with `special`, text that spells a special token becomes it (a chat template's does)."""
@@ -66,9 +90,87 @@ class TextTokenizer:
         finally:
             self._tokenizer.encode_special_tokens = True
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of several texts, on all cores."""
-        return [list(item.ids) for item in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+    def encode_documents(self, documents: Iterable[Document], end: bool = False) -> Iterator[EncodedDocument]:
+        """Tokens of documents; those of plain text from the begin token, with `end` to the end token.
+
+        Raises:
+            ArtifactError: a conversation cannot be rendered, or has no assistant turn to score.
+        """
+        rest, count = iter(documents), 4  # few at first: not every caller reads on
+        while part := list(islice(rest, count := min(2 * count, _DOCUMENTS_AT_ONCE))):
+            yield from self._encode_some(part, [self.end_id] if end and self.end_id is not None else [])
+
+    def _encode_some(self, documents: Sequence[Document], last: list[int]) -> Iterator[EncodedDocument]:
+        texts = [document for document in documents if isinstance(document, str)]
+        self._tokenizer.encode_special_tokens = not reading().parse_special
+        try:
+            plain = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        chats = self._encode_conversations([each for each in documents if isinstance(each, Conversation)])
+        for document in documents:
+            if isinstance(document, str):
+                yield EncodedDocument([self.begin_id, *next(plain).ids, *last], None, len(document.encode()))
+            else:
+                yield next(chats)
+
+    def _encode_conversations(self, conversations: Sequence[Conversation]) -> Iterator[EncodedDocument]:
+        if not conversations:
+            return
+        if self.directory is None:
+            raise ArtifactError(f"{conversations[0].where}: the tokenizer has no chat template; give plain text")
+        messages, where = [each.records() for each in conversations], [each.where for each in conversations]
+        rendered = list(render_conversations(self.directory, messages, where, self.special_texts))
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        everything = reading().loss_on == "all"
+        for conversation, encoding, (text, replies) in zip(conversations, encodings, rendered, strict=True):
+            scored = [
+                everything or any(start < to and stop > at for at, to in replies) for start, stop in encoding.offsets
+            ]
+            if not any(scored[1:]):
+                raise ArtifactError(
+                    f"{conversation.where}: no turn of the assistant, so nothing is learned from it; delete the row"
+                )
+            size = len((text if everything else conversation.replies).encode())
+            yield EncodedDocument(list(encoding.ids), scored, size)
+
+    @cached_property
+    def special_texts(self) -> list[str]:
+        """Spellings of the special tokens."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
+    @property
+    def turn_ends(self) -> list[int]:
+        """The special token that the chat template ends a reply with, if it does: not every config.json names it."""
+        with suppress(ArtifactError):
+            (encoded,) = self.encode_documents([Conversation((("user", "Hi"), ("assistant", "Hi")))])
+            last = [token for token, scored in zip(encoded.ids, encoded.scored or [], strict=True) if scored][-1]
+            return [last] if self._tokenizer.id_to_token(last) in self.special_texts else []
+        return []
+
+    def warn_if_special(self, documents: Iterable[Document]) -> None:
+        """Log how often documents spell a special token, and what becomes of it."""
+        if not (special := self.special_texts):
+            return
+        spelled, texts, messages = re.compile("|".join(map(re.escape, special))), 0, 0
+        for document in documents:
+            found = len(spelled.findall(plain_text(document)))
+            if isinstance(document, str):
+                texts += found
+            else:
+                messages += found
+        if texts and not reading().parse_special:
+            log(
+                f"the text spells special tokens {texts:,} times, which are read as ordinary characters; "
+                "give --parse-special to mean the tokens"
+            )
+        if messages:
+            log(f"messages spell special tokens {messages:,} times; in a chat template they become the tokens")
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of ids; special tokens give nothing."""
@@ -121,7 +223,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digi
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return TextTokenizer(tokenizer, begin_id=0, end_id=1)
+    return TextTokenizer(tokenizer, begin_id=0, end_id=1, directory=directory)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -168,7 +270,7 @@ def load_tokenizer(directory: Path, config: ModelConfig | None = None) -> TextTo
     begin, end = _special_ids(directory, tokenizer, config)
     if begin is None:
         raise ArtifactError(f"{directory}: no begin or end token is named; set bos_token_id in config.json")
-    result = TextTokenizer(tokenizer, begin, end)
+    result = TextTokenizer(tokenizer, begin, end, directory)
     if config is not None and max(result.vocab_size, begin + 1, (end or 0) + 1) > config.vocab_size:
         raise ArtifactError(
             f"{path}: makes ids up to {result.vocab_size - 1}, but the embedding has {config.vocab_size} rows; "
@@ -191,26 +293,6 @@ def _special_ids(directory: Path, tokenizer: Tokenizer, config: ModelConfig | No
 
     begin, end = identify("bos_token"), identify("eos_token")
     return (begin if begin is not None else end), end
-
-
-def find_template(directory: Path) -> tuple[str | None, JsonObject]:
-    """The chat template of a checkpoint or an export, None without one, and what tokenizer_config.json says.
-
-    Raises:
-        ArtifactError: a file is damaged.
-    """
-    path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-    settings = read_json(path) if path.exists() else {}
-    if file.exists():
-        try:
-            return file.read_text(encoding="utf-8"), settings
-        except UnicodeDecodeError as error:
-            raise ArtifactError(f"{file}: not UTF-8 at byte {error.start}; copy it again") from None
-    found = settings.get("chat_template")
-    if isinstance(found, list):  # several by name
-        named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
-        found = named[0].get("template") if named else None
-    return found if isinstance(found, str) else None, settings
 
 
 def same_tokenizer(first: Path, second: Path) -> bool:
@@ -243,16 +325,15 @@ class TokenCounts:
             self.used.update(row)
 
 
-def count_tokens(tokenizers: Sequence[Tokenizer], documents: Iterable[str]) -> list[TokenCounts]:
-    """The counts of each tokenizer on the same documents; text that spells a special token is counted as text."""
+def count_tokens(tokenizers: Sequence[TextTokenizer], documents: Iterable[Document]) -> list[TokenCounts]:
+    """The counts of each tokenizer on the same documents, of conversations as its chat template writes them."""
     counts = [TokenCounts() for _ in tokenizers]
     rest = iter(documents)
     with progress_bar("tokens", None) as bar:
-        while texts := list(islice(rest, _DOCUMENTS_AT_ONCE)):
+        while part := list(islice(rest, _DOCUMENTS_AT_ONCE)):
             for tokenizer, count in zip(tokenizers, counts, strict=True):
-                tokenizer.encode_special_tokens = True
-                encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-                count.add(texts, [item.ids for item in encoded])
+                encoded = tokenizer.encode_documents(part)
+                count.add(list(map(plain_text, part)), [each.ids[each.scored is None :] for each in encoded])
             bar.advance(note=f"{counts[0].bytes / 1e6:.1f} MB")
     return counts
 

@@ -24,6 +24,7 @@ from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.text.conversations import Document
 from sportsllm.text.documents import TextSplit
 from sportsllm.text.tokenizer import TextTokenizer
 from sportsllm.training.settings import TrainConfig
@@ -69,10 +70,10 @@ def validation(
     return Validation(selection, _scorer(report_split, tokenizer, _REPORT_TOKENS) if report else None, keep_start)
 
 
-def _scorer(documents: Sequence[str], tokenizer: TextTokenizer, tokens: int, window: int | None = None) -> Validate:
+def _scorer(texts: Sequence[Document], tokenizer: TextTokenizer, tokens: int, window: int | None = None) -> Validate:
     def validate(model: SportsLLM) -> float:
         return score_documents(
-            TorchDecoder(model), tokenizer, documents, max_tokens=tokens, window=window, description="validate"
+            TorchDecoder(model), tokenizer, texts, max_tokens=tokens, window=window, description="validate"
         ).bits_per_byte
 
     return validate

@@ -35,6 +35,7 @@ class SimulateResult(Result):
     valid_bytes: int = 0
     size_bytes: int = 0
     questions: int = 0
+    chats: int = 0
     seconds: float = 0.0
 
 
@@ -70,6 +71,7 @@ def simulate(
     out: options.Out = DEFAULT_CORPUS,
     megabytes: Annotated[float, typer.Option(min=0.01, help="UTF-8 megabytes of training text.")] = SIMULATED_MEGABYTES,
     questions: Annotated[int, typer.Option(min=0, help="Questions about held-out matches.")] = 500,
+    chats: Annotated[int, typer.Option(min=0, help="Conversations about training matches, chats.jsonl.")] = 0,
     seed: options.Seed = 0,
 ) -> SimulateResult:
     """Write a corpus of simulated matches, and questions about them with known answers."""
@@ -79,10 +81,13 @@ def simulate(
 
     def make(directory: Path) -> dict[str, int]:
         with progress_bar("simulate", megabytes * 1e6) as bar:
-            counts = write_corpus(directory, seed=seed, megabytes=megabytes, questions=questions, progress=bar.advance)
+            counts = write_corpus(
+                directory, seed=seed, megabytes=megabytes, questions=questions, chats=chats, progress=bar.advance
+            )
         return {**counts, "size_bytes": counts["train_bytes"] + counts["valid_bytes"]}
 
-    stage = Stage("simulate", {"megabytes": megabytes, "questions": questions}, seed=seed)
+    settings = {"megabytes": megabytes, "questions": questions} | ({"chats": chats} if chats else {})
+    stage = Stage("simulate", settings, seed=seed)
     result = SimulateResult.of(run_stage(out, stage, make))
     output().print(
         f"{out}: {result.train_documents:,} training and {result.valid_documents:,} held-out documents, "
@@ -107,15 +112,19 @@ def tokens(
 ) -> TokensResult:
     """Count the tokens of a text: bytes per token, tokens per word, vocabulary in use, and the cost of another one."""
     from sportsllm.console import output, table
+    from sportsllm.text.conversations import plain_text
     from sportsllm.text.documents import read_documents
-    from sportsllm.text.tokenizer import count_tokens, read_tokenizer, visible_piece
+    from sportsllm.text.tokenizer import TextTokenizer, count_tokens, read_tokenizer, visible_piece
 
     sources = [tokenizer] if against is None else [tokenizer, against]
     opened = [read_tokenizer(_file(source)) for source in sources]
-    counts = count_tokens(opened, read_documents(files))
+    encoders = [
+        TextTokenizer(each, 0, None, _file(source).parent) for source, each in zip(sources, opened, strict=True)
+    ]
+    counts = count_tokens(encoders, read_documents(files))
     if not all(count.tokens for count in counts):
         raise ArtifactError(f"{', '.join(map(str, files))}: no text in it; give a text to count")
-    first, text = counts[0], next(iter(read_documents(files))) if show else ""
+    first, text = counts[0], plain_text(next(iter(read_documents(files)))) if show else ""
     costs = [_cost(*item, text, show) for item in zip(sources, opened, counts, strict=True)]
     result = TokensResult(documents=first.documents, bytes=first.bytes, words=first.words, costs=costs)
     output().print(f"{first.documents:,} documents, {first.bytes:,} bytes, {first.words:,} words")

@@ -38,8 +38,9 @@ class EvalResult(Result):
     Attributes:
         directory: the model.
         context: tokens that were read at once.
-        perplexity, bits_per_byte, tokens, bytes: of the text.
+        perplexity, bits_per_byte, tokens, bytes: of the text; of its conversations the assistant's tokens count.
         text: its files.
+        conversations: of its documents.
         trained_documents: documents of the text that the model was trained on.
         against: the base model that was compared with, and `divergence`, how far the model is from it.
         accuracy, questions: of the questions, if there is one file of them.
@@ -54,6 +55,7 @@ class EvalResult(Result):
     tokens: int | None = None
     bytes: int | None = None
     text: list[Path] = field(default_factory=list)
+    conversations: int | None = None
     trained_documents: int | None = None
     against: Path | None = None
     divergence: Divergence | None = None
@@ -113,6 +115,7 @@ def eval(
     from sportsllm.inference.decoder import log_runtime
     from sportsllm.inference.divergence import compare_documents
     from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents, wilson_interval
+    from sportsllm.text.conversations import Conversation
     from sportsllm.text.documents import read_documents, warn_if_trained_on
     from sportsllm.text.tokenizer import load_tokenizer
 
@@ -122,9 +125,11 @@ def eval(
     ran, placement = log_runtime(decoder)
     tokenizer = load_tokenizer(directory, decoder.config)
     base = None if against is None else _open(against, context, rope_scaling, threads)
-    score, trained, divergence = None, None, None
+    score, trained, divergence, chats = None, None, None, None
     if text:
         documents = list(read_documents(text))
+        chats = sum(isinstance(document, Conversation) for document in documents)
+        tokenizer.warn_if_special(documents)
         trained = warn_if_trained_on(directory, documents)
         if against is None or base is None:
             score = score_documents(decoder, tokenizer, documents)
@@ -132,9 +137,10 @@ def eval(
             score, divergence = compare_documents(
                 decoder, base, tokenizer, load_tokenizer(against, base.config), documents
             )
+        of_chats = f"the assistant's in {chats:,} of {len(documents):,} documents, " if chats else ""
         output().print(
             f"{directory}: perplexity {score.perplexity:.4f}, bits per byte {score.bits_per_byte:.4f} "
-            f"({score.tokens:,} tokens, {score.bytes:,} bytes)"
+            f"({score.tokens:,} tokens, {of_chats}{score.bytes:,} bytes)"
         )
     if divergence is not None:
         output().print(f"against {against}: {divergence}", markup=False)
@@ -158,6 +164,7 @@ def eval(
         tokens=None if score is None else score.tokens,
         bytes=None if score is None else score.bytes,
         text=text or [],
+        conversations=chats,
         trained_documents=trained,
         against=against,
         divergence=divergence,

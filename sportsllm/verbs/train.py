@@ -69,6 +69,10 @@ def train(
         int | None, _shape(min=2, help="Longest sequence, in tokens.", show_default="the model's")
     ] = None,
     rope_scaling: options.RopeScaling = None,
+    chat_template: Annotated[
+        str | None,
+        _shape(metavar="chatml", help="Give a base model this chat template and its tokens.", show_default="its own"),
+    ] = None,
     steps: options.Steps = None,
     batch_size: options.BatchSize = None,
     sequence: options.Sequence = None,
@@ -97,6 +101,8 @@ def train(
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.processors import use_processor
     from sportsllm.text.documents import held_out_setting, left_out, load_corpus
+    from sportsllm.text.tokenizer import load_tokenizer
+    from sportsllm.training.chat_format import check_format, with_format
     from sportsllm.training.cost import log_cost
     from sportsllm.training.settings import (
         DOCUMENTED_DROPOUT,
@@ -108,6 +114,7 @@ def train(
         train_config,
     )
 
+    check_format(checkpoint, chat_template, lora_rank is not None)
     use_processor(threads, device)
     if found.get("documented") and checkpoint is None:
         changes.setdefault("dropout", DOCUMENTED_DROPOUT)
@@ -127,7 +134,7 @@ def train(
     record = {
         "corpus": list(map(str, training)),
         "valid": list(map(str, held_out)),
-        **_given(rope_scaling=rope_scaling),
+        **_given(rope_scaling=rope_scaling, chat_template=chat_template),
     }
     inputs = [*training, *unread]
     if checkpoint is not None:
@@ -147,10 +154,14 @@ def train(
         texts = load_corpus(training, held_out, unread)
         if checkpoint is not None:
             start, words = _checkpoint(checkpoint, shape, adapters, seed)
+            if chat_template is not None:
+                start = with_format(start, checkpoint, directory, chat_template)
+                words = load_tokenizer(directory, start.config)
         else:
             digits = found.get("digits", "grouped")
             start, words = _new_model(str(model), shape, texts, config, directory, tokenizer, digits)
-        return _fit(start, words, texts, config, directory, stage, checkpoint, resume)
+        tokenizer_from = None if chat_template else checkpoint
+        return _fit(start, words, texts, config, directory, stage, tokenizer_from, resume)
 
     result = TrainResult.of(run_stage(out, stage, make, resume))
     output().print(result.line(), markup=False)
@@ -164,7 +175,7 @@ def _fit(
     config: TrainConfig,
     directory: Path,
     stage: Stage,
-    checkpoint: Path | None,
+    tokenizer_from: Path | None,
     resume: bool,
 ) -> JsonObject:
     """Minimise next-token cross-entropy, and write the checkpoint."""
@@ -177,7 +188,7 @@ def _fit(
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     model.to(training_device())
     batches = PackedSequences(tokenize(texts.train, tokenizer), config.sequence, config.batch_size, config.seed)
-    scored = validation(texts, tokenizer, config, keep_start=checkpoint is not None)
+    scored = validation(texts, tokenizer, config, keep_start="init" in stage.settings)
     if config.try_rates and scored is not None:
         from sportsllm.training.rate_trial import choose_rates
 
@@ -191,13 +202,13 @@ def _fit(
         validation=scored,
         identity=stage.fingerprint(),
         resume=resume,
-        description=str(checkpoint or stage.settings["model"]),
+        description=str(stage.settings.get("init") or stage.settings["model"]),
     )
     if stage.settings.get("lora"):
         from sportsllm.training.lora import merge_adapters
 
         merge_adapters(model)
-    save_checkpoint(directory, model, checkpoint)
+    save_checkpoint(directory, model, tokenizer_from)
     return {**result.record(model, batches), "trained_parameters": trained}
 
 
@@ -215,6 +226,7 @@ def _new_model(
     from sportsllm.formats.checkpoint import copy_tokenizer
     from sportsllm.models.kinds import described_shape
     from sportsllm.models.language_model import SportsLLM
+    from sportsllm.text.conversations import plain_text
     from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
     from sportsllm.training.settings import check_sequence, fit_vocabulary
 
@@ -222,7 +234,7 @@ def _new_model(
         copy_tokenizer(source, directory)
     elif not (directory / "tokenizer.json").exists():
         log(f"training a tokenizer of {shape.vocab_size:,} entries")
-        train_tokenizer(texts.train, shape.vocab_size, directory, digits)
+        train_tokenizer(map(plain_text, texts.train), shape.vocab_size, directory, digits)
     tokenizer = load_tokenizer(directory)
     shape = fit_vocabulary(shape, tokenizer.vocab_size, model).with_changes(
         bos_token_id=tokenizer.begin_id, eos_token_id=tokenizer.end_id, pad_token_id=tokenizer.pad_id

@@ -36,7 +36,7 @@ def test_any_text_survives(tokenizer: TextTokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert not {0, 1, 2} & set(ids), "text that spells a special token is text"
-    assert tokenizer.encode_batch([text]) == [ids]
+    assert next(tokenizer.encode_documents([text])).ids == [tokenizer.begin_id, *ids]
 
 
 def test_stream_is_the_text_and_never_half_a_character(tokenizer: TextTokenizer) -> None:
@@ -95,8 +95,8 @@ TEXT = "Obura 82-84 Vestnes, naïve 東京\n🏉 <|begin|>"
 
 
 def test_counts_are_sums_over_documents(tokenizer_directory: Path, texts: list[str], corpus_file: Path) -> None:
-    tokenizer, words = read_tokenizer(tokenizer_directory / "tokenizer.json"), load_tokenizer(tokenizer_directory)
-    [count] = count_tokens([tokenizer], read_documents([corpus_file]))
+    words = load_tokenizer(tokenizer_directory)
+    [count] = count_tokens([words], read_documents([corpus_file]))
     ids = [words.encode(text) for text in texts]
     assert (count.documents, count.tokens) == (len(texts), sum(map(len, ids)))
     assert count.bytes == sum(len(text.encode()) for text in texts)

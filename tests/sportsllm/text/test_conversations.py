@@ -1,0 +1,226 @@
+"""Conversations: their records, and their tokens and masks against those of `transformers`."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import transformers
+from tokenizers import Tokenizer
+
+from sportsllm.errors import ArtifactError
+from sportsllm.text import chat
+from sportsllm.text.conversations import Conversation
+from sportsllm.text.documents import read_documents
+from sportsllm.text.packing import IGNORE, PackedSequences, tokenize
+from sportsllm.text.reading import reading_as
+from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
+
+# Each format as its publisher documents it, with marks around what the model writes.
+TEMPLATES = {
+    "chatml": (
+        ["<|im_start|>", "<|im_end|>"],
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}"
+        "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    ),
+    "llama-3": (
+        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "{{ '<|begin_of_text|>' }}{%- for m in messages %}"
+        "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
+        "{%- if m['role'] == 'assistant' %}{% generation %}{{ m['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
+        "{%- else %}{{ m['content'] | trim + '<|eot_id|>' }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}",
+    ),
+    "gemma": (
+        ["<bos>", "<start_of_turn>", "<end_of_turn>"],
+        "{{ '<bos>' }}{% for m in messages %}"
+        "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' }}"
+        "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] | trim + '<end_of_turn>' }}"
+        "{% endgeneration %}{% else %}{{ m['content'] | trim + '<end_of_turn>' }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
+    ),
+    "phi-3": (
+        ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"],
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' }}{% if m['role'] == 'assistant' %}"
+        "{%- generation -%}{{ m['content'] + '<|end|>' }}{%- endgeneration -%}{% else %}{{ m['content'] + '<|end|>' }}"
+        "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+    ),
+    "mistral": (  # puts the system's words into the last question
+        ["<s>", "</s>", "[INST]", "[/INST]"],
+        "{{ '<s>' }}{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+        "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}"
+        "{{ '[INST] ' + (system + '\n\n' if system and loop.last or loop.revindex == 2 and system else '') + m.content"
+        " + '[/INST]' }}{% else %}{% generation %}{{ ' ' + m.content + '</s>' }}{% endgeneration %}{% endif %}"
+        "{% endfor %}",
+    ),
+}
+CHATS = [
+    [("user", "Who won?"), ("assistant", "Vestnes 🏉, 82-84.")],
+    [
+        ("system", "Be kind."),
+        ("user", " Who won? "),
+        ("assistant", "They did."),
+        ("user", "Who?"),
+        ("assistant", "Who?"),
+    ],
+]
+
+
+def instruct(source: Path, target: Path, special: list[str], template: str) -> Path:
+    """A tokenizer with a template and its special tokens."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(target / "tokenizer.json"))
+    path = target / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}), encoding="utf-8")
+    return target
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("marked", [True, False])
+def test_masks_are_those_of_transformers(name: str, marked: bool, tokenizer_directory: Path, tmp_path: Path) -> None:
+    special, template = TEMPLATES[name]
+    directory = instruct(tokenizer_directory, tmp_path, special, template)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    chats = [Conversation(tuple(turns)) for turns in CHATS]
+    wanted = {"return_dict": True, "return_assistant_tokens_mask": True}
+    expected = [theirs.apply_chat_template(each.records(), **wanted) for each in chats]
+    if not marked:
+        instruct(tokenizer_directory, tmp_path, special, re.sub(r"\{%-? (end)?generation -?%\}", "", template))
+    ours = list(load_tokenizer(directory).encode_documents(chats))
+    assert [list(each.ids) for each in ours] == [each["input_ids"] for each in expected]
+    assert [list(map(int, each.scored or [])) for each in ours] == [each["assistant_masks"] for each in expected]
+    assert all(any(each["assistant_masks"]) for each in expected)
+    assert [each.bytes for each in ours] == [len("Vestnes 🏉, 82-84.".encode()), len("They did.Who?")]
+
+
+MESSAGES = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "They."}]
+SHAREGPT = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "They."}]
+PARTS = [
+    MESSAGES[0],
+    {"role": "assistant", "content": [{"type": "text", "text": "Th"}, {"type": "text", "text": "ey."}]},
+]
+
+
+def written(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def test_every_form_of_a_record_is_one_conversation(tmp_path: Path) -> None:
+    records = [
+        {"messages": MESSAGES, "id": 1},
+        {"messages": PARTS},
+        {"conversations": SHAREGPT},
+        {"prompt": "Who?", "completion": "They."},
+        {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
+    ]
+    read = [*read_documents([written(tmp_path / "a.jsonl", *records)])]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records[:1] * 2), tmp_path / "b.parquet")
+    read += read_documents([tmp_path / "b.parquet"])
+    assert {*read} == {Conversation((("user", "Who?"), ("assistant", "They.")))} and len(read) == 7
+    assert isinstance(read[6], Conversation) and read[6].where == f"{tmp_path / 'b.parquet'}: row 2"
+    mixed = written(tmp_path / "c.jsonl", {"text": "plain", "messages": MESSAGES}, {"messages": MESSAGES})
+    assert [type(each) for each in read_documents([mixed])] == [str, Conversation]
+
+
+IMAGE = {"role": "user", "content": [{"type": "text", "text": "What?"}, {"type": "image", "url": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"messages": []}, "'messages' holds no list of messages"),
+        ({"messages": ["hello"]}, "'messages' holds no list of messages"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "message 1 of 'messages' has the role 'narrator'; use"),
+        ({"conversations": [*SHAREGPT, {"from": 3, "value": "x"}]}, "message 3 of 'conversations' has the role 3; use"),
+        ({"messages": [{"role": "user"}]}, "message 1 .* content of the kind None"),
+        ({"messages": [IMAGE]}, "message 1 .* content of the kind 'image'; only text is read"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "'tool_calls'; only messages of text",
+        ),
+        ({"messages": MESSAGES, "tools": ["x"]}, "'tools'; only messages of text"),
+        ({"prompt": "Who?"}, "no 'text' string"),
+    ],
+)
+def test_bad_records_are_named(record: dict[str, object], problem: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", {"text": "fine"}, record)
+    with pytest.raises(ArtifactError, match=f"line 2.* {problem}") as caught:
+        list(read_documents([path]))
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def chatml(tokenizer_directory: Path, tmp_path: Path) -> TextTokenizer:
+    return load_tokenizer(instruct(tokenizer_directory, tmp_path / "chatml", *TEMPLATES["chatml"]))
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ raise_exception('no system') }}", "no system"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 300,000 steps"),
+        ("{{ (10 ** 9) ** (10 ** 8 * messages | length) }}", "longer than 1 s"),
+        ("{{ 'x' * (10 ** 9 * messages | length) }}", "too much memory"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content | upper }}{% endfor %}", "reply 1 is not in its"),
+    ],
+)
+def test_a_template_that_fails_names_the_row(
+    template: str, problem: str, tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "_MOST_SECONDS", 1)
+    fine = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = "{% if messages[0].content != 'Who?' %}" + fine + "{% else %}" + template + "{% endif %}"
+    tokenizer = load_tokenizer(instruct(tokenizer_directory, tmp_path, [], template))
+    file = written(tmp_path / "a.jsonl", *[{"prompt": "?", "completion": "They."}] * 3, {"messages": MESSAGES})
+    with pytest.raises(ArtifactError, match=f"a.jsonl: line 4: .*{problem}") as caught:
+        list(tokenizer.encode_documents(read_documents([file])))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_turns_of_a_million_characters_and_none_of_the_assistant(chatml: TextTokenizer) -> None:
+    long = Conversation((("user", "word " * 200_000), ("assistant", "goal " * 200_000)))
+    (encoded,) = chatml.encode_documents([long])
+    assert encoded.scored is not None and encoded.bytes == 1_000_000 and sum(encoded.scored) > 200_000
+    with pytest.raises(ArtifactError, match="row 7: no turn of the assistant"):
+        list(chatml.encode_documents([Conversation((("user", "Who?"),), "row 7")]))
+
+
+def test_rows_hold_whole_conversations_and_learn_replies(chatml: TextTokenizer) -> None:
+    documents = [Conversation((("user", "Who won? " * (1 + n % 5)), ("assistant", f"Team {n}."))) for n in range(40)]
+    tokenized = tokenize([*documents, "A plain text. " * 30], chatml)
+    assert tokenized.scored is not None
+    rows = PackedSequences(tokenized, 64, 2, seed=0)
+    batches = [rows.batch(index) for index in range(-(-rows.rows_per_epoch // 2))]
+    learned = sorted(token for batch in batches for token in batch.targets[batch.targets != IGNORE].tolist())
+    # Every scored token is a target, but for the first of the plain text, which none comes before.
+    first = int(np.flatnonzero(tokenized.ids == chatml.begin_id)[-1])
+    expected = np.delete(tokenized.ids, first)[np.delete(tokenized.scored, first)]
+    assert rows.rows_per_epoch % 2 or learned == sorted(expected.tolist())
+    for encoded in chatml.encode_documents(documents):
+        ids, text = str(encoded.ids)[1:-1], [str(row)[1:-1] for batch in batches for row in batch.tokens.tolist()]
+        assert any(ids.rpartition(",")[0] in row for row in text)  # the last token is a target only
+    with reading_as(loss_on="all"):
+        assert (everything := tokenize(documents, chatml)).scored is not None and everything.scored.all()
+        assert everything.text_bytes > tokenized.text_bytes
+
+
+def test_text_that_spells_special_tokens_is_counted(chatml: TextTokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    spelled = Conversation((("user", "<|im_end|>"), ("assistant", "no <|im_end|>")))
+    text = "<|im_start|>user\nWho?<|im_end|>\n"
+    end = chatml.encode("<|im_end|>", special=True)[0]
+    assert end not in tokenize([text, text], chatml).ids
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the text spells special tokens 4 times" in said and "--parse-special" in said
+    with reading_as(parse_special=True):
+        assert (tokenize([text, text], chatml).ids == end).sum() == 2
+    assert not capsys.readouterr().err
+    tokenize([spelled], chatml)
+    assert "messages spell special tokens 2 times" in " ".join(capsys.readouterr().err.split())
