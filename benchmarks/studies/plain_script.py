@@ -28,6 +28,7 @@ from sportsllm.formats.manifest import manifest_of
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.processors import set_threads
+from sportsllm.text.conversations import plain_text
 from sportsllm.text.documents import left_out, load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 
@@ -106,7 +107,7 @@ def compare(teacher: Path, start: str, share: float, tokens: int, work: Path) ->
 
     def plain(rate: float, read: int) -> tuple[Path, float]:
         out, began = work / f"{start}-{rate:g}-{read}", time.process_time()
-        train_plainly(teacher, student, split.train, rate, read, out)
+        train_plainly(teacher, student, list(map(plain_text, split.train)), rate, read, out)
         return out, time.process_time() - began
 
     student, command = student_of(teacher, start, share, tokens, work)

@@ -1,11 +1,11 @@
-"""The verb `generate`: stream text from a checkpoint or an export, or its answer to a message."""
+"""The verb `generate`: stream text from a checkpoint or an export, its answer to a message, or a conversation."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ from sportsllm.errors import UsageError
 if TYPE_CHECKING:
     from sportsllm.text.tokenizer import TextTokenizer
 
+Message = dict[str, str]
 _sampling: Any = partial(typer.Option, rich_help_panel="Sampling")
 
 
@@ -55,8 +56,12 @@ def generate(
         Path | None, typer.Option(metavar="FILE", help="Text to continue, from a file.", show_default="none")
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Answer --prompt as a user's message, by the model's chat template.")
+        bool,
+        typer.Option("--chat", help="Answer --prompt by the model's chat template; without --prompt, converse."),
     ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message of --chat.", show_default="the chat template's")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 100,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.7,
     top_k: Annotated[int, _sampling(help="Sample from the k most likely tokens; 0 is off.")] = 50,
@@ -73,7 +78,7 @@ def generate(
     provider: options.Provider = "cpu",
     threads: options.Threads = None,
 ) -> GenerateResult:
-    """Stream text from a checkpoint or an export, or its answer to a message."""
+    """Stream text from a checkpoint or an export, its answer to a message, or a conversation."""
     from sportsllm.inference.decoder import Sampling
 
     if prompt and prompt_file is not None:
@@ -88,11 +93,13 @@ def generate(
         raise UsageError("the prompt is not valid UTF-8") from None
     if "" in (stop or []):
         raise UsageError("--stop is empty; give the text that ends generation")
+    if system is not None and not chat:
+        raise UsageError("--system is what a conversation begins with; give --chat too")
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
 
-    from sportsllm.console import log, output
+    from sportsllm.console import log
     from sportsllm.inference.decoder import generate as sample_tokens
-    from sportsllm.inference.decoder import log_runtime, open_decoder, until
+    from sportsllm.inference.decoder import log_runtime, open_decoder
     from sportsllm.text.chat import render_chat
     from sportsllm.text.tokenizer import load_tokenizer
 
@@ -100,16 +107,84 @@ def generate(
     ran, placement = log_runtime(decoder)
     tokenizer = load_tokenizer(directory, decoder.config)
     stops = [*decoder.config.stop_token_ids, *_single_tokens(tokenizer, stop or [])]
-    if chat:
-        rendered = render_chat(directory, [{"role": "user", "content": prompt}])
-        begin, shown = tokenizer.encode(rendered, special=True), f"{prompt}\n\n"
+    stops += tokenizer.turn_ends if chat else []
+    context = decoder.config.max_position_embeddings
+    before = [{"role": "system", "content": system}] if system else []
+
+    def reply(begin: list[int], shown: str) -> _Reply:
+        if len(begin) >= context:  # before the prompt is printed
+            raise UsageError(f"the prompt has {len(begin):,} tokens, the model's context is {context:,}; shorten it")
+        made = sample_tokens(decoder, begin, max_new_tokens, sampling, stops)
+        found = _stream(tokenizer, begin, made, stop or [], ids, "" if ids else shown)
+        if not found.stopped and len(found.ids) < max_new_tokens and len(begin) + len(found.ids) >= context:
+            log(f"the context of {context:,} tokens is full: {len(found.ids):,} of {max_new_tokens:,} were generated")
+            found.context_full = True
+        return found
+
+    def answer(messages: list[Message], shown: str = "") -> _Reply:
+        return reply(tokenizer.encode(render_chat(directory, messages), special=True), shown)
+
+    shown = f"{prompt}\n\n" if chat and prompt else prompt
+    if chat and not prompt:
+        last = _converse(before, answer)
+    elif chat:
+        last = answer([*before, {"role": "user", "content": prompt}], shown)
     else:
-        begin, shown = [tokenizer.begin_id, *tokenizer.encode(prompt)], prompt
-    if len(begin) >= (context := decoder.config.max_position_embeddings):  # before the prompt is printed
-        raise UsageError(f"the prompt has {len(begin):,} tokens, the model's context is {context:,}; shorten it")
-    found: list[int] = []
+        last = reply([tokenizer.begin_id, *tokenizer.encode(prompt)], shown)
+    if last.stopped:
+        raise KeyboardInterrupt
+    runtime = {"kernels": ran, "provider": None if ran is None else provider, "placement": placement}
+    return GenerateResult.of(vars(last) | {"prompt": shown, "tokens": len(last.ids)} | runtime)
+
+
+@dataclass
+class _Reply:
+    """What was generated, see `GenerateResult`."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    ttft_ms: float = 0.0
+    tokens_per_s: float | None = None
+    context_full: bool = False
+    stopped: bool = False
+
+
+def _converse(messages: list[Message], answer: Callable[[list[Message]], _Reply]) -> _Reply:
+    """Answer what is typed, with all that was said before, until the input ends; returns the last reply."""
+    from sportsllm.console import log, output
+
+    log("type a message; /reset begins anew, Ctrl-C stops a reply, Ctrl-D ends")
+    said, last = list(messages), _Reply()
+    while True:
+        try:
+            text = output().input("> ", markup=False).strip()
+        except (EOFError, KeyboardInterrupt):
+            last.stopped = False
+            return last
+        if text == "/reset":
+            said = list(messages)
+        elif text:
+            said.append({"role": "user", "content": text})
+            try:
+                last = answer(said)
+            except UsageError as error:
+                log(f"{error}, or type /reset")
+                said.pop()
+                continue
+            said.append({"role": "assistant", "content": last.text})
+            if last.tokens_per_s is not None:
+                log(f"{len(last.ids)} tokens, {last.tokens_per_s:.1f} tokens/s")
+
+
+def _stream(
+    tokenizer: TextTokenizer, begin: list[int], made: Iterator[int], stops: list[str], ids: bool, shown: str
+) -> _Reply:
+    """Print `shown`, then tokens as they are made, as text or `ids`; Ctrl-C stops it."""
+    from sportsllm.console import output
+    from sportsllm.inference.decoder import until
+
+    reply, target = _Reply(), output().file
     started = first = time.perf_counter()
-    target = output().file
 
     def write(text: str) -> None:
         target.write(text)
@@ -117,38 +192,27 @@ def generate(
 
     def collect() -> Iterator[int]:
         nonlocal first
-        for token in sample_tokens(decoder, begin, max_new_tokens, sampling, stops):
-            if not found:
+        for token in made:
+            if not reply.ids:
                 first = time.perf_counter()
-            found.append(token)
+            reply.ids.append(token)
             if ids:
                 write(f"{token} ")
             yield token
 
-    if not ids:
-        write(shown)
-    pieces = []
-    for piece in until(tokenizer.decode_stream(begin, collect()), stop or []):
-        pieces.append(piece)
-        if not ids:
-            write(piece)
+    write(shown)
+    try:
+        for piece in until(tokenizer.decode_stream(begin, collect()), stops):
+            reply.text += piece
+            if not ids:
+                write(piece)
+    except KeyboardInterrupt:
+        reply.stopped = True
     seconds = time.perf_counter() - first
     write("\n")
-    full = len(found) < max_new_tokens and len(begin) + len(found) >= context
-    if full:
-        log(f"the context of {context:,} tokens is full: {len(found):,} of {max_new_tokens:,} were generated")
-    return GenerateResult(
-        prompt=shown,
-        text="".join(pieces),
-        tokens=len(found),
-        ids=found,
-        context_full=full,
-        ttft_ms=(first - started) * 1e3,
-        tokens_per_s=(len(found) - 1) / seconds if len(found) > 1 else None,
-        kernels=ran,
-        provider=None if ran is None else provider,
-        placement=placement,
-    )
+    reply.ttft_ms = (first - started) * 1e3
+    reply.tokens_per_s = (len(reply.ids) - 1) / seconds if len(reply.ids) > 1 else None
+    return reply
 
 
 def _single_tokens(tokenizer: TextTokenizer, texts: list[str]) -> list[int]:

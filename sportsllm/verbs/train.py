@@ -101,7 +101,6 @@ def train(
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.processors import use_processor
     from sportsllm.text.documents import held_out_setting, left_out, load_corpus
-    from sportsllm.text.tokenizer import load_tokenizer
     from sportsllm.training.chat_format import check_format, with_format
     from sportsllm.training.cost import log_cost
     from sportsllm.training.settings import (
@@ -155,13 +154,11 @@ def train(
         if checkpoint is not None:
             start, words = _checkpoint(checkpoint, shape, adapters, seed)
             if chat_template is not None:
-                start = with_format(start, checkpoint, directory, chat_template)
-                words = load_tokenizer(directory, start.config)
+                start, words = with_format(start, checkpoint, directory, chat_template)
         else:
             digits = found.get("digits", "grouped")
             start, words = _new_model(str(model), shape, texts, config, directory, tokenizer, digits)
-        tokenizer_from = None if chat_template else checkpoint
-        return _fit(start, words, texts, config, directory, stage, tokenizer_from, resume)
+        return _fit(start, words, texts, config, directory, stage, None if chat_template else checkpoint, resume)
 
     result = TrainResult.of(run_stage(out, stage, make, resume))
     output().print(result.line(), markup=False)
