@@ -242,9 +242,8 @@ class Formulas:
     def _pass(self, cached: float) -> defaultdict[str, float]:
         """Terms of any pass through the model; standard operators take longer for a layer and copy their cache."""
         shares, layers = self.shares, self.config.num_hidden_layers
-        a_layer = (
-            shares.kernel_layer if self.stored.in_kernels else 1.0
-        ) + shares.standard_layer * self.stored.standard
+        a_layer = shares.kernel_layer if self.stored.in_kernels else 1.0
+        a_layer += shares.standard_layer * self.stored.standard
         terms = defaultdict[str, float](float, layer_us=shares.whole_pass + a_layer * layers)
         if self.stored.standard:
             terms["bandwidth_gb_per_s"] += cached / shares.elementwise
