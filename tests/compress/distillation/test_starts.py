@@ -27,6 +27,14 @@ PLAIN = DistillationConfig(teacher_precision="fp32")
 MATCHED = dataclasses.replace(PLAIN, hidden_weight=1.0)
 
 
+@pytest.fixture(scope="module")
+def corpus_file(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight matches, since a student that is cut out is calibrated on all of them."""
+    path = tmp_path_factory.mktemp("corpus") / "matches.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:8]), encoding="utf-8")
+    return path
+
+
 @pytest.fixture
 def teacher(tokenizer_directory: Path, tmp_path: Path) -> Path:
     return saved(tmp_path / "teacher", tiny_model(num_hidden_layers=6), tokenizer_directory)
