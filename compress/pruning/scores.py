@@ -44,6 +44,7 @@ from sportsllm.models.parts import HIDDEN, Matrix, Unit
 IMPORTANCES = ("output", "activation", "magnitude")
 MEASURED = ("output", "activation")  # on calibration text
 SCORES_FILE = "importance.safetensors"
+_DISTANCE_SAMPLES = 32  # of which distances of layers are taken; the runs that come out nearest are tried
 _STEPS = 512  # picks; of more units, several are picked at once
 _PENDING = 256  # picked inputs whose down-dates are applied to the whole matrix in one product
 _RIDGE = 1e-6  # of the mean square of an input, so that a fully explained input still has a divisor
@@ -107,25 +108,12 @@ def measure_scores(model: SportsLLM, samples: Sequence[Tensor], importance: str 
         for layer, units in enumerate(layer_units(model.config)):
             for name, (unit, matrix) in units.items():
                 watched[name, layer] = blocks_of(model)[layer].get_submodule(matrix), _unit_squares(unit.size)
-    cosines = torch.zeros(layers + 1, layers + 1)
-    with (
-        summed(watched) as sums,
-        summed(watched_norms(model)) as moments,
-        progress_bar("importance", len(samples)) as bar,
-    ):
-        for tokens_BT in samples:
-            stream: list[Tensor] = []
-            model.hidden(tokens_BT, states=stream)
-            states = nn.functional.normalize(torch.stack(stream).flatten(1, 2).float(), dim=-1)
-            cosines += torch.einsum("itd,jtd->ij", states, states) / states.shape[1]
-            bar.advance()
-    distance = 1 - cosines / len(samples)
+    with summed(watched) as sums, summed(watched_norms(model)) as moments:
+        found, distance = _streamed(model, samples, importance == "output")
     if importance == "magnitude":
         found, distance = _magnitudes(model)
     elif importance == "activation":
         found = {key: sums[key].sqrt() for key in watched}
-    else:
-        found = _selected(model, samples)
     return Scores(directions_from(model, moments), by_unit(found, layers), distance)
 
 
@@ -164,24 +152,32 @@ def _owned(unit: str, count: int, matrices: Sequence[Matrix], squares: Mapping[s
     return torch.stack(parts).sum(dim=0)
 
 
-def _selected(model: SportsLLM, samples: Sequence[Tensor]) -> Found:
-    """Scores by greedy selection, one layer after the other: memory is that of one layer's products."""
+def _streamed(model: SportsLLM, samples: Sequence[Tensor], select: bool) -> tuple[Found, Tensor]:
+    """Scores by greedy selection, if wanted, and distances of runs of layers, one layer after the other: memory is that
+    of one layer's products and of the residual streams.
+    """
     found: Found = {}
     states_BTD = [model.embedded(tokens) for tokens in samples]
+    streams_LBTD = [states_BTD[:_DISTANCE_SAMPLES]]
     units = layer_units(model.config)
-    with progress_bar("selection", sum(map(len, units))) as bar:
-        for layer, block in enumerate(blocks_of(model)):
-            own = units[layer]
-            with summed(
-                {name: (block.get_submodule(matrix), input_moment) for name, (_, matrix) in own.items()}
-            ) as grams:
+    with progress_bar("importance", len(units)) as bar:
+        for layer, (block, own) in enumerate(zip(blocks_of(model), units, strict=True)):
+            read = {name: (block.get_submodule(matrix), input_moment) for name, (_, matrix) in own.items() if select}
+            with summed(read) as grams:
                 states_BTD = run_layer(block, states_BTD, model.rope)
-            for name, (unit, matrix) in own.items():
+            streams_LBTD.append(states_BTD[:_DISTANCE_SAMPLES])
+            for name in read:
+                unit, matrix = own[name]
                 weight = block.get_parameter(f"{matrix}.weight")
                 found[name, layer] = pick_order(grams.pop(name), weight, unit.size)
-                bar.advance()
-    order = [(name, layer) for layer, own in enumerate(units) for name in own]
-    return {key: found[key] for key in order}
+            bar.advance()
+    for x_BTD in states_BTD:
+        model.model.norm(x_BTD)  # whose input is watched
+    cosines = torch.zeros(len(streams_LBTD), len(streams_LBTD))
+    for sample_LTD in zip(*streams_LBTD, strict=True):
+        states = nn.functional.normalize(torch.stack(sample_LTD).flatten(1, 2).float(), dim=-1)
+        cosines += torch.einsum("itd,jtd->ij", states, states) / states.shape[1]
+    return found, 1 - cosines / len(streams_LBTD[0])
 
 
 def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:

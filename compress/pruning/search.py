@@ -45,14 +45,14 @@ _REFITTED = 8  # of the shapes ranked by their loss right after the cut; ranked 
 
 
 class Finalist(NamedTuple):
-    """A shape, and nats a token of calibration text right after its cut and after its refit.
+    """A shape, and nats a token of calibration text right after its cut and, if shapes were ranked by it, its refit.
 
     `bits_per_byte` is that of held-out text after the brief recovery, None without one.
     """
 
     shape: Shape
     loss_after_cut: float
-    loss_after_refit: float
+    loss_after_refit: float | None
     bits_per_byte: float | None = None
 
     def row(self) -> dict[str, Any]:
@@ -116,6 +116,8 @@ def find_finalists(
 ) -> list[Finalist]:
     """At most `count` shapes, best first: the best after cut and refit for each depth and hidden size.
 
+    If there are no more than `count`, they are not refitted.
+
     Args:
         calibration: the shapes are ranked on its first few samples, and refitted to some of the others.
         shapes: those to choose from, thinned out if they are many.
@@ -145,19 +147,19 @@ def find_finalists(
     for shape in sorted((one for one in candidates if one in losses), key=losses.__getitem__):
         best.setdefault((shape.layers, shape.hidden), shape)
     chosen = dict.fromkeys([*list(best.values())[: max(_REFITTED, count)], *always])
-    refitted: list[Finalist] = []
-    with progress_bar("refitted", len(chosen)) as bar:
-        for shape in chosen:
-            refitted.append(Finalist(shape, losses[shape], loss_of(shape, calibration.job.config.refit)))
+    cut = [Finalist(shape, losses[shape], None) for shape in chosen]
+    refitted, refit = list[Finalist](), calibration.job.config.refit
+    with progress_bar("refitted", len(cut)) as bar:
+        for one in cut if len(cut) > count else ():
+            refitted.append(one._replace(loss_after_refit=loss_of(one.shape, refit)))
             bar.advance()
-    refitted.sort(key=lambda item: item.loss_after_refit)
-    best_two = ", ".join(f"{one.shape.name} {one.loss_after_refit:.3f}" for one in refitted[:2])
+    found = sorted(refitted or cut, key=lambda one: one.loss_after_refit or one.loss_after_cut)
+    best_two = ", ".join(f"{one.shape.name} {one.loss_after_refit or one.loss_after_cut:.3f}" for one in found[:2])
     taken = time.perf_counter() - started
     log(f"{len(losses)} shapes cut, {len(refitted)} refitted in {taken:.0f} s; nats a token after that: {best_two}")
-    found = refitted[:count]
-    if always and count > 1 and not {one.shape for one in found} & set(always):
-        found[-1] = next(one for one in refitted if one.shape in always)
-    return found
+    if always and count > 1 and not {one.shape for one in found[:count]} & set(always):
+        found[count - 1] = next(one for one in found if one.shape in always)
+    return found[:count]
 
 
 def thinned(shapes: Sequence[Shape], most: int) -> list[Shape]:

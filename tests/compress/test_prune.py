@@ -14,7 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from compress.prune import PruneResult, prune
 from compress.pruning import job as jobs
+from compress.pruning.cut import PruneConfig
 from compress.pruning.scores import load_scores
+from compress.pruning.search import find_finalists
+from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
@@ -111,7 +114,7 @@ def test_quantized_input_and_empty_calibration_are_refused(run: Pruning, tmp_pat
         ({"params": 0.5, "search": 10}, "--search needs"),
         ({"params": 0.5, "size_mb": 1.0}, "not both"),
         ({"params": 0.5, "importance": "luck"}, "--importance 'luck' is not known"),
-        ({"params": 0.5, "settings": {"refits": "false"}}, "no setting 'refits'; did you mean refit"),
+        ({"params": 0.5, "settings": {"refits": "false"}}, "there is no 'refits'; did you mean refit"),
         ({"params": 0.5, "settings": {"temperature": 2}}, "options of --recover: --set temperature"),
     ],
 )
@@ -166,6 +169,16 @@ def test_a_search_leaves_finished_stages_behind(
     for other in ({"settings": settings | {"samples": 3}}, {"settings": settings, "params": 0.8}):
         with pytest.raises(ConflictError, match="with other settings or inputs"):
             run(tmp_path / "out", **given | other)
+
+
+def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning) -> None:
+    work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], PruneConfig(samples=4)))
+    shapes = [Shape.of(tiny_config(intermediate_size=32)), Shape.of(tiny_config(num_hidden_layers=1))]
+    every = find_finalists(work, shapes, [], 2)
+    assert {one.shape for one in every} == {*shapes} and not any(one.loss_after_refit for one in every)
+    assert every[0].loss_after_cut <= every[1].loss_after_cut
+    (best,) = find_finalists(work, shapes, [], 1)
+    assert best.loss_after_refit is not None
 
 
 def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
