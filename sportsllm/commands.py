@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, cast, get_args
 
 from sportsllm.errors import ArtifactError, ResourceError
+from sportsllm.files import require_directory
 from sportsllm.options import BY_NAME, READING, READS_TEXT
 
 
@@ -123,7 +124,10 @@ def _marked(annotation: object, mark: object) -> bool:
 def _converted(annotation: object, value: object) -> object:
     kinds = types_in(annotation)
     if _marked(annotation, BY_NAME) and isinstance(value, str | Path):
-        value = find_model(value) if Path in kinds else str(find_model(value))
+        found = find_model(value)
+        value = found if Path in kinds else str(found)
+        if Path in kinds:  # refused before a command's imports
+            require_directory(found, "a checkpoint or an export")
     if Path in kinds and isinstance(value, str):
         return [Path(value)] if list in kinds else Path(value)
     if list in kinds and Path in kinds and isinstance(value, list | tuple):

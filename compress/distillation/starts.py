@@ -17,7 +17,7 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import MANIFEST, Ancestor, ancestors, manifest_of, read_manifest
 from sportsllm.formats.safetensors import quantization_config
-from sportsllm.inference.calibration import calibration_samples
+from sportsllm.inference.calibration import calibration_samples, usual_samples
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.settings import DISTILLATION, STEPS, TRAINING, pick
@@ -138,7 +138,9 @@ class Cut(Fresh):
         tokenizer = load_tokenizer(training.teacher, teacher.config)
         smaller = _inside(self.shape, teacher.config)
         length = min(SAMPLE_LENGTH, smaller.max_position_embeddings)
-        samples = calibration_samples(training.corpus, training.left_out, tokenizer, teacher.config, None, length)
+        most = usual_samples(teacher.config, length, training.config.steps * training.config.tokens_per_step)
+        source = training.corpus, training.left_out
+        samples = calibration_samples(*source, tokenizer, teacher.config, None, length, most)
         cut = cut_to_config(teacher, smaller, PruneConfig(), samples)
         kept = ", ".join(map(str, cut.layers))
         log(f"the student is cut out of {training.teacher}: layers {kept}, {self.shape.parameters:,} parameters")

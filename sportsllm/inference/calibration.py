@@ -82,13 +82,15 @@ def calibration_samples(
     return samples
 
 
-def usual_samples(config: ModelConfig, length: int) -> int:
+def usual_samples(config: ModelConfig, length: int, training_tokens: int = 0) -> int:
     """Default number of samples of `length` tokens for pruning.
 
-    256 up to 20M parameters, then fewer in proportion, but at least 16 and four tokens for each feed-forward neuron.
+    256 up to 20M parameters, then fewer in proportion, and no more tokens than a training that follows reads; but at
+    least 16 and four tokens for each feed-forward neuron.
     """
     fewest = max(_LEAST_SAMPLES, math.ceil(_TOKENS_PER_NEURON * config.intermediate_size / length))
-    return max(fewest, min(_MOST_SAMPLES, round(_SAMPLES_TIMES_PARAMETERS / config.parameters)))
+    most = training_tokens // length if training_tokens else _MOST_SAMPLES
+    return max(fewest, min(_MOST_SAMPLES, most, round(_SAMPLES_TIMES_PARAMETERS / config.parameters)))
 
 
 def check_familiar(samples: Sequence[Tensor], nats: float) -> None:
