@@ -166,21 +166,16 @@ def read_prompts(path: Path, tokenizer: TextTokenizer, longest: int) -> list[lis
         UsageError: a line leaves no room for a continuation.
         ArtifactError: the file has no text, or cannot be read.
     """
-    from sportsllm.text.conversations import plain_text
-    from sportsllm.text.documents import read_documents
-
-    documents = map(plain_text, read_documents([path]))
-    if path.name.removesuffix(".gz").endswith((".txt", ".md")):
-        lines = (line.strip() for document in documents for line in document.splitlines())
-        prompts = [[tokenizer.begin_id, *tokenizer.encode(line)] for line in lines if line]
-    else:
-        most = min(1 + BEGINNING_TOKENS, longest - 1)
-        beginnings = (document[:_BEGINNING_CHARACTERS] for document in documents)
-        prompts = [[tokenizer.begin_id, *tokenizer.encode(beginning)][:most] for beginning in beginnings]
-    if not prompts:
-        raise ArtifactError(f"{path}: holds no text; give --prompts a file with prompts in it")
+    texts, most = read_questions(path), None
+    if not _has_lines(path):
+        texts, most = [text[:_BEGINNING_CHARACTERS] for text in texts], min(1 + BEGINNING_TOKENS, longest - 1)
+    prompts = [[tokenizer.begin_id, *tokenizer.encode(text)][:most] for text in texts]
     _check_lengths(prompts, longest, path)
     return prompts
+
+
+def _has_lines(path: Path) -> bool:
+    return path.name.removesuffix(".gz").endswith((".txt", ".md"))
 
 
 def _check_lengths(prompts: Sequence[Sequence[int]], longest: int, path: Path) -> None:
@@ -213,17 +208,15 @@ def read_questions(path: Path) -> list[str]:
     """
     from sportsllm.text.documents import read_documents
 
-    asked: list[str] = []
+    texts: list[str] = []
     for document in read_documents([path]):
-        if not isinstance(document, str):
-            asked += [content for role, content in document.messages if role == "user"][:1]
-        elif path.name.removesuffix(".gz").endswith((".txt", ".md")):
-            asked += filter(None, map(str.strip, document.splitlines()))
+        if isinstance(document, str):
+            texts += map(str.strip, document.splitlines()) if _has_lines(path) else [document]
         else:
-            asked.append(document.strip())
-    if not asked:
-        raise ArtifactError(f"{path}: asks nothing; give --prompts a file with questions in it")
-    return asked
+            texts += [content for role, content in document.messages if role == "user"][:1]
+    if not (found := [text for text in texts if text.strip()]):
+        raise ArtifactError(f"{path}: holds no text; give --prompts a file with prompts in it")
+    return found
 
 
 def own_questions(model: SportsLLM, tokenizer: TextTokenizer, count: int, longest: int, rows: int) -> list[str]:

@@ -93,16 +93,11 @@ def render_conversations(
     """Whole conversations with the places of the assistant's replies.
 
     A template that marks them by `{% generation %}` says where they are. With others, a reply is what the template
-    adds to the messages before it, from the end of its generation prompt to the last special token.
-
-    Args:
-        directory: as for `render_chat`.
-        conversations: messages each.
-        where: the file and row of each, for errors.
-        special: spellings of the special tokens.
+    adds to the messages before it, from the end of its generation prompt to the last special token. `where` names the
+    file and row of each conversation; `special` are spellings of the special tokens.
 
     Raises:
-        ArtifactError: as for `render_chat`, or the places cannot be found.
+        ArtifactError: as for `render_chats`, or the places cannot be found.
     """
     for place, answer in zip(where, _answers(directory, conversations, special), strict=True):
         if "problem" in answer:

@@ -89,9 +89,8 @@ def _message(item: JsonObject, where: str) -> tuple[str, str]:
     content = item.get("content", item.get("value"))
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
-    other = next((part for part in texts if not isinstance(part, str)), None)
-    if not all(isinstance(text, str) for text in texts):
-        kind = other.get("type") if isinstance(other, dict) else other
+    if others := [part for part in texts if not isinstance(part, str)]:
+        kind = others[0].get("type") if isinstance(others[0], dict) else others[0]
         raise ArtifactError(f"{where} has content of the kind {clip(repr(kind))}; only text is read, delete the row")
     return role, "".join(map(str, texts))
 

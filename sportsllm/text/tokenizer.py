@@ -5,6 +5,7 @@ Imports no torch.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -155,22 +156,14 @@ class TextTokenizer:
 
     def warn_if_special(self, documents: Iterable[Document]) -> None:
         """Log how often documents spell a special token, and what becomes of it."""
-        if not (special := self.special_texts):
-            return
-        spelled, texts, messages = re.compile("|".join(map(re.escape, special))), 0, 0
+        spelled, counts = re.compile("|".join(map(re.escape, self.special_texts)) or "(?!)"), Counter[bool]()
         for document in documents:
-            found = len(spelled.findall(plain_text(document)))
-            if isinstance(document, str):
-                texts += found
-            else:
-                messages += found
-        if texts and not reading().parse_special:
-            log(
-                f"the text spells special tokens {texts:,} times, which are read as ordinary characters; "
-                "give --parse-special to mean the tokens"
-            )
-        if messages:
-            log(f"messages spell special tokens {messages:,} times; in a chat template they become the tokens")
+            counts[isinstance(document, str)] += len(spelled.findall(plain_text(document)))
+        if counts[True] and not reading().parse_special:
+            meant = "read as ordinary characters; give --parse-special to mean the tokens"
+            log(f"the text spells special tokens {counts[True]:,} times, which are {meant}")
+        if counts[False]:
+            log(f"messages spell special tokens {counts[False]:,} times; in a chat template they become the tokens")
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of ids; special tokens give nothing."""
@@ -251,7 +244,11 @@ def _check_ids(data: JsonObject, path: Path) -> None:
     model, added = data.get("model"), data.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
-    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    records = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    ids += [token.get("id") for token in records]
+    (text, times), *_ = [*Counter(repr(token.get("content")) for token in records).most_common(1), ("", 0)]
+    if times > 1:
+        raise ArtifactError(f"{path}: {times} added tokens are spelled {clip(text)}; copy it again")
     wrong = next((each for each in ids if type(each) is not int or not 0 <= each < _MOST_IDS), None)
     if wrong is not None:
         raise ArtifactError(f"{path}: token id {clip(repr(wrong))} is no number below {_MOST_IDS:,}; copy it again")

@@ -224,3 +224,13 @@ def test_text_that_spells_special_tokens_is_counted(chatml: TextTokenizer, capsy
     assert not capsys.readouterr().err
     tokenize([spelled], chatml)
     assert "messages spell special tokens 2 times" in " ".join(capsys.readouterr().err.split())
+
+
+def test_two_tokens_of_one_spelling_are_refused(chatml: TextTokenizer) -> None:
+    assert chatml.directory is not None
+    path = chatml.directory / "tokenizer.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data["added_tokens"].append({**data["added_tokens"][-1], "id": 1 + data["added_tokens"][-1]["id"]})
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"2 added tokens are spelled '<\|im_end\|>'"):
+        load_tokenizer(chatml.directory)
