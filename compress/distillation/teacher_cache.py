@@ -15,7 +15,7 @@ Shape suffixes: R rows, N tokens, C tokens of a chunk, V vocabulary, K stored id
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import digest, file_sha256, read_manifest
 from sportsllm.processors import training_device
 from sportsllm.text.packing import Batch, PackedSequences, TokenizedDocuments
+from sportsllm.text.reading import reading_setting
 from sportsllm.training.loss import ChunkLoss, cross_entropy_chunk, scored_sum_
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class CacheInfo:
         tokenizer: SHA-256 of tokenizer.json.
         vocab_size: ids are below it.
         temperature, precision: of the teacher's softmax and weights.
+        reading: how the corpus was read, if not as usual.
         sequence, seed, rows: rows 0 to rows - 1 of `PackedSequences` are stored.
     """
 
@@ -71,6 +73,7 @@ class CacheInfo:
     precision: str
     seed: int
     rows: int
+    reading: dict[str, str | bool] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -99,6 +102,7 @@ def wanted_info(training: StudentTraining) -> CacheInfo:
         precision=resolve_teacher_precision(distillation.teacher_precision, training_device()),
         seed=config.seed,
         rows=-(-tokens // config.sequence),
+        reading=reading_setting(),
     )
 
 
@@ -144,6 +148,7 @@ def open_teacher_cache(training: StudentTraining, wanted: CacheInfo, directory: 
         ("corpus", f"with another --corpus than {corpus}", "give the same --corpus files in the same order"),
         ("valid", f"with another --valid than {valid}", "give the same --valid files in the same order"),
         ("left_out", f"while other text was held out than {held_out}", "put it back where it was"),
+        ("reading", f"from text read with {info.reading}, not {wanted.reading}", "give the same options"),
         ("sequence", f"with --sequence {info.sequence}, not {wanted.sequence}", "use that"),
         ("temperature", f"with --temperature {info.temperature:g}, not {wanted.temperature:g}", "use that"),
         ("precision", f"by a teacher in {info.precision}, not {wanted.precision}", "use its teacher_precision"),

@@ -30,6 +30,7 @@ from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.manifest import verify_directory
 from sportsllm.text.documents import load_corpus
 from sportsllm.text.packing import IGNORE, PackedSequences, TokenizedDocuments, tokenize
+from sportsllm.text.reading import reading_as
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 from sportsllm.training.settings import TrainConfig
 from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
@@ -274,6 +275,8 @@ def test_signals_of_another_run_are_refused(
     for changes, message in cases:
         with pytest.raises(ArtifactError, match=message):
             opened(checkpoint, corpus_file, made, **changes)
+    with reading_as(parse_special=True), pytest.raises(ArtifactError, match="from text read with"):
+        opened(checkpoint, corpus_file, made)
 
 
 def test_damaged_directories_are_refused(made: Path, checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
