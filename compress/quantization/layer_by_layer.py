@@ -45,8 +45,10 @@ from sportsllm.models.layers import ResidualNorm, Rope
 from sportsllm.models.parts import routed_names, unused_line
 from sportsllm.training.loss import cross_entropy
 
-# Pull towards the given weights, as a share of the inputs' mean square; see `compress.layerwise`.
-RIDGE = 1e-1
+PULL = 20.0
+"""Pull of the fit towards the given weights (ridge of `compress.layerwise`), times inputs per calibration token: the
+fewer tokens a weight is fitted to, the less it moves.
+"""
 TABLE_SHARE = 0.5
 _TABLE_TOKENS = 8  # per hidden channel: enough for the second moment of a tied head
 
@@ -123,7 +125,6 @@ def quantize_calibrated(
     samples: Sequence[Tensor],
     *,
     gptq: bool = True,
-    ridge: float = RIDGE,
     originals: dict[str, Tensor] | None = None,
 ) -> None:
     """Fill `packed` with the quantized model.
@@ -135,9 +136,9 @@ def quantize_calibrated(
         samples: calibration token ids, each (B, T).
         gptq: fit and round by GPTQ; else each matrix by itself on the grid of least squared error, columns counting as
             their inputs in the full model are strong. Both scale channels first.
-        ridge: see the module.
         originals: where given, gets the layers' matrices as they were before rounding, scaled, by module.
     """
+    pull = PULL / sum(tokens.numel() for tokens in samples)
     rope, tensors = rope_of(model), TensorFiles(checkpoint)
     ends, norm = read_ends(tensors, model), load_last_norm(tensors, model)
     embedding, head = ends.pop(f"{EMBEDDING}.weight"), ends.pop(f"{HEAD}.weight", None)
@@ -163,7 +164,7 @@ def quantize_calibrated(
                 between_BTD, following = LayerStates.of(source, full_BTD, rope)
                 pair = LayerPair(copy.deepcopy(source), source, own, rope)
                 streams = ResidualPair(full_BTD, rounded_BTD, following)
-                rounded_BTD, read = _fit_and_round(packed, prefix, pair, streams, between_BTD, ridge)
+                rounded_BTD, read = _fit_and_round(packed, prefix, pair, streams, between_BTD, pull)
                 del between_BTD
             else:
                 following, read = _round_alone(packed, prefix, source, own, full_BTD, rope)
@@ -185,7 +186,7 @@ def quantize_calibrated(
         _round_table(packed, EMBEDDING if head is None else HEAD, table, map(norm, full_BTD))
     elif head is not None and packed.config.bits_for(HEAD) != UNPACKED:
         sums = LeastSquares.over(zip(map(norm, rounded_BTD), map(norm, full_BTD), strict=True))
-        wanted = LeastSquares(sums.gram_II, head.double() @ sums.cross_OI).solve(head, ridge)
+        wanted = LeastSquares(sums.gram_II, head.double() @ sums.cross_OI).solve(head, pull * model.hidden_size)
         _gptq(packed, HEAD, wanted, sums.gram_II.float())
     elif head is not None:
         packed.add_matrix(HEAD, head, search=True)
@@ -213,9 +214,9 @@ def _fit_and_round(
     pair: LayerPair,
     streams: ResidualPair,
     between_BTD: Sequence[Tensor],
-    ridge: float,
+    pull: float,
 ) -> tuple[list[Tensor], set[str]]:
-    """GPTQ of one layer, each matrix fitted before, see `fit_block`; `pair.block` becomes what is stored.
+    """GPTQ of one layer, each matrix fitted before, see `fit_block` and PULL; `pair.block` becomes what is stored.
 
     Returns:
         The states after the layer, and the matrices that read any text.
@@ -225,7 +226,7 @@ def _fit_and_round(
     def solve(name: str, linear: nn.Linear, sums: LeastSquares) -> None:
         if sums.gram_II.any():
             read.add(name)
-        wanted = sums.solve(linear.weight, ridge)
+        wanted = sums.solve(linear.weight, pull * linear.in_features)
         linear.weight.data = _gptq(packed, f"{prefix}.{name}", wanted, sums.gram_II.float())
 
     return fit_block(pair, streams, between_BTD, solve), read

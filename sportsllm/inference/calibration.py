@@ -30,6 +30,7 @@ _TOKENS_PER_NEURON = 4  # a refit solves for one weight per neuron and output
 JUDGED_SAMPLES = 8  # for `check_familiar`
 GENERAL_TEXT = Path(__file__).parents[1] / "text" / "general.jsonl"
 """70 texts of many subjects, formats and languages, written for this package and dedicated to the public domain."""
+_GENERAL_PART = 4  # of calibration text, one part is GENERAL_TEXT
 _LEAST_TOKENS = 8  # shorter remainders of a document are dropped
 
 
@@ -139,9 +140,9 @@ class CalibrationText:
     """Files of calibration text, and the number of samples.
 
     Held-out text of the checkpoint's manifest and of `valid` is never read. Without files the checkpoint's training
-    text is read. If that is not known, half of the samples is text that the checkpoint writes itself, which is always
-    in its domain, and half is GENERAL_TEXT, which reaches channels that its own text does not. By default the method
-    chooses the number of samples.
+    text is read. A quarter of the samples is GENERAL_TEXT, which reaches channels that text of one domain does not,
+    unless the number of samples is given. If no text is known, half is GENERAL_TEXT, and half is text that the
+    checkpoint writes itself, which is always in its domain. By default the method chooses the number of samples.
     """
 
     files: tuple[Path, ...] = ()
@@ -162,7 +163,7 @@ class CalibrationText:
     def read(self, checkpoint: Path, model: ModelConfig, most: int, least: int = 0) -> list[Tensor]:
         """Token ids of samples of at most 512 tokens, each (1, T); by default about `most` of that length.
 
-        If the files have fewer than `least` tokens, the model writes more, unless a number of samples is given.
+        If there are fewer than `least` tokens, the model writes more, unless a number of samples is given.
 
         Raises:
             ArtifactError: there is no text, or less than asked for.
@@ -180,8 +181,11 @@ class CalibrationText:
                 general = calibration_samples([GENERAL_TEXT], (), tokenizer, model, None, length, count - written)
             return [*own, *general] if count > written else own
         valid = [*held_out_files(checkpoint), *self.valid]
-        found = calibration_samples(self.files, valid, tokenizer, model, self.samples, SAMPLE_TOKENS, most)
+        mixed_in = 0 if self.samples else most // _GENERAL_PART
+        found = calibration_samples(self.files, valid, tokenizer, model, self.samples, SAMPLE_TOKENS, most - mixed_in)
         tokens = sum(sample.numel() for sample in found)
+        if mixed_in:
+            found += calibration_samples([GENERAL_TEXT], (), tokenizer, model, None, SAMPLE_TOKENS, mixed_in)
         if tokens >= least or self.samples is not None:
             return found
         from sportsllm.inference.batch_sampling import self_generated_text
