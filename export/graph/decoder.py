@@ -15,7 +15,7 @@ Operators are ONNX Runtime's own where it has them: GroupQueryAttention, MatMulN
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +37,16 @@ from export.layout import plain_files, web_files, web_precision
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, OUTPUT_NORMS, block_state, cached_shape
+from sportsllm.models.kinds import (
+    EMBEDDING,
+    HEAD,
+    LAST_NORM,
+    NORMS,
+    OUTPUT_NORMS,
+    block_matrices,
+    block_state,
+    cached_shape,
+)
 from sportsllm.models.parts import HIDDEN, Matrix
 
 _PACKED_TYPES = {ir.DataType.INT4, ir.DataType.UINT4, INT8, UINT8}
@@ -122,11 +131,13 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
         "--set inline=true": form.inline,
     }
     refused = next((reason for reason, given in reasons.items() if given), None)
+    head = EMBEDDING if config.tie_word_embeddings else HEAD
+    table = Matrix(head, config.vocab_size, config.hidden_size, "token", HIDDEN, HIDDEN)
+    if not form.standard and not form.in_half and _all_in_8_bits(weights, config, table):
+        form = replace(form, wide_inputs=form.wide_inputs | {head})
     calls, matmul = KernelCalls(graph, config.num_hidden_layers, refused), Matmul(graph, weights, form)
     layers = LayerBuilder(graph, config, matmul, tokens_BT, mask_BS, form, calls)
     stream = add_layers(layers, pasts, keep)
-    head = EMBEDDING if config.tie_word_embeddings else HEAD
-    table = Matrix(head, config.vocab_size, config.hidden_size, "token", HIDDEN, HIDDEN)
     with graph.recording() as nodes:
         x_BTD, _ = layers.norm(LAST_NORM, stream.x_BTD, stream.residual_BTD)
         logits = matmul.product(HEAD, x_BTD, [table])
@@ -144,6 +155,14 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
     files.graph.parent.mkdir(exist_ok=True)
     graph.write(files)
     return WrittenGraph(precision, calls.use)
+
+
+def _all_in_8_bits(weights: Weights, config: ModelConfig, table: Matrix) -> bool:
+    """Whether every matrix has 8 bits in blocks. Then rounding what the head reads makes half of the export's KL."""
+    numbers = range(config.num_hidden_layers)
+    matrices = [(f"model.layers.{i}.{m.name}", m) for i in numbers for m in block_matrices(config.of_layer(i))]
+    packings = [weights.packing(name, (m.rows, m.columns)) for name, m in [*matrices, (table.name, table)]]
+    return all(packing is not None and packing.bits == 8 for packing in packings)
 
 
 def graph_precision(nodes: Iterable[ir.Node], weights: Iterable[ir.Value]) -> str:

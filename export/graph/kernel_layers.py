@@ -208,15 +208,15 @@ def add_head(layers: LayerBuilder, stream: _Stream, table: Matrix, nodes: list[i
         layers.graph.extend(nodes)
         return logits
     config, operand = layers.config, layers.matmul.operand("head", HEAD, [table])
-    reasons = [operand] if isinstance(operand, str) else ["16-bit inputs"] * operand.wide
-    call: Call | list[str] = reasons
-    if isinstance(operand, Operand) and not reasons:
+    call: Call | list[str] = [operand] if isinstance(operand, str) else []
+    if isinstance(operand, Operand):
         norm = layers.matmul.vector(f"{LAST_NORM}.weight", config.hidden_size)
         inputs = {**_stream(stream), "norm": norm, **operand.inputs}
         sizes: Attributes = {"hidden_size": config.hidden_size, "epsilon": config.rms_norm_eps}
-        op = "DecoderHead"
-        if config.norm_kind == "layer":
-            op, inputs["norm_bias"] = "GeneralHead", layers.matmul.vector(f"{LAST_NORM}.bias", config.hidden_size)
+        op, biased = "DecoderHead", config.norm_kind == "layer"
+        if biased or operand.wide:
+            op, sizes["head_wide"] = "GeneralHead", int(operand.wide)
+            inputs["norm_bias"] = layers.matmul.vector(f"{LAST_NORM}.bias", config.hidden_size) if biased else None
         call = Call(op, HEAD, HEAD, inputs, {"logits": logits}, sizes | operand.attributes)
     layers.calls.use.head = layers.calls.add(call, nodes)
     return call.outputs["logits"] if isinstance(call, Call) else logits

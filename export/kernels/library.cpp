@@ -152,7 +152,8 @@ class Layer {
   LayerWeights weights_;
 };
 
-// Inputs of `DecoderHead`: x, residual, norm, and the table's four; of `GeneralHead` LayerNorm's bias behind them.
+// Inputs of `DecoderHead`: x, residual, norm, and the table's four; of `GeneralHead` LayerNorm's bias behind them, which
+// may be missing.
 class Head {
  public:
   Head(ort::Table table, const ort::KernelInfo* info, const Operator& op) : runtime_(table) {
@@ -160,9 +161,11 @@ class Head {
     w.hidden = runtime_.size(info, "hidden_size"), w.epsilon = runtime_.real(info, "epsilon");
     require(w.epsilon >= 0, "epsilon is negative");
     w.norm = vector_of<float>(runtime_, info, 2, ort::kFloat, {w.hidden}, "norm");
-    if (op.general) w.norm_bias = vector_of<float>(runtime_, info, 7, ort::kFloat, {w.hidden}, "norm bias");
     const Tensor scales = runtime_.constant(info, 4);
     w.table = matrix_of(runtime_, info, four_from(3), "head", dimension(scales, 0), w.hidden);
+    if (!op.general) return;
+    w.norm_bias = vector_of<float>(runtime_, info, 7, ort::kFloat, {w.hidden}, "norm bias", true);
+    w.table.wide = runtime_.whole(info, "head_wide") != 0;
   }
 
   void compute(ort::KernelContext* context) const {
@@ -352,7 +355,7 @@ Operator head_operator(bool general) {
   op.inputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kUint8, ort::kHalf, ort::kUint8, ort::kFloat};
   op.presence = {ort::kRequired, ort::kOptional, ort::kRequired, ort::kRequired, ort::kRequired, ort::kOptional,
                  ort::kOptional};
-  if (general) op.inputs.push_back(ort::kFloat), op.presence.push_back(ort::kRequired);
+  if (general) op.inputs.push_back(ort::kFloat), op.presence.push_back(ort::kOptional);
   op.outputs = {ort::kFloat};
   return op;
 }
