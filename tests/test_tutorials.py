@@ -7,6 +7,7 @@ and stand-ins for commands that need a network, a Raspberry Pi or an hour.
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -121,3 +122,8 @@ def test_every_command_shown_has_these_options_and_settings() -> None:
         context = command.make_context("sportsllm-compress", words)
         given = [*(context.params.get("settings") or ()), *(context.params.get("limit") or ())]
         assert {one.partition("=")[0] for one in given} <= settings, line
+
+
+def test_the_picture_of_the_readme_is_of_todays_results() -> None:
+    plots = runpy.run_path(str(ROOT / "docs" / "plots.py"))
+    assert plots["PICTURE"].read_text(encoding="utf-8") == plots["picture"](), "run python docs/plots.py"
