@@ -69,12 +69,12 @@ def test_kept_tokens_are_those_of_this_text_and_tokenizer_only(
     with kept_tokens(tmp_path / "tokens"):
         tokenize(texts, words)
         kept = list((tmp_path / "tokens").iterdir())
-        encode = words.encode_batch
-        monkeypatch.setattr(words, "encode_batch", lambda _: pytest.fail("tokenized again"))
+        encode = words.encode_documents
+        monkeypatch.setattr(words, "encode_documents", lambda *_, **__: pytest.fail("tokenized again"))
         again = tokenize(texts, words)
         assert (again.ids == plain.ids).all() and (again.ends == plain.ends).all()
         assert again.text_bytes == plain.text_bytes and len(kept) == 1
-        monkeypatch.setattr(words, "encode_batch", encode)
+        monkeypatch.setattr(words, "encode_documents", encode)
         # The same letters in other documents, and a damaged file, are tokenized again.
         assert len(tokenize(["".join(texts)], words).ends) == 1
         kept[0].write_bytes(kept[0].read_bytes()[:100])
