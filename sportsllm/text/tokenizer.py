@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -85,9 +85,15 @@ class TextTokenizer:
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of `text`; with `special`, text that spells a special token becomes it (a chat template's does)."""
-        self._tokenizer.encode_special_tokens = not special
-        try:
+        with self._special_tokens(special):
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    @contextmanager
+    def _special_tokens(self, meant: bool) -> Iterator[None]:
+        """Inside, text that spells a special token becomes it if that is meant."""
+        self._tokenizer.encode_special_tokens = not meant
+        try:
+            yield
         finally:
             self._tokenizer.encode_special_tokens = True
 
@@ -103,11 +109,8 @@ class TextTokenizer:
 
     def _encode_some(self, documents: Sequence[Document], last: list[int]) -> Iterator[EncodedDocument]:
         texts = [document for document in documents if isinstance(document, str)]
-        self._tokenizer.encode_special_tokens = not reading().parse_special
-        try:
+        with self._special_tokens(reading().parse_special):
             plain = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-        finally:
-            self._tokenizer.encode_special_tokens = True
         chats = self._encode_conversations([each for each in documents if isinstance(each, Conversation)])
         for document in documents:
             if isinstance(document, str):
@@ -122,11 +125,8 @@ class TextTokenizer:
             raise ArtifactError(f"{conversations[0].where}: the tokenizer has no chat template; give plain text")
         messages, where = [each.records() for each in conversations], [each.where for each in conversations]
         rendered = list(render_conversations(self.directory, messages, where, self.special_texts))
-        self._tokenizer.encode_special_tokens = False
-        try:
+        with self._special_tokens(True):
             encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        finally:
-            self._tokenizer.encode_special_tokens = True
         everything = reading().loss_on == "all"
         for conversation, encoding, (text, replies) in zip(conversations, encodings, rendered, strict=True):
             scored = [
