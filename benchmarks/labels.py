@@ -95,7 +95,7 @@ def reliability_line(efficiency: Mapping[str, Any]) -> str:
     words = {"tpot": "time per token", "ttft": "first token", "memory": "memory"}
     parts = ", ".join(f"{factors[name]:g} ({meaning})" for name, meaning in words.items())
     meaning = "hold 90% of measured figures" if factors["measured"] else "are estimates"
-    advice = "" if efficiency["own"] else " `calibrate` measures the coefficients of the machine it runs on."
+    advice = "" if efficiency["own"] else " `devices calibrate` measures those of a machine."
     return (
         f"Bands {meaning}: a factor, either way, of {parts}; {factors['source']}. "
         f"Coefficients: {efficiency['source']}, {efficiency['date']}, {efficiency['kind']}.{advice}"

@@ -98,7 +98,7 @@ CPU = Shares(
     kernel_layer=0.7,
     standard_layer=5.0,
     first={
-        "source": "ONNX Runtime 1.31.1 on a Zen 5 and a Zen 4 server: shares of their figures, chosen between both",
+        "source": "ONNX Runtime 1.31.1 on a Zen 5 and a Zen 4 server, scaled by peak rates",
         "date": date(2026, 11, 23),
         "reading": 1.0,
         "layer_us": 18.0,

@@ -154,9 +154,11 @@ def find_finalists(
             refitted.append(one._replace(loss_after_refit=loss_of(one.shape, refit)))
             bar.advance()
     found = sorted(refitted or cut, key=lambda one: one.loss_after_refit or one.loss_after_cut)
-    best_two = ", ".join(f"{one.shape.name} {one.loss_after_refit or one.loss_after_cut:.3f}" for one in found[:2])
-    taken = time.perf_counter() - started
-    log(f"{len(losses)} shapes cut, {len(refitted)} refitted in {taken:.0f} s; nats a token after that: {best_two}")
+    whole, taken = loss_per_token(model, scoring), time.perf_counter() - started
+    best_two = ", ".join(
+        f"{one.shape.name} {(one.loss_after_refit or one.loss_after_cut) / whole - 1:.1%}" for one in found[:2]
+    )
+    log(f"{len(losses)} shapes cut, {len(refitted)} refitted in {taken:.0f} s; loss above the full model's: {best_two}")
     if always and count > 1 and not {one.shape for one in found[:count]} & set(always):
         found[count - 1] = next(one for one in found if one.shape in always)
     return found[:count]

@@ -107,8 +107,8 @@ def check_familiar(samples: Sequence[Tensor], nats: float) -> None:
     entropy = -float((shares * shares.log()).sum())
     if nats >= entropy:
         log(
-            f"calibration text looks out of domain: loss {nats:.2f} nats per token is above unigram entropy "
-            f"{entropy:.2f}; give --calibration text like the training text, or train the model longer"
+            f"calibration text looks out of domain: loss is {nats / entropy:.2f} times its unigram entropy; give "
+            "--calibration text like the training text, or train the model longer"
         )
 
 

@@ -39,7 +39,7 @@ def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in printed
     factors = result["efficiency"]["band"]
     words = " ".join(printed.split())
-    assert f"a factor, either way, of {factors['tpot']:g} (time per token)" in words and "`calibrate` measures" in words
+    assert f"a factor, either way, of {factors['tpot']:g} (time per token)" in words and "`devices calibrate`" in words
 
 
 def test_a_band_is_shown_by_its_ends() -> None:

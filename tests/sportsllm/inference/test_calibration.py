@@ -86,4 +86,4 @@ def test_text_of_another_kind_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     check_familiar(samples, 1.38)
     assert capsys.readouterr().err == ""
     check_familiar(samples, 1.39)
-    assert "looks out of domain: loss 1.39 nats per token" in capsys.readouterr().err
+    assert "looks out of domain: loss is 1.00 times its unigram entropy" in capsys.readouterr().err
