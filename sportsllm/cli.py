@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
 from typer.models import ArgumentInfo
 
@@ -29,6 +30,7 @@ from sportsllm.commands import COMMANDS, GROUPS, Command, Result, load_command, 
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, ResourceError, SportsLLMError, UsageError
 
 LONGEST_MESSAGE = 400
+_VERBOSE = "Print times, and progress every five seconds. Like --quiet, before or after the command."
 _EXTRA_OF = {
     "gguf": "gguf",
     "onnxruntime_genai": "genai",
@@ -39,10 +41,20 @@ _EXTRA_OF = {
 _COMPRESS = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "plotly", "jinja2", "huggingface_hub"}
 
 
+class _Program(TyperGroup):
+    """The root of the commands. Its options may stand before or after a command's name, up to `--`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        own = [word for word in args[:end] if word in ("--quiet", "--verbose")]
+        return super().parse_args(ctx, [*own, *(word for word in args[:end] if word not in own), *args[end:]])
+
+
 def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
     """The typer application; commands that are not `loaded` are listed only."""
     app = typer.Typer(
         name="sportsllm-compress",
+        cls=_Program,
         help="From a text corpus to a small, fast, proven ONNX language model.",
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -52,12 +64,20 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
     def _root(
         context: typer.Context,
         version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+        quiet: Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")] = False,
+        verbose: Annotated[bool, typer.Option("--verbose", help=_VERBOSE)] = False,
     ) -> None:
         if version:
             sys.stdout.write(f"{__version__}\n")
             raise typer.Exit
+        if quiet and verbose:
+            raise UsageError("give --quiet or --verbose, not both")
         if context.invoked_subcommand is None:
             sys.stdout.write(context.get_help() + "\n")
+            return
+        from sportsllm.console import set_verbosity
+
+        set_verbosity(quiet, verbose)
 
     groups = {
         name: typer.Typer(help=text, rich_markup_mode=None, no_args_is_help=True) for name, text in GROUPS.items()
@@ -77,15 +97,10 @@ def _with_json(function: Command) -> Command:
     """The function as a command: it prints its result as JSON if asked to, and ends with the result's exit code."""
 
     @functools.wraps(function)
-    def wrapper(
-        *args: object, json_output: bool = False, quiet: bool = False, verbose: bool = False, **kwargs: object
-    ) -> None:
-        from sportsllm.console import set_verbosity, use_stderr
+    def wrapper(*args: object, json_output: bool = False, **kwargs: object) -> None:
+        from sportsllm.console import use_stderr
 
-        if quiet and verbose:
-            raise UsageError("give --quiet or --verbose, not both")
         use_stderr(json_output)
-        set_verbosity(quiet, verbose)
         # Inside, since typer would end both on its own: Ctrl-C without a word, a closed pipe as a bug.
         try:
             result = function(*args, **kwargs)
@@ -104,22 +119,14 @@ def _with_json(function: Command) -> Command:
             raise typer.Exit(result.exit_code)
 
     signature = inspect.signature(function, eval_str=True)
-    extra = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
-        for name, option in _EVERYWHERE.items()
-    ]
-    parameters = [*map(_with_metavar, signature.parameters.values()), *extra]
+    json_flag = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+    extra = inspect.Parameter("json_output", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=json_flag)
+    parameters = [*map(_with_metavar, signature.parameters.values()), extra]
     wrapper.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
 
 
-_EVERYWHERE = {
-    "json_output": typer.Option("--json", help="Print one JSON object on standard output."),
-    "quiet": typer.Option("--quiet", help="Print results and errors only."),
-    "verbose": typer.Option("--verbose", help="Print times, and progress every five seconds."),
-}
-"""Options of every command."""
 _METAVARS = {Path: "PATH", str: "TEXT", int: "INTEGER", float: "FLOAT"}
 
 

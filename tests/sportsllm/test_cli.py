@@ -68,10 +68,12 @@ def test_json_is_one_object_and_words_go_to_stderr(cli: CommandLine, checkpoint:
     assert json.loads(stopped[1])["text"] == text[: text.index(text[1:3])]
     cli.refuses(2, "--stop is empty", "generate", checkpoint, "--stop", "")
     (file := corpus_file.with_name("prompt.txt")).write_text("Goal\n", encoding="utf-8")
-    from_file = cli("generate", checkpoint, "--prompt-file", file, "--max-new-tokens", 5, "--json", "--quiet")
-    assert json.loads(from_file[1])["text"] == text and from_file[2] == f"Goal{text}\n", from_file
-    cli.refuses(2, "give --prompt or --prompt-file", "generate", checkpoint, "--prompt", "a", "--prompt-file", file)
-    cli.refuses(2, "give --quiet or --verbose", "generate", checkpoint, "--quiet", "--verbose")
+    from_file = ("generate", checkpoint, "--prompt-file", file, "--max-new-tokens", 5, "--json")
+    for code, out, err in (cli("--quiet", *from_file), cli(*from_file, "--quiet")):
+        assert json.loads(out)["text"] == text and err == f"Goal{text}\n", code
+    cli.refuses(2, "give --prompt or --prompt-file", *from_file, "--prompt", "a")
+    cli.refuses(2, "give --quiet or --verbose", "--verbose", *from_file, "--quiet")
+    cli.refuses(2, "unexpected extra argument", *from_file, "--", "--quiet")
     code, out, _ = cli("generate", checkpoint, "--ids", "--temperature", 0, "--max-new-tokens", 3)
     assert len([int(token) for token in out.split()]) == 3
 
@@ -225,7 +227,7 @@ def test_every_flag_says_its_type_and_what_it_is_without_it() -> None:
 
 
 def test_flags_that_errors_name_are_there() -> None:
-    flags = [flag for command in COMMANDS for flag in flags_of(command)]
+    flags = [flag for command in ("", *COMMANDS) for flag in flags_of(command)]
     there = {"--help", "--merge"}  # the latter is llama-gguf-split's
     there.update(*(flag.opts + flag.secondary_opts for flag in flags))
     for package in ("sportsllm", "compress", "export", "benchmarks"):
