@@ -106,7 +106,7 @@ def corpus_file(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def stories() -> Path:
     """The trained LLaMA checkpoint that somebody else made."""
     if not STORIES.exists():
