@@ -91,8 +91,8 @@ def noise_reasons(raw: Raw) -> list[str]:
     deciding, speed = _deciding(raw), raw["speed"]
     reasons = []
     if len(speed) > 1 and deciding and not agree(deciding.values()):
-        unsteady = [name for name, interval in deciding.items() if interval.noisy]
-        reasons.append(f"the interval of the rounds exceeds {NOISY_HALF_WIDTH:.0%} in {', '.join(unsteady)}")
+        unsteady = sum(bool(interval.noisy) for interval in deciding.values())
+        reasons.append(f"{unsteady} of {len(deciding)} times and rates vary by more than {NOISY_HALF_WIDTH:.0%}")
     if disturbed(speed):
         most = max(float(one["other_cpu_cores"]) for one in speed)
         reasons.append(f"other programs used up to {most:.1f} of the measured cores, in half of the rounds or more")

@@ -134,7 +134,7 @@ def bench_tables(bench: Bench) -> list[Table]:
 
 def _figures(bench: Bench) -> Table:
     split = bench.memory_split or {}
-    names = {"anonymous": "anonymous_bytes", "files": "file_bytes", "PSS": "pss_bytes", "USS": "uss_bytes"}
+    names = {"anonymous": "anonymous_bytes", "mapped files": "file_bytes", "PSS": "pss_bytes", "USS": "uss_bytes"}
     firsts = {f"first token, prompt of {prompt}": (f"ttft_ms.{prompt}", ms) for prompt, ms in bench.ttft_ms.items()}
     peak = f"peak memory, {count(bench.peak_rss_context_tokens)} tokens"
     shown = [
@@ -143,7 +143,7 @@ def _figures(bench: Bench) -> Table:
         *((label, *found, "ms", 1.0) for label, found in firsts.items()),
         ("prefill", "", bench.prefill_tokens_per_s, "tokens/s", 1.0),
         (peak, "peak_rss_bytes", bench.peak_rss_bytes, "MB", 1e6),
-        *((f"  {name} at the most seen", "", split.get(key), "MB", 1e6) for name, key in names.items()),
+        *((f"  peak {name}", "", split.get(key), "MB", 1e6) for name, key in names.items()),
         ("energy of a token", "joules_per_token", bench.joules_per_token, "J", 1.0),
     ]  # fmt: skip
     rows = [

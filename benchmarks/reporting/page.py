@@ -52,7 +52,7 @@ def _headline(inputs: Inputs) -> list[str]:
     if bench is None or bench.budget is None:
         place = shlex.quote(inputs.stages[-1].directory if inputs.stages else "EXPORT")
         command = f"bench {place} --target NAME --text HELD-OUT --teacher TEACHER --out bench.json"
-        lines.insert(0, f"No verdict: nothing was measured against a budget (sportsllm-compress {command}).")
+        lines[:0] = ["No verdict: no budget was given", f"To get one: sportsllm-compress {command}"]
     return lines + ([] if saved is None else [f"{saved}."])
 
 

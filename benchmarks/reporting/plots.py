@@ -14,7 +14,7 @@ from benchmarks.reporting.inputs import Inputs, Record, StageSummary
 from benchmarks.reporting.measured import Scored
 
 _AXES = {"file_mb": ("Quality and size", "MB"), "tpot_p50_ms": ("Quality and speed", "ms per token")}
-_STATES = {True: ("inside", "theme:good"), False: ("outside", "theme:bad"), None: ("not all known", "theme:quiet")}
+_STATES = {True: ("inside", "theme:good"), False: ("outside", "theme:bad"), None: ("undecided", "theme:quiet")}
 _OUTLIER = 1.25  # a model this much worse than the best is left to the caption, so that the others stay apart
 _MOST_POINTS = 400  # of a curve
 
@@ -132,7 +132,8 @@ def _chart(points: Sequence[Point], axis: str, box: Box, others: bool) -> Chart:
     traces = [_points_trace([point for point in points if point.inside is state], axis, state) for state in _STATES]
     caption = [f"Bits per byte as scored by {points[0].scored[0]}; lower left is better."]
     caption += ["Models scored on other text are left out."] if others else []
-    caption.append("Numbers are those of the tables. Nothing shown beats the points on the dotted front.")
+    caption += ["Numbers are those of the tables."]
+    caption += ["Nothing shown beats the points on the dotted front."] if len(front) > 1 else []
     caption += ["Hollow points lie at predicted places."] if any(axis in point.predicted for point in points) else []
     if axis in box.limits:
         caption.append(f"The box is the budget of {box.target}; inside and outside mean all of its limits.")
@@ -147,7 +148,7 @@ def _chart(points: Sequence[Point], axis: str, box: Box, others: bool) -> Chart:
         log_axis(unit, min(edges), max(edges)),
         {"title": "bits per byte", "range": [min(heights) - margin, max(heights) + 1.4 * margin]},
         shapes=_rectangle(limit, box.most_bits),
-        showlegend=True,
+        showlegend=len(front) > 1 or bool(box.limits),
     )
 
 

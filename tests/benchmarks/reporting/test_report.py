@@ -189,7 +189,7 @@ def test_all_that_bench_measured_is_shown() -> None:
     text = markdown("T", Inputs([], bench))
     for words in (
         "| first token, prompt of 128 | 10.0 ms | 9.00 to 11.0 (noisy) |",
-        "| PSS at the most seen | 41.0 MB |  |",
+        "| peak PSS | 41.0 MB |  |",
         "| energy of a token | 0.250 J |  |",
         "| 512 | 2.00 | 2.00 | 2.40 | 4.00 | 0.500 | 500 |",
         "THROTTLED: the last of 40 windows is 7.0% below the first.",
