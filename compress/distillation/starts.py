@@ -12,12 +12,13 @@ from compress.distillation.student import StudentText, StudentTraining
 from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig, check_cut, cut_to_config
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.files import JsonObject
+from sportsllm.files import JsonObject, require_directory
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import MANIFEST, Ancestor, ancestors, manifest_of, read_manifest
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.calibration import calibration_samples, usual_samples
+from sportsllm.inference.decoder import is_onnx_directory
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.settings import DISTILLATION, STEPS, TRAINING, pick
@@ -41,8 +42,10 @@ def resolve_teacher(name: str) -> Path:
             f"runs/{name}: no teacher there; make one with: sportsllm-compress train --model {name} --corpus PATH "
             "(--steps 0 writes an untrained one)"
         )
-    if found is None:
-        raise ArtifactError(f"teacher {name!r}: neither a directory nor a preset ({', '.join(PRESETS)})")
+    found = found or Path(name)
+    require_directory(found, "the teacher's checkpoint, as train writes it")
+    if is_onnx_directory(found):
+        raise ArtifactError(f"{found}: is an export; give the checkpoint that it was made from")
     return found
 
 

@@ -139,7 +139,7 @@ def _weight_files(directory: Path) -> list[Path]:
             f"{directory}: only {pickles[0]} found; pickle files can run code and are not read, "
             "convert them to safetensors"
         )
-    raise ArtifactError(f"{directory}: no {WEIGHTS}; is it a finished checkpoint?")
+    raise ArtifactError(f"{directory}: no {WEIGHTS}; give a finished checkpoint, not an export")
 
 
 def quantization_config(directory: Path) -> JsonObject | None:

@@ -144,7 +144,7 @@ def test_a_missing_preset_teacher_says_how_to_make_one(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArtifactError, match="train --model large"):
         resolve_teacher("large")
-    with pytest.raises(ArtifactError, match="neither a directory nor a preset"):
+    with pytest.raises(ArtifactError, match="enormous: no such directory; give the teacher's checkpoint"):
         resolve_teacher("enormous")
 
 

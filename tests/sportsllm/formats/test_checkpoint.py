@@ -93,7 +93,7 @@ def test_pickle_is_never_read(copy: Path) -> None:
 def test_nothing_there(tmp_path: Path, copy: Path) -> None:
     refused(tmp_path / "none", "not found")
     (copy / WEIGHTS).unlink()
-    refused(copy, "is it a finished checkpoint")
+    refused(copy, "give a finished checkpoint")
     (copy / "config.json").write_text("{", encoding="utf-8")
     refused(copy, "not valid JSON")
 
