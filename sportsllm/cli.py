@@ -36,7 +36,9 @@ _EXTRA_OF = {
     "onnxruntime_genai": "genai",
     "optimum": "optimum",
     "pyarrow": "parquet",
+    "starlette": "serve",
     "transformers": "optimum",
+    "uvicorn": "serve",
 }
 _COMPRESS = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "plotly", "jinja2", "huggingface_hub"}
 

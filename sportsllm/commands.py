@@ -36,6 +36,7 @@ COMMANDS = {
     "quantize": Entry("compress.quantize", "Quantize weights to INT8 or INT4."),
     "export": Entry("export.export", "Write ONNX or GGUF, checked against the PyTorch model."),
     "generate": Entry("sportsllm.verbs.generate", "Stream text, or the answer to a message."),
+    "serve": Entry("sportsllm.verbs.serve", "Serve exports by OpenAI's API, with a page."),
     "eval": Entry("sportsllm.verbs.eval", "Perplexity, bits per byte and multiple-choice accuracy."),
     "bench": Entry("benchmarks.bench", "Latency, memory and size; with --target, a verdict."),
     "fit": Entry("benchmarks.fit", "Find and make the best model for a device's budget."),

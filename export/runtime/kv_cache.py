@@ -98,19 +98,19 @@ class Cache:
         self.lengths = [0] * batch
         self._session, self._vocab_size = session, vocab_size
         self._bindings: dict[tuple[int, int], ort.IOBinding] = {}
-        self._step: _Step | None = None
+        self._steps: dict[tuple[int, int], _Step] = {}
 
     def _allocate(self, tensors: Sequence[CachedTensor], batch: int, length: int) -> dict[str, Array]:
         return _empty_buffers(tensors, batch, length)
 
-    def step(self, tokens: Sequence[int]) -> Logits | None:
-        """(B, V) logits after one token more of every sequence, overwritten by the next step; None, and nothing is
-        run, if a step cannot be bound once for all."""
-        if self._step is None:
-            self._step = _Step(
-                self._session, self._binding(slice(None)), len(self.lengths), self.length, self._vocab_size
-            )
-        return self._step.run(tokens, self.lengths)
+    def step(self, tokens: Sequence[int], first: int = 0) -> Logits | None:
+        """(B, V) logits after one token more of the B sequences from `first`, overwritten by their next step; None,
+        and nothing is run, if a step cannot be bound once for all."""
+        rows = slice(first, first + len(tokens))
+        if (step := self._steps.get((rows.start, rows.stop))) is None:
+            step = _Step(self._session, self._binding(rows), len(tokens), self.length, self._vocab_size)
+            self._steps[rows.start, rows.stop] = step
+        return step.run(tokens, self.lengths[rows])
 
     def bind(self, rows: slice, new: int) -> ort.IOBinding:
         """The binding of some sequences' buffers, for a run that adds `new` tokens to each."""
@@ -199,7 +199,7 @@ class ConcatCache(Cache):
         self._room = {name: (np.empty_like(buffer), np.empty_like(buffer)) for name, buffer in self.buffers.items()}
         self._presents: dict[str, Array] = {}  # of the run that is bound
 
-    def step(self, tokens: Sequence[int]) -> None:
+    def step(self, tokens: Sequence[int], first: int = 0) -> None:
         """None: every step has a past of another shape."""
 
     def bind(self, rows: slice, new: int) -> ort.IOBinding:
@@ -273,7 +273,8 @@ class DeviceCache(Cache):
             ) from None
         return {}
 
-    def step(self, tokens: Sequence[int]) -> Logits:
+    def step(self, tokens: Sequence[int], first: int = 0) -> Logits:
+        assert first == 0
         for row, (token, length) in enumerate(zip(tokens, self.lengths, strict=True)):
             binding = self.bind(slice(row, row + 1), 1)
             ids, mask = np.array([[token]], dtype=np.int64), np.ones((1, length + 1), dtype=np.int64)

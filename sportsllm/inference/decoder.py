@@ -217,24 +217,38 @@ def generate(
             logits = decoder.step([token])[0]
 
 
-def until(chunks: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """Yield text as it comes, up to the one of `stops` that is complete first, however the chunks cut it.
+class StopSearch:
+    """Looks for the first complete one of `stops` in text that comes in chunks, however they cut it.
 
-    The end of what has come is held back as long as it may be the beginning of a stop. No chunk is
-    asked for after a stop.
+    Attributes:
+        held: the end of what has come, held back as long as it may be the beginning of a stop.
     """
-    held = ""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self.held = stops, ""
+
+    def push(self, chunk: str) -> tuple[str, bool]:
+        """The text that is now known to lie before any stop, and whether a stop follows it."""
+        self.held += chunk
+        found = [(place + len(stop), place) for stop in self._stops if (place := self.held.find(stop)) >= 0]
+        if found:
+            return self.held[: min(found)[1]], True
+        keep = max((n for stop in self._stops for n in range(len(stop)) if self.held.endswith(stop[:n])), default=0)
+        text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        return text, False
+
+
+def until(chunks: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+    """Yield text as it comes, up to the one of `stops` that is complete first; see `StopSearch`.
+
+    No chunk is asked for after a stop.
+    """
+    search = StopSearch(stops)
     for chunk in chunks:
-        held += chunk
-        complete = [(place + len(stop), place) for stop in stops if (place := held.find(stop)) >= 0]
-        if complete:
-            _, place = min(complete)
-            if place:
-                yield held[:place]
+        text, stopped = search.push(chunk)
+        if text:
+            yield text
+        if stopped:
             return
-        keep = max((n for stop in stops for n in range(len(stop)) if held.endswith(stop[:n])), default=0)
-        if len(held) > keep:
-            yield held[: len(held) - keep]
-            held = held[len(held) - keep :]
-    if held:
-        yield held
+    if search.held:
+        yield search.held

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from threading import Timer
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -110,6 +111,17 @@ def _answers(
     directory: Path, conversations: Sequence[Messages], special: Sequence[str] | None = None
 ) -> Iterator[JsonObject]:
     """What the child process says of each conversation: `text` (and `replies`, given `special`), or a `problem`."""
+    header = _header(directory, special)
+    done = 0
+    while done < len(conversations):
+        part = conversations[done : done + _AT_ONCE]
+        answers = _run([header, *([dict(each) for each in messages] for messages in part)], directory)
+        yield from answers
+        done += len(answers)
+
+
+def _header(directory: Path, special: Sequence[str] | None = None) -> JsonObject:
+    """What the child process is told first."""
     template, settings = find_template(directory)
     if template is None:
         raise ArtifactError(
@@ -121,22 +133,61 @@ def _answers(
         raise ModuleNotFoundError("jinja2", name="jinja2")
     special_names = {key: value for key, value in settings.items() if key.endswith("_token")}
     names = {key: each.get("content") if isinstance(each, dict) else each for key, each in special_names.items()}
-    header = {"template": template, "names": names, "special": special, "seconds": _MOST_SECONDS}
-    done = 0
-    while done < len(conversations):
-        part = conversations[done : done + _AT_ONCE]
-        answers = _run([header, *([dict(each) for each in messages] for messages in part)], directory)
-        yield from answers
-        done += len(answers)
+    return {"template": template, "names": names, "special": special, "seconds": _MOST_SECONDS}
+
+
+class ChatRenderer:
+    """Renders conversations as `render_chat` does, in a child process that stays for the next one."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._header = directory, _header(directory)
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, messages: Messages) -> str:
+        """The text up to where the model's answer begins.
+
+        Raises:
+            ArtifactError: the template fails, exceeds the bounds or refuses these messages.
+        """
+        if self._child is None or self._child.poll() is not None:
+            pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+            self._child = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, stderr=nowhere, cwd=_ROOT)
+            self._send(self._child, self._header)
+        late = Timer(_LONGEST_S, self._child.kill)
+        late.start()
+        try:
+            self._send(self._child, [dict(message) for message in messages])
+            line = self._child.stdout.readline() if self._child.stdout else b""
+        finally:
+            late.cancel()
+        answer = parse_json(line, self._directory) if line else {"problem": f"it takes longer than {_MOST_SECONDS} s"}
+        if "problem" in answer:
+            raise ArtifactError(f"the chat template fails ({clip(answer['problem'], 200)})")
+        return str(answer["text"])
+
+    @staticmethod
+    def _send(child: subprocess.Popen[bytes], data: object) -> None:
+        with suppress(BrokenPipeError):
+            assert child.stdin is not None
+            child.stdin.write(json.dumps(data).encode() + b"\n")
+            child.stdin.flush()
+
+    def close(self) -> None:
+        """End the child process."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.communicate()
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+_COMMAND = [sys.executable, "-c", f"from {__name__} import _render_requests; _render_requests()"]
 
 
 def _run(requests: Sequence[object], directory: Path) -> list[JsonObject]:
     """Answers to the first conversations, one at least: a child that stops at another has to be asked again."""
-    command = [sys.executable, "-c", f"from {__name__} import _render_requests; _render_requests()"]
     sent = "".join(json.dumps(request) + "\n" for request in requests).encode()
-    root = Path(__file__).resolve().parents[2]
     try:
-        done = subprocess.run(command, input=sent, capture_output=True, timeout=_LONGEST_S, cwd=root)
+        done = subprocess.run(_COMMAND, input=sent, capture_output=True, timeout=_LONGEST_S, cwd=_ROOT)
         output, late = done.stdout, done.returncode == -getattr(signal, "SIGXCPU", 0)
     except subprocess.TimeoutExpired as error:
         output, late = error.stdout or b"", True

@@ -6,7 +6,7 @@ Imports no torch.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -169,13 +169,23 @@ class TextTokenizer:
         """Text of ids; special tokens give nothing."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def piece(self, token: int) -> str:
+        """Text of one token behind others, with its space; what a special token is spelled like."""
+        anchor = self.encode("a")[-1:]
+        text = self.decode([*anchor, token])[len(self.decode(anchor)) :]
+        return text or self._tokenizer.id_to_token(token) or ""
+
     def decode_stream(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
         """Text as its tokens arrive, never half a character; `prompt` is context and is not yielded."""
-        stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
+        decode = self.decoder(prompt)
         for token in tokens:
-            piece = stream.step(self._tokenizer, token)
-            if piece:
+            if piece := decode(token):
                 yield piece
+
+    def decoder(self, prompt: Sequence[int]) -> Callable[[int], str]:
+        """A function from the next token to the text that it completes, never half a character."""
+        stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
+        return lambda token: stream.step(self._tokenizer, token) or ""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digits: str = "grouped") -> TextTokenizer:

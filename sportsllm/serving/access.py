@@ -1,0 +1,110 @@
+"""Who may call the server, and what a refusal looks like."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sportsllm.serving.replies import encode_json
+from sportsllm.serving.requests import ApiError
+
+_PUBLIC = ("/", "/health", "/models", "/v1/models")  # without a key
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask what.
+
+    Attributes:
+        host: the name or address that the server listens on.
+        api_key: a secret to be sent as bearer token or x-api-key; None lets everybody in.
+        origins: of other pages that may call the server from a browser; `*` is any.
+    """
+
+    host: str = "127.0.0.1"
+    api_key: str | None = None
+    origins: tuple[str, ...] = ()
+
+    def check(self, request: Request) -> str | None:
+        """Refuse strangers; returns the origin of another page that is let in.
+
+        Raises:
+            ApiError: a host that is not this machine (DNS rebinding), another page's origin, a wrong key.
+        """
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if not self._is_ours(host):
+            raise ApiError(403, "the Host header does not name this server", "permission_error")
+        foreign = origin is not None and origin.partition("://")[2] != host
+        if foreign and origin not in self.origins and "*" not in self.origins:
+            raise ApiError(403, "pages of other origins may not call this server", "permission_error")
+        if self.api_key is not None and request.method != "OPTIONS" and request.url.path not in _PUBLIC:
+            bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+            given = bearer or request.headers.get("x-api-key", "")
+            if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+                raise ApiError(401, "Invalid API Key", "authentication_error")
+        return origin if foreign else None
+
+    def _is_ours(self, header: str) -> bool:
+        try:
+            name = urlsplit(f"//{header}").hostname or ""
+            machine = socket.gethostname().lower()
+            if name in ("localhost", machine, f"{machine}.local", self.host.lower()):
+                return True
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def guard(self, app: Any) -> Any:
+        """An ASGI application that lets checked requests through to `app`, and adds headers to the replies."""
+
+        async def guarded(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            request, inner, added = Request(scope), app, _HEADERS
+            try:
+                if (origin := self.check(request)) is not None:
+                    added = {**_HEADERS, "Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+                    if request.method == "OPTIONS":
+                        allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": "*"}
+                        inner = Response(headers=allowed)
+            except ApiError as error:
+                inner = refusal(request, error)
+
+            async def send_with_headers(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in added.items())]
+                await send(message)
+
+            await inner(scope, receive, send_with_headers)
+
+        return guarded
+
+
+def refusal(_request: Request, error: Exception) -> Response:
+    """The reply to a request that fails."""
+    if isinstance(error, HTTPException):
+        error = ApiError(
+            error.status_code,
+            str(error.detail),
+            "not_found_error" if error.status_code == 404 else "invalid_request_error",
+        )
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "internal error; the server's log says more", "server_error")
+    headers = {} if error.retry_s is None else {"Retry-After": str(error.retry_s)}
+    return Response(encode_json(error.body), error.status, headers, "application/json")

@@ -1,0 +1,281 @@
+"""The server's endpoints: OpenAI's, llama-server's helpers, metrics, and the page."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from sportsllm.process_memory import peak_rss_bytes
+from sportsllm.serving.access import Access, refusal
+from sportsllm.serving.engine import Engine, Job, Piece, QueueFull
+from sportsllm.serving.models import ServedModel
+from sportsllm.serving.replies import Json, Reply, encode_json
+from sportsllm.serving.requests import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse_request,
+)
+from sportsllm.serving.sampler import TokenScore
+
+MOST_BODY_BYTES = 2_000_000
+BODY_S = 30.0
+Record = TypeVar("Record")
+
+
+class Mailbox:
+    """Pieces of one request's jobs, from the engine's thread to the event loop."""
+
+    def __init__(self) -> None:
+        self._pieces, self._news = deque[Piece](), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, piece: Piece) -> None:
+        """In the engine's thread."""
+        self._pieces.append(piece)
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def pieces(self, jobs: int) -> AsyncIterator[Piece]:
+        """All pieces until that many jobs have ended.
+
+        Raises:
+            ApiError: one of them failed.
+        """
+        while jobs:
+            await self._news.wait()
+            self._news.clear()
+            while self._pieces:
+                piece = self._pieces.popleft()
+                if piece.finish in ("error", "timeout", "cancelled"):
+                    raise ApiError(500, f"generation ended: {piece.finish}", "server_error")
+                jobs -= piece.finish is not None
+                yield piece
+
+
+def _json(data: object) -> Response:
+    return Response(encode_json(data), media_type="application/json")
+
+
+def _event(data: object) -> bytes:
+    return b"data: " + encode_json(data) + b"\n\n"
+
+
+async def read_body(request: Request) -> bytes:
+    """A request's body.
+
+    Raises:
+        ApiError: larger than the bound, or too slow.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MOST_BODY_BYTES:
+                    raise ApiError(413, f"the body is larger than {MOST_BODY_BYTES:,} bytes")
+    except TimeoutError:
+        raise ApiError(408, f"the body took longer than {BODY_S:.0f} s") from None
+    return bytes(body)
+
+
+class Server:
+    """The endpoints over loaded models; requests that name none of them go to the first."""
+
+    def __init__(self, models: Sequence[ServedModel], access: Access) -> None:
+        self._models, self._access = {model.name: model for model in models}, access
+
+    def app(self) -> Any:
+        """The ASGI application."""
+        posts = {
+            "/chat/completions": partial(self._generate, kind=ChatRequest),
+            "/completions": partial(self._generate, kind=CompletionRequest),
+        }
+        routes = [
+            Route(f"{root}{path}", call, methods=["POST"]) for root in ("/v1", "") for path, call in posts.items()
+        ]
+        routes += [
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/apply-template", self._apply_template, methods=["POST"]),
+        ]
+        gets = {"/v1/models": self._list, "/models": self._list, "/v1/models/{name:path}": self._show}
+        gets |= {"/health": self._health, "/props": self._props, "/metrics": self._metrics}
+        routes += [Route(path, call) for path, call in gets.items()]
+        handlers = dict.fromkeys((ApiError, HTTPException, Exception), refusal)
+        return self._access.guard(Starlette(routes=routes, exception_handlers=handlers))
+
+    def _find(self, name: str) -> ServedModel:
+        """The model of that name; with one model, any name is its own, as clients send what they are used to."""
+        if name in self._models or (name and len(self._models) > 1):
+            return self._named(name)
+        return next(iter(self._models.values()))
+
+    def _named(self, name: str) -> ServedModel:
+        if name not in self._models:
+            message = f"no such model; this server has {', '.join(self._models)}"
+            raise ApiError(404, message, "not_found_error", param="model")
+        return self._models[name]
+
+    async def _health(self, _: Request) -> Response:
+        if not all(model.ready for model in self._models.values()):
+            raise ApiError(503, "Loading model", "unavailable_error", retry_s=1)
+        return _json({"status": "ok"})
+
+    async def _list(self, _: Request) -> Response:
+        models = [_described(model) for model in self._models.values()]
+        return _json({"object": "list", "data": models})
+
+    async def _show(self, request: Request) -> Response:
+        return _json(_described(self._named(request.path_params["name"])))
+
+    async def _props(self, request: Request) -> Response:
+        model = self._find(request.query_params.get("model", ""))
+        slots = model.engine.slots
+        fields = (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+        defaults = {name: CompletionRequest.model_fields[name].default for name in fields}
+        settings = {"n_ctx": slots.room, "params": defaults}
+        more = {"chat_template": model.template, "peak_rss_bytes": peak_rss_bytes()}
+        return _json(
+            {"model_alias": model.name, "total_slots": slots.slots, "default_generation_settings": settings} | more
+        )
+
+    async def _metrics(self, _: Request) -> Response:
+        lines = list[str]()
+        for name, kind, text, value in METRICS:
+            lines += [f"# HELP sportsllm_{name} {text}", f"# TYPE sportsllm_{name} {kind}"]
+            for model in self._models.values():
+                if model.ready:
+                    label = model.name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+                    lines.append(f'sportsllm_{name}{{model="{label}"}} {value(model.engine)}')
+        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = parse_request(TokenizeRequest, await read_body(request))
+        model = self._find(body.model)
+        tokens = await _in_worker(model, model.tokenizer.encode, body.content, body.parse_special)
+        tokens = [model.tokenizer.begin_id, *tokens] if body.add_special else tokens
+        if body.with_pieces:
+            return _json({"tokens": [{"id": token, "piece": model.tokenizer.piece(token)} for token in tokens]})
+        return _json({"tokens": tokens})
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = parse_request(DetokenizeRequest, await read_body(request))
+        model = self._find(body.model)
+        if max(body.tokens, default=0) >= model.engine.slots.config.vocab_size:
+            raise ApiError(400, "tokens: one lies outside the vocabulary", param="tokens")
+        return _json({"content": await _in_worker(model, model.tokenizer.decode, body.tokens)})
+
+    async def _apply_template(self, request: Request) -> Response:
+        body = parse_request(Conversation, await read_body(request))
+        model = self._find(body.model)
+        return _json({"prompt": await _in_worker(model, model.render, body.messages)})
+
+    async def _generate(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
+        body, mailbox = parse_request(kind, await read_body(request)), Mailbox()
+        model = self._find(body.model)
+        jobs = await _in_worker(model, model.jobs, body, mailbox.put)
+        try:
+            model.engine.submit(jobs)
+        except QueueFull as full:
+            raise ApiError(429, "too many requests wait; try again", "rate_limit_error", retry_s=full.retry_s) from None
+        reply = Reply(kind is ChatRequest, model.name, model.tokenizer)
+        begins = model.echoed(body, jobs)
+        if body.stream:
+            events = self._events(reply, model, mailbox, jobs, begins, body.stream_options.include_usage)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        work = asyncio.ensure_future(self._whole(reply, mailbox, jobs, begins))
+        gone = asyncio.ensure_future(request.receive())  # all that can still come is that the client leaves
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientDisconnect
+            return _json(work.result())
+        finally:
+            model.engine.cancel(jobs)
+            work.cancel()
+            gone.cancel()
+
+    @staticmethod
+    async def _whole(reply: Reply, mailbox: Mailbox, jobs: list[Job], begins: list[str]) -> Json:
+        scores: list[list[TokenScore] | None] = [None if job.top is None else [] for job in jobs]
+        async for piece in mailbox.pieces(len(jobs)):
+            begins[piece.job.index] += piece.text
+            if (scored := scores[piece.job.index]) is not None:
+                scored += piece.scores
+        return reply.whole(begins, scores, jobs)
+
+    @staticmethod
+    async def _events(
+        reply: Reply, model: ServedModel, mailbox: Mailbox, jobs: list[Job], begins: list[str], usage: bool
+    ) -> AsyncIterator[bytes]:
+        try:
+            for job, begin in zip(jobs, begins, strict=True):
+                if reply.chat or begin:
+                    yield _event(reply.chunk(job.index, begin or None, (), None))
+            async for piece in mailbox.pieces(len(jobs)):
+                if piece.text or piece.scores:
+                    yield _event(reply.chunk(piece.job.index, piece.text, piece.scores, None))
+                if piece.finish:
+                    yield _event(reply.chunk(piece.job.index, None, (), piece.finish))
+            if usage:
+                yield _event(reply.usage_chunk(jobs))
+            yield b"data: [DONE]\n\n"
+        except ApiError as error:
+            yield _event(error.body)
+        finally:
+            model.engine.cancel(jobs)
+
+
+METRICS: tuple[tuple[str, str, str, Callable[[Engine], float]], ...] = (
+    ("prompt_tokens_total", "counter", "Prompt tokens read.", lambda engine: engine.counts["prompt_tokens"]),
+    (
+        "cached_tokens_total",
+        "counter",
+        "Prompt tokens taken from the cache.",
+        lambda engine: engine.counts["cached_tokens"],
+    ),
+    ("generated_tokens_total", "counter", "Tokens generated.", lambda engine: engine.counts["generated_tokens"]),
+    ("sequences_total", "counter", "Sequences ended.", lambda engine: engine.counts["finished"]),
+    ("refused_total", "counter", "Sequences refused, since too many waited.", lambda engine: engine.counts["refused"]),
+    ("busy_seconds_total", "counter", "Time in which the model ran.", lambda engine: engine.counts["busy_us"] / 1e6),
+    ("running", "gauge", "Sequences that have a slot.", lambda engine: len(engine.running)),
+    ("waiting", "gauge", "Sequences that wait for a slot.", lambda engine: len(engine.waiting)),
+    ("prefix_cache_bytes", "gauge", "Size of the prefix cache.", lambda engine: engine.prefixes.size_bytes),
+)
+"""Name, kind, explanation and value of what `/metrics` reports for each model."""
+
+
+def _described(model: ServedModel) -> Json:
+    entry: Json = {"id": model.name, "object": "model", "created": model.created, "owned_by": "sportsllm-compress"}
+    if model.ready:
+        config = model.engine.slots.config
+        context = {"n_ctx": model.engine.slots.room, "n_ctx_train": config.max_position_embeddings}
+        entry["meta"] = {"n_vocab": config.vocab_size, "n_embd": config.hidden_size} | context
+    return entry
+
+
+async def _in_worker(model: ServedModel, call: Callable[..., Record], *arguments: Any) -> Record:
+    """The result of a call in the model's thread for text."""
+    return await asyncio.get_running_loop().run_in_executor(model.worker, partial(call, *arguments))

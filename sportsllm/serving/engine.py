@@ -1,0 +1,304 @@
+"""The scheduler: sequences that wait, read their prompts and are decoded together over one loaded model.
+
+A thread runs the model. Between two steps new sequences join and finished or abandoned ones leave; prompts are read in
+chunks between the steps, one at a time, so that running streams go on. (Continuous batching:
+https://www.usenix.org/conference/osdi22/presentation/yu)
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from threading import Condition, Lock
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sportsllm.inference.decoder import Logits, StopSearch, log_softmax
+from sportsllm.models.config import ModelConfig
+from sportsllm.serving.prefixes import PrefixCache, shared_length
+from sportsllm.serving.sampler import Sampler, TokenScore, score_token
+
+STEP_ROWS = 8
+"""Sequences decoded in one run. The kernels give up to 8 the logits of one alone, and 16 take longer than twice 8."""
+PROMPT_CHUNK = 64
+"""Tokens of a prompt read between two steps of others: 5% slower than the runtime's 128, half the pause."""
+LONGEST_S = 600.0
+"""Until a sequence is given up, waiting included."""
+
+Array = npt.NDArray[Any]
+
+
+class Slots(Protocol):
+    """A model whose cache has a slot for each running sequence; see `export.runtime.slots.SlotDecoder`."""
+
+    config: ModelConfig
+    slots: int
+    room: int
+    prefill_chunk: int
+    recurrent: bool
+
+    def length(self, slot: int) -> int: ...
+    def clear(self, slot: int) -> None: ...
+    def read(self, slot: int, tokens: Sequence[int], every: bool = False) -> Logits: ...
+    def step_slots(self, first: int, tokens: Sequence[int]) -> Logits: ...
+    def view(self, slot: int) -> list[Array]: ...
+    def restore(self, slot: int, saved: Sequence[Array], length: int) -> None: ...
+    def move(self, source: int, target: int) -> None: ...
+
+
+class Piece(NamedTuple):
+    """What the engine has to say of a sequence: new text, scores of new tokens, and why it ended, if it did."""
+
+    job: Job
+    text: str = ""
+    scores: tuple[TokenScore, ...] = ()
+    finish: str | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """A sequence to generate.
+
+    Attributes:
+        prompt, most: token ids, and the number of tokens to generate.
+        sampler, decode, search, stop_tokens: choose the next token, make text of it, and look for its end.
+        deliver: called in the engine's thread.
+        top: most likely tokens whose log probabilities are wanted too; None without log probabilities.
+        echo: scores of the prompt's tokens are wanted too.
+        reuse: the prompt's beginning may be taken from the prefix cache.
+        index: number of the choice in its request.
+        ids, read, cached: the prompt and the tokens so far, how many are read, and how many were in the cache.
+    """
+
+    prompt: list[int]
+    most: int
+    sampler: Sampler
+    decode: Callable[[int], str]
+    search: StopSearch
+    stop_tokens: frozenset[int]
+    deliver: Callable[[Piece], None]
+    top: int | None = None
+    echo: bool = False
+    reuse: bool = True
+    index: int = 0
+    cancelled: bool = False
+    ids: list[int] = field(default_factory=list)
+    read: int = 0
+    cached: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+    began: float = 0.0
+    first: float = 0.0
+    ended: float = 0.0
+    finish: str | None = None
+    before: Logits | None = None  # log probabilities after the last chunk of an echoed prompt
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.prompt)
+
+    @property
+    def generated(self) -> int:
+        """Tokens so far."""
+        return len(self.ids) - len(self.prompt)
+
+    @property
+    def read_s(self) -> float:
+        """Time in which the prompt was read."""
+        return max(0.0, self.first - self.began)
+
+    @property
+    def decode_s(self) -> float:
+        """Time from the first token to the end, or until now."""
+        return max(0.0, (self.ended or time.perf_counter()) - self.first) if self.first else 0.0
+
+
+class QueueFull(Exception):
+    """No more sequences may wait; `retry_s` is when to ask again."""
+
+    def __init__(self, retry_s: int) -> None:
+        super().__init__(retry_s)
+        self.retry_s = retry_s
+
+
+class Engine:
+    """Runs the jobs of one model.
+
+    Args:
+        slots: the model.
+        cache_bytes: bound of the prefix cache.
+        most_waiting: jobs that may wait for a slot.
+        turn: held while the model runs, so that several models take turns.
+    """
+
+    def __init__(self, slots: Slots, cache_bytes: int, most_waiting: int, turn: Lock) -> None:
+        self.slots, self.prefixes = slots, PrefixCache(cache_bytes, slots.recurrent)
+        self.counts, self.most_waiting = Counter[str](), most_waiting
+        self.waiting, self.running = deque[Job](), list[Job]()  # a running job's place is its slot
+        self._ready = 0  # the first ones, which have read their prompts; at most one more is reading
+        self._turn, self._news, self._closed = turn, Condition(), False
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue the jobs of a request, all or none.
+
+        Raises:
+            QueueFull: too many wait.
+        """
+        with self._news:
+            if len(self.waiting) + len(jobs) > self.most_waiting + self.slots.slots - len(self.running):
+                self.counts["refused"] += len(jobs)
+                done = max(1, self.counts["finished"])
+                mean_s = self.counts["busy_us"] / 1e6 / done
+                raise QueueFull(min(60, max(1, round(mean_s * len(self.waiting)))))
+            self.waiting.extend(jobs)
+            self._news.notify()
+
+    def cancel(self, jobs: Iterable[Job]) -> None:
+        """Give jobs up; they leave before the next step."""
+        with self._news:
+            for job in jobs:
+                job.cancelled = True
+            self._news.notify()
+
+    def close(self) -> None:
+        """Let `run` return."""
+        with self._news:
+            self._closed = True
+            self._news.notify()
+
+    def run(self) -> None:
+        """Work until `close`; whatever goes wrong ends the running jobs alone."""
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._closed or self.waiting or self.running)
+                if self._closed:
+                    return
+            began = time.perf_counter()
+            try:
+                self._advance()
+            except Exception:
+                traceback.print_exc()
+                for job in self.running:
+                    job.deliver(Piece(job, finish="error"))
+                self.running, self._ready = [], 0
+            self.counts["busy_us"] += round((time.perf_counter() - began) * 1e6)
+
+    def _advance(self) -> None:
+        """Let jobs leave and join, then read a chunk of a prompt and decode a token of each running job."""
+        late = time.perf_counter() - LONGEST_S
+        for job in [job for job in self.running if job.cancelled or job.arrived < late]:
+            self._leave(job, "cancelled" if job.cancelled else "timeout")
+        with self._news:
+            gone = [job for job in self.waiting if job.cancelled or job.arrived < late]
+            self.waiting = deque(job for job in self.waiting if job not in gone)
+            if self.waiting and len(self.running) == self._ready < self.slots.slots:
+                self.running.append(self.waiting.popleft())
+                self.running[-1].began = time.perf_counter()
+        for job in gone:
+            job.deliver(Piece(job, finish="cancelled" if job.cancelled else "timeout"))
+        if self._ready < len(self.running):
+            self._read_prompt(self.running[self._ready])
+        self._step()
+
+    def _read_prompt(self, job: Job) -> None:
+        slot = self._ready
+        if not job.read:
+            self.slots.clear(slot)
+            if job.reuse and not job.echo:
+                self._reuse(job, slot)
+        # Chunks end where the runtime's end, and none is so short that other kernels read it than the whole prompt's:
+        # the logits are those of a prompt that is read alone.
+        whole = self.slots.prefill_chunk
+        left = min(len(job.prompt), (job.read // whole + 1) * whole) - job.read
+        size = left if not self._ready or left <= PROMPT_CHUNK + STEP_ROWS else PROMPT_CHUNK
+        chunk = job.prompt[job.read : job.read + size]
+        with self._turn:
+            logits_TV = self.slots.read(slot, chunk, job.echo)
+        scores = self._prompt_scores(job, chunk, logits_TV) if job.echo else ()
+        job.read += len(chunk)
+        self.counts["prompt_tokens"] += len(chunk)
+        if scores:
+            job.deliver(Piece(job, scores=tuple(scores)))
+        if job.read == len(job.prompt):
+            job.first = time.perf_counter()
+            self._ready += 1
+            if (finish := self._take(job, logits_TV[-1])) is not None:
+                self._leave(job, finish)
+
+    def _reuse(self, job: Job, slot: int) -> None:
+        """Take the prompt's beginning from a running sequence or from the prefix cache, whichever shares more."""
+        prompt = np.array(job.prompt[:-1], dtype=np.int64)
+        best, saved = self.prefixes.find(job.prompt)
+        arrays = saved.arrays if saved is not None else []
+        for other, running in enumerate(self.running[:slot]):
+            held = self.slots.length(other)
+            shared = shared_length(np.array(running.ids[:held], dtype=np.int64), prompt)
+            if shared > best and (not self.slots.recurrent or shared == held):
+                best, arrays = shared, self.slots.view(other)
+        if best:
+            self.slots.restore(slot, arrays, best)
+            job.read = job.cached = best
+            self.counts["cached_tokens"] += best
+
+    def _prompt_scores(self, job: Job, chunk: Sequence[int], logits_TV: Logits) -> list[TokenScore]:
+        """Scores of a chunk's tokens: the first needs the logits before it, which the chunk before has left."""
+        scored = log_softmax(logits_TV)
+        before = [] if job.before is None else [job.before]
+        rows = [*before, *scored[:-1]]
+        job.before = scored[-1].copy()
+        first = [] if before else [TokenScore(chunk[0], None, [])]
+        return first + [
+            score_token(row, token, job.top or 0) for row, token in zip(rows, chunk[len(first) :], strict=True)
+        ]
+
+    def _step(self) -> None:
+        """Decode a token of each job that has read its prompt."""
+        ended = list[tuple[Job, str]]()
+        for first in range(0, self._ready, STEP_ROWS):
+            jobs = self.running[first : min(first + STEP_ROWS, self._ready)]
+            with self._turn:
+                logits_BV = self.slots.step_slots(first, [job.ids[-1] for job in jobs])
+            for job, logits_V in zip(jobs, logits_BV, strict=True):
+                if (finish := self._take(job, logits_V)) is not None:
+                    ended.append((job, finish))
+        for job, finish in ended:
+            self._leave(job, finish)
+
+    def _take(self, job: Job, logits_V: Logits) -> str | None:
+        """Choose a job's next token and deliver its text; returns why the job ends, if it does."""
+        if job.generated == job.most:
+            return "length"
+        token = job.sampler.choose(logits_V, job.ids)
+        if token in job.stop_tokens:
+            return "stop"
+        job.ids.append(token)
+        self.counts["generated_tokens"] += 1
+        text, stopped = job.search.push(job.decode(token))
+        scores = () if job.top is None else (score_token(log_softmax(logits_V), token, job.top),)
+        if text or scores:
+            job.deliver(Piece(job, text, scores))
+        if stopped:
+            job.search.held = ""
+        return "stop" if stopped or job.sampler.complete else "length" if job.generated == job.most else None
+
+    def _leave(self, job: Job, finish: str) -> None:
+        """End a running job: keep what its slot holds, and let the last one move into the slot."""
+        slot, last = self.running.index(job), self._ready - 1
+        held = self.slots.length(slot) if job.read else 0
+        if job.reuse and held:
+            self.prefixes.keep(job.ids[:held], self.slots.view(slot))
+        if slot <= last:
+            if slot < last:
+                self.slots.move(last, slot)
+                self.running[slot] = self.running[last]
+            if len(self.running) > self._ready:  # the one that reads its prompt
+                self.slots.move(self._ready, last)
+                self.running[last] = self.running[self._ready]
+            self._ready = last
+        self.running.pop()
+        job.ended, job.finish = time.perf_counter(), finish
+        self.counts["finished"] += 1
+        job.deliver(Piece(job, job.search.held, finish=finish))

@@ -1,0 +1,207 @@
+"""A served model: loads and runs in a thread, renders and encodes prompts, and makes the sequences of a request."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from threading import Lock, Thread
+
+from sportsllm.console import log
+from sportsllm.errors import SportsLLMError
+from sportsllm.inference.decoder import StopSearch
+from sportsllm.serving.engine import Engine, Job, Piece, Slots
+from sportsllm.serving.requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, Message
+from sportsllm.serving.sampler import Constraints, Sampler
+from sportsllm.text.chat import ChatRenderer, find_template
+from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
+
+_TURN_END = "<|im_end|>"  # ChatML, which llama-server too writes for models without a template
+
+
+class ServedModel:
+    """An export behind the server.
+
+    Args:
+        name, directory: what requests call it, and where it is.
+        open_slots: loads it.
+        cache_bytes, most_waiting, turn: see `Engine`.
+
+    Attributes:
+        created, template: when it was made, and its chat template.
+        problem: why it could not be loaded.
+        worker: a thread for templates and the tokenizer, which block for as long as a text is long.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        open_slots: Callable[[Path], Slots],
+        cache_bytes: int,
+        most_waiting: int,
+        turn: Lock,
+    ) -> None:
+        self.name, self.directory = name, directory
+        self.problem: BaseException | None = None
+        self._loaded: tuple[Engine, TextTokenizer] | None = None
+        self._make_engine: Callable[[], Engine] = lambda: Engine(open_slots(directory), cache_bytes, most_waiting, turn)
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix=f"text of {name}")
+        self.created = int((directory / "config.json").stat().st_mtime)
+        self.template = find_template(directory)[0]
+        self._renderer = None if self.template is None else ChatRenderer(directory)
+        if self._renderer is None:
+            log(f"{name} has no chat template; conversations are written as ChatML")
+
+    def start(self, failed: Callable[[], None]) -> None:
+        """Load and run the model in a thread of its own; `failed` is called there if it cannot be loaded."""
+        self._thread = Thread(target=self._run, args=(failed,), name=f"model {self.name}", daemon=True)
+        self._thread.start()
+
+    def _run(self, failed: Callable[[], None]) -> None:
+        try:
+            engine = self._make_engine()
+            self._loaded = engine, load_tokenizer(self.directory, engine.slots.config)
+        except BaseException as error:
+            self.problem = error
+            failed()
+            return
+        engine.run()
+
+    def stop(self) -> None:
+        """End the model's thread and the template's process."""
+        if self._loaded is not None:
+            self._loaded[0].close()
+            self._thread.join(5)
+        self.worker.shutdown(wait=False, cancel_futures=True)
+        if self._renderer is not None:
+            self._renderer.close()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is loaded."""
+        return self._loaded is not None
+
+    @property
+    def engine(self) -> Engine:
+        """Runs its sequences.
+
+        Raises:
+            ApiError: it is not loaded yet.
+        """
+        if self._loaded is None:
+            raise ApiError(503, "Loading model", "unavailable_error", retry_s=1)
+        return self._loaded[0]
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """As `engine`."""
+        assert self.engine is not None and self._loaded is not None
+        return self._loaded[1]
+
+    @cached_property
+    def _stop_tokens(self) -> frozenset[int]:
+        return frozenset([*self.engine.slots.config.stop_token_ids, *self.tokenizer.turn_ends])
+
+    @cached_property
+    def _constraints(self) -> Constraints:
+        try:
+            return Constraints(self.directory, self.engine.slots.config, sorted(self._stop_tokens))
+        except ModuleNotFoundError:
+            message = "constraints need the package llguidance: pip install 'sportsllm-compress[serve]'"
+            raise ApiError(501, message, "not_supported_error") from None
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """A conversation by the chat template, up to where the answer begins.
+
+        Raises:
+            ApiError: the template refuses it.
+        """
+        plain = [message.plain() for message in messages]
+        if self._renderer is None:
+            turns = "".join(f"<|im_start|>{each['role']}\n{each['content']}{_TURN_END}\n" for each in plain)
+            return f"{turns}<|im_start|>assistant\n"
+        try:
+            return self._renderer(plain)
+        except SportsLLMError as error:
+            raise ApiError(400, str(error), param="messages") from None
+
+    def jobs(self, body: ChatRequest | CompletionRequest, deliver: Callable[[Piece], None]) -> list[Job]:
+        """The sequences of a request, `n` for each prompt.
+
+        Raises:
+            ApiError: a prompt beyond the context, or a field that cannot be.
+        """
+        if isinstance(body, ChatRequest):
+            prompts = [self.tokenizer.encode(self.render(body.messages), special=True)]
+            if self._renderer is None:
+                prompts[0].insert(0, self.tokenizer.begin_id)
+            top = body.top_logprobs if body.logprobs else None
+        else:
+            prompts = [self._encode(prompt) for prompt in body.prompts()]
+            top = body.logprobs
+        echo = isinstance(body, CompletionRequest) and body.echo
+        jobs = list[Job]()
+        for prompt in prompts:
+            self._check(prompt)
+            for choice in range(body.n):
+                job = self._job(body, prompt, choice, deliver)
+                job.top, job.echo, job.index = top, echo and top is not None, len(jobs)
+                jobs.append(job)
+        return jobs
+
+    def echoed(self, body: ChatRequest | CompletionRequest, jobs: Sequence[Job]) -> list[str]:
+        """What each choice's text begins with: its prompt if the request wants it back."""
+        if isinstance(body, ChatRequest) or not body.echo:
+            return [""] * len(jobs)
+        prompts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in body.prompts()]
+        return [prompts[job.index // body.n] for job in jobs]
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return [self.tokenizer.begin_id, *self.tokenizer.encode(prompt)]
+
+    def _check(self, prompt: Sequence[int]) -> None:
+        config, room = self.engine.slots.config, self.engine.slots.room
+        if max(prompt) >= config.vocab_size:
+            message = f"prompt: token {max(prompt)} lies outside the vocabulary of {config.vocab_size}"
+            raise ApiError(400, message, param="prompt")
+        if len(prompt) >= room:
+            message = f"the prompt has {len(prompt)} tokens, the context is {room}; shorten it"
+            numbers = {"n_prompt_tokens": len(prompt), "n_ctx": room}
+            raise ApiError(400, message, "exceed_context_size_error", **numbers)
+
+    def _job(self, body: GenerationRequest, prompt: list[int], choice: int, deliver: Callable[[Piece], None]) -> Job:
+        seed = secrets.randbits(32) if body.seed in (None, -1) else int(body.seed or 0)
+        constraint, schema, stops = None, body.schema_text(), body.stops()
+        try:
+            if schema is not None:
+                constraint = self._constraints.json_schema(schema)
+            elif body.regex is not None:
+                constraint = self._constraints.regex(body.regex)
+        except SportsLLMError as error:
+            raise ApiError(400, str(error), param="response_format" if schema else "regex") from None
+        config, room = self.engine.slots.config, self.engine.slots.room - len(prompt)
+        if isinstance(body, ChatRequest) and self._renderer is None:
+            stops = [*stops, _TURN_END]
+        return Job(
+            prompt=prompt,
+            most=room if body.max_tokens in (None, -1) else min(room, int(body.max_tokens or 0)),
+            sampler=Sampler(
+                body.sampling(seed),
+                choice,
+                body.min_p,
+                body.presence_penalty,
+                body.frequency_penalty,
+                body.biases(config.vocab_size),
+                constraint,
+            ),
+            decode=self.tokenizer.decoder(prompt),
+            search=StopSearch(stops),
+            stop_tokens=frozenset() if body.ignore_eos else self._stop_tokens,
+            deliver=deliver,
+            reuse=body.cache_prompt,
+        )

@@ -1,0 +1,204 @@
+"""Bodies of requests as typed records, and refusals in OpenAI's shape.
+
+Fields are OpenAI's and, beyond them, llama-server's. Unknown ones are ignored; null is as good as left out.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+
+from sportsllm.errors import ArtifactError
+from sportsllm.files import as_object, describe, parse_json
+from sportsllm.inference.decoder import Sampling
+
+MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 16, 20
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class ApiError(Exception):
+    """A request that is refused: the status and what the body's `error` says."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", **more: Any) -> None:
+        super().__init__(message)
+        self.status, self.retry_s = status, more.pop("retry_s", None)
+        self.body = {"error": {"message": message, "type": kind, "param": None, "code": status} | more}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+
+class StreamOptions(_Body):
+    """Whether a stream's last chunk carries the usage."""
+
+    include_usage: bool = False
+
+
+class JsonSchema(_Body):
+    """A schema by name."""
+
+    definition: dict[str, Any] | bool = Field(True, alias="schema")
+
+
+class ResponseFormat(_Body):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    definition: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class GenerationRequest(_Body):
+    """What chat and completion have in common. The sampling's defaults are those of `generate`."""
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = Field(None, ge=-1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+    temperature: float = Field(0.7, ge=0, le=100)
+    top_p: float = Field(0.9, gt=0, le=1)
+    top_k: int = Field(50, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=100, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, float] = Field({}, max_length=1024)
+    seed: int | None = Field(None, ge=-1, lt=2**63)
+    stop: str | list[str] = Field([], max_length=MOST_STOPS * 64)
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | bool | None = None
+    regex: str | None = Field(None, max_length=10_000)
+    ignore_eos: bool = False
+    cache_prompt: bool = True
+
+    def sampling(self, seed: int) -> Sampling:
+        """The fields as `generate` knows them."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty, seed)
+
+    def stops(self) -> list[str]:
+        """Texts that end generation.
+
+        Raises:
+            ApiError: an empty one, or too many.
+        """
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        if "" in stops or len(stops) > MOST_STOPS:
+            raise ApiError(400, f"stop: give up to {MOST_STOPS} texts, none of them empty", param="stop")
+        return stops
+
+    def biases(self, vocab_size: int) -> dict[int, float]:
+        """`logit_bias` by token id.
+
+        Raises:
+            ApiError: a key that is none.
+        """
+        if any(not (key.isascii() and key.isdigit() and int(key) < vocab_size) for key in self.logit_bias):
+            raise ApiError(400, f"logit_bias: keys are token ids below {vocab_size}", param="logit_bias")
+        return {int(key): value for key, value in self.logit_bias.items()}
+
+    def schema_text(self) -> str | None:
+        """The JSON schema of the text, without free white space, in which small models lose themselves."""
+        form, schema = self.response_format, self.json_schema
+        if schema is None and form is not None and form.type != "text":
+            schema = form.json_schema.definition if form.json_schema is not None else form.definition
+            schema = {"type": "object"} if schema is None else schema
+        if schema is None:
+            return None
+        guidance = {"x-guidance": {"whitespace_flexible": False}}
+        return json.dumps(guidance | schema if isinstance(schema, dict) else schema)
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `/v1/completions`."""
+
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    echo: bool = False
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt as text or token ids.
+
+        Raises:
+            ApiError: none.
+        """
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            return [self.prompt]  # type: ignore[list-item]
+        if not self.prompt:
+            raise ApiError(400, "prompt: is empty", param="prompt")
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class ContentPart(_Body):
+    """A part of a message; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Body):
+    """A message of a conversation."""
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[ContentPart] | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class Conversation(_Body):
+    """Body of `/apply-template`."""
+
+    model: str = ""
+    messages: list[Message] = Field(min_length=1)
+
+
+class ChatRequest(GenerationRequest, Conversation):
+    """Body of `/v1/chat/completions`."""
+
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_TOP)
+
+
+class TokenizeRequest(_Body):
+    """Body of `/tokenize`."""
+
+    model: str = ""
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(_Body):
+    """Body of `/detokenize`."""
+
+    model: str = ""
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+Record = TypeVar("Record", bound=_Body)
+
+
+def parse_request(kind: type[Record], data: bytes) -> Record:
+    """A body as a record.
+
+    Raises:
+        ApiError: no JSON object, a field is missing or of the wrong type.
+    """
+    try:
+        given = as_object(parse_json(data, "the body", "send a JSON object"), "the body")
+        return kind.model_validate({name: value for name, value in given.items() if value is not None})
+    except ArtifactError as error:
+        raise ApiError(400, str(error)) from None
+    except ValidationError as error:
+        field = error.errors(include_url=False, include_context=False)[0]["loc"][:1]
+        raise ApiError(400, describe(error), param=str(field[0]) if field else None) from None

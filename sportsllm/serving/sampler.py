@@ -1,0 +1,120 @@
+"""How the next token of a request is chosen: penalties, biases, constraints, then `sportsllm.inference.decoder`'s draw.
+
+Shape suffix: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sportsllm.errors import UsageError
+from sportsllm.files import clip
+from sportsllm.inference.decoder import Logits, Sampling, draw, penalize
+from sportsllm.models.config import ModelConfig
+
+
+class TokenScore(NamedTuple):
+    """A token's log probability, None for the first of a text, and the most likely tokens in its place with theirs."""
+
+    token: int
+    log_probability: float | None
+    top: list[tuple[int, float]]
+
+
+class Sampler:
+    """Chooses the tokens of one sequence.
+
+    Args:
+        sampling: temperature, filters, repetition penalty and seed.
+        stream: number of the sequence among those of one seed; the first draws as `generate` does.
+        min_p: smallest probability kept, as a fraction of the largest.
+        presence, frequency: subtracted from the logits of tokens generated before, once and for each time.
+        bias: added to logits by token id.
+        constraint: of the text, see `Constraints`.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        stream: int = 0,
+        min_p: float = 0.0,
+        presence: float = 0.0,
+        frequency: float = 0.0,
+        bias: Mapping[int, float] | None = None,
+        constraint: Any = None,
+    ) -> None:
+        self._sampling, self._min_p, self._presence, self._frequency = sampling, min_p, presence, frequency
+        self._bias, self._constraint = dict(bias or {}), constraint
+        self._random = np.random.default_rng([sampling.seed, stream] if stream else sampling.seed)
+        self._generated = Counter[int]()
+
+    def choose(self, logits_V: Logits, seen: Sequence[int]) -> int:
+        """The next token after those `seen`, prompt included."""
+        logits = penalize(logits_V, seen, self._sampling.repetition_penalty)
+        if self._bias or self._constraint is not None or self._min_p or self._presence or self._frequency:
+            logits = logits.copy()
+        for token, times in self._generated.items() if self._presence or self._frequency else ():
+            logits[token] -= self._presence + self._frequency * times
+        for token, value in self._bias.items():
+            logits[token] += value
+        if self._constraint is not None:
+            allowed = np.frombuffer(self._constraint.compute_bitmask(), dtype=np.uint8)
+            logits[np.unpackbits(allowed, count=len(logits), bitorder="little") == 0] = -np.inf
+        if self._min_p and self._sampling.temperature:
+            logits[logits < logits.max() + self._sampling.temperature * math.log(self._min_p)] = -np.inf
+        token = int(draw(logits[None], self._sampling, self._random.random(1))[0])
+        self._generated[token] += 1
+        if self._constraint is not None:
+            self._constraint.consume_token(token)
+        return token
+
+    @property
+    def complete(self) -> bool:
+        """Whether the constraint allows no further token."""
+        return self._constraint is not None and bool(self._constraint.is_stopped())
+
+
+class Constraints:
+    """Constraints on text by llguidance, for one model's tokenizer.
+
+    Raises:
+        ModuleNotFoundError: llguidance is not installed.
+    """
+
+    def __init__(self, directory: Path, config: ModelConfig, stop_tokens: Sequence[int]) -> None:
+        from llguidance import LLMatcher, LLTokenizer
+
+        self._matcher = LLMatcher
+        tokenizer = (directory / "tokenizer.json").read_text(encoding="utf-8")
+        self._tokenizer = LLTokenizer(tokenizer, n_vocab=config.vocab_size, eos_token=list(stop_tokens))
+
+    def json_schema(self, schema: str) -> Any:
+        """Text must be JSON that a schema allows."""
+        return self._made(self._matcher.grammar_from_json_schema, schema)
+
+    def regex(self, expression: str) -> Any:
+        """Text must match a regular expression."""
+        return self._made(self._matcher.grammar_from_regex, expression)
+
+    def _made(self, compiled: Callable[[str], str], text: str) -> Any:
+        try:
+            matcher = self._matcher(self._tokenizer, compiled(text), log_level=0)
+            problem = matcher.get_error() if matcher.is_error() else ""
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            raise UsageError(f"the constraint cannot be used: {clip(problem, 300)}")
+        return matcher
+
+
+def score_token(log_probabilities_V: Logits, token: int, top: int) -> TokenScore:
+    """One token's score among log probabilities."""
+    best = np.argpartition(-log_probabilities_V, min(top, len(log_probabilities_V) - 1))[:top]
+    ranked = sorted(((int(each), float(log_probabilities_V[each])) for each in best), key=lambda pair: -pair[1])
+    return TokenScore(token, float(log_probabilities_V[token]), ranked)

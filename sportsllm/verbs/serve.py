@@ -1,0 +1,139 @@
+"""The verb `serve`: exports behind OpenAI's API, with a page to try them. Needs no torch."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Annotated
+
+import typer
+
+from sportsllm import options
+from sportsllm.commands import Result, load_function
+from sportsllm.errors import ArtifactError, ResourceError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeResult(Result):
+    """What a server has done when it ends.
+
+    Attributes:
+        url: where it was.
+        models: their names.
+        sequences, tokens: that it generated.
+    """
+
+    url: str
+    models: list[str]
+    sequences: int
+    tokens: int
+
+
+def serve(
+    directories: Annotated[list[Path], typer.Argument(metavar="EXPORT...", help="Exports.", show_default=False)],
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 is any free one.")] = 8080,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="SPORTSLLM_API_KEY", help="Secret that requests must carry.", show_default="none"),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Web page that may call the server; may be repeated.", show_default="none"),
+    ] = None,
+    parallel: Annotated[int, typer.Option(min=1, max=64, help="Requests that run at once, per model.")] = 4,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Most tokens of a request.", show_default="the model's context")
+    ] = None,
+    cache_mb: Annotated[int, typer.Option(min=0, help="Memory for beginnings that prompts share, per model.")] = 256,
+    kernels: options.Kernels = "auto",
+    threads: options.Threads = None,
+) -> ServeResult:
+    """Serve exports by OpenAI's API, with a page."""
+    import uvicorn
+
+    from sportsllm.console import log
+    from sportsllm.inference.decoder import is_onnx_directory
+    from sportsllm.serving.access import Access
+    from sportsllm.serving.app import Server
+    from sportsllm.serving.models import ServedModel
+
+    names = [path.resolve().name for path in directories]
+    if len(set(names)) < len(names):
+        raise UsageError(f"two exports are called {max(names, key=names.count)}; rename a directory")
+    if api_key == "":
+        raise UsageError("--api-key is empty; give a secret")
+    for path in directories:
+        if not is_onnx_directory(path):
+            raise ArtifactError(f"{path}: not an export; make one of a checkpoint with `export`")
+    open_slots, turn = load_function("export.runtime.slots", "open_slots"), Lock()
+
+    def loaded(path: Path) -> object:
+        return open_slots(path, parallel, context, threads, kernels)
+
+    models = [
+        ServedModel(name, path, loaded, cache_mb * 1_000_000, _waiting(parallel), turn)  # type: ignore[arg-type]
+        for name, path in zip(names, directories, strict=True)
+    ]
+    listening = _listen(host, port)
+    url = f"http://{_shown(host)}:{listening.getsockname()[1]}"
+    app = Server(models, Access(host, api_key, tuple(allow_origin or ()))).app()
+    quiet = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off", "ws": "none"}
+    server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=3, limit_concurrency=512, **quiet))
+
+    def stop_server() -> None:
+        server.should_exit = True
+
+    try:
+        for model in models:
+            model.start(stop_server)
+        log(f"serving {', '.join(names)} at {url}; Ctrl-C ends")
+        server.run(sockets=[listening])
+    except KeyboardInterrupt:  # how servers end
+        pass
+    finally:
+        for model in models:
+            model.stop()
+    for model in models:
+        if model.problem is not None:
+            raise model.problem
+    counts = [model.engine.counts for model in models if model.ready]
+    sequences, tokens = (sum(count[name] for count in counts) for name in ("finished", "generated_tokens"))
+    return ServeResult(url=url, models=names, sequences=sequences, tokens=tokens)
+
+
+def _waiting(parallel: int) -> int:
+    """Sequences that may wait: a few for each that runs, so that none waits for minutes."""
+    return 16 * parallel
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        ResourceError: the port is in use or may not be used.
+        UsageError: no such address.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except socket.gaierror:
+        raise UsageError(f"--host {host}: no such address; give one of this machine") from None
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UsageError(f"--host {host}: not an address of this machine; give 127.0.0.1 or 0.0.0.0") from None
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
+        raise ResourceError(f"--port {port} {reason}; give another") from None
+    return listening
+
+
+def _shown(host: str) -> str:
+    """A host as a URL has it; where every network is meant, this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host

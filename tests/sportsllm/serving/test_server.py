@@ -1,0 +1,347 @@
+"""The server over a tiny export: what it answers, what it refuses, and that company changes nothing."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sportsllm
+from sportsllm.model import LoadedModel
+
+pytest.importorskip("starlette")
+pytest.importorskip("httpx")
+
+import httpx
+import uvicorn
+
+from export.runtime.slots import open_slots
+from sportsllm.serving import app as app_module
+from sportsllm.serving.access import Access
+from sportsllm.serving.app import Server
+from sportsllm.serving.models import ServedModel
+from tests.support.command_line import CommandLine
+from tests.support.models import STORIES
+
+ONCE = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
+KEY = "secret"
+
+
+@pytest.fixture(scope="session")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """stories260K as ONNX."""
+    if not STORIES.exists():
+        pytest.skip("needs the shared data folder")
+    out = tmp_path_factory.mktemp("serve") / "stories"
+    sportsllm.export(STORIES, out=out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def loaded(export: Path) -> LoadedModel:
+    return sportsllm.load(export, threads=1)
+
+
+@pytest.fixture(scope="module")
+def served(export: Path) -> Iterator[ServedModel]:
+    model = start(export)
+    yield model
+    model.stop()
+
+
+@pytest.fixture(scope="module")
+def client(served: ServedModel) -> Iterator[httpx.Client]:
+    with served_by(served) as client:
+        yield client
+
+
+def start(
+    export: Path, slots: int = 4, waiting: int = 64, cache_bytes: int = 10**7, name: str = "stories"
+) -> ServedModel:
+    model = ServedModel(name, export, lambda path: open_slots(path, slots, None, 1), cache_bytes, waiting, Lock())
+    model.start(lambda: None)
+    deadline = time.monotonic() + 30
+    while not model.ready and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert model.problem is None and model.ready
+    return model
+
+
+@contextmanager
+def served_by(*models: ServedModel, access: Access = Access()) -> Iterator[httpx.Client]:  # noqa: B008
+    """A client of a server in this process."""
+    config = uvicorn.Config(Server(models, access).app(), port=0, lifespan="off", log_level="warning")
+    server, listening = uvicorn.Server(config), config.bind_socket()
+    thread = Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    with httpx.Client(base_url=f"http://localhost:{listening.getsockname()[1]}", timeout=60) as client:
+        yield client
+    server.should_exit = True
+    thread.join()
+
+
+def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def complete(client: httpx.Client, **body: Any) -> str:
+    return str(post(client, "/v1/completions", **ONCE | body)["choices"][0]["text"])
+
+
+def events(client: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    lines = client.post(path, json={**body, "stream": True}).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def refusal(client: httpx.Client, status: int, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    reply = client.post(path, json=body)
+    assert reply.status_code == status, reply.text
+    return dict(reply.json()["error"])
+
+
+def test_text_is_that_of_generate(client: httpx.Client, loaded: LoadedModel) -> None:
+    for prompt in ("Once upon a time", "The ball", " ".join(["Tim ran home."] * 30)):
+        expected = "".join(loaded.generate(prompt, max_new_tokens=24, temperature=0))
+        assert complete(client, prompt=prompt) == expected
+        ids = [loaded.tokenizer.begin_id, *loaded.tokenizer.encode(prompt)]
+        assert complete(client, prompt=ids) == expected
+    sampled = "".join(loaded.generate("Once", max_new_tokens=24, temperature=1.1, top_k=0, top_p=0.95, seed=7))
+    fields = {"temperature": 1.1, "top_k": 0, "top_p": 0.95, "seed": 7}
+    assert complete(client, prompt="Once", **fields) == sampled
+
+
+def test_a_stream_is_the_whole(client: httpx.Client) -> None:
+    body = {**ONCE, "n": 2, "temperature": 1, "seed": 3, "logprobs": 2}
+    whole = post(client, "/v1/completions", **body)
+    chunks = events(client, "/v1/completions", **body, stream_options={"include_usage": True})
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 48
+    for index in (0, 1):
+        mine = [each["choices"][0] for each in chunks[:-1] if each["choices"][0]["index"] == index]
+        assert "".join(each["text"] for each in mine) == whole["choices"][index]["text"]
+        assert [each["finish_reason"] for each in mine] == [None] * (len(mine) - 1) + ["length"]
+        tokens = [token for each in mine if each["logprobs"] for token in each["logprobs"]["tokens"]]
+        assert tokens == whole["choices"][index]["logprobs"]["tokens"]
+    assert whole["choices"][0]["text"] != whole["choices"][1]["text"]
+
+
+def test_chat_by_chatml_without_a_template(client: httpx.Client) -> None:
+    messages = [{"role": "system", "content": "Book"}, {"role": "user", "content": [{"type": "text", "text": "Hey"}]}]
+    rendered = "<|im_start|>system\nBook<|im_end|>\n<|im_start|>user\nHey<|im_end|>\n<|im_start|>assistant\n"
+    assert post(client, "/apply-template", messages=messages) == {"prompt": rendered}
+    body = {"messages": messages, "temperature": 0, "max_completion_tokens": 12, "logprobs": True, "top_logprobs": 3}
+    whole = post(client, "/v1/chat/completions", **body)
+    message, scores = whole["choices"][0]["message"], whole["choices"][0]["logprobs"]["content"]
+    assert message == {"role": "assistant", "content": complete(client, prompt=rendered, max_tokens=12)}
+    assert whole["usage"]["prompt_tokens"] == 69 and len(scores) == 12  # as llama.cpp's tests count them
+    assert all(len(each["top_logprobs"]) == 3 and each["logprob"] <= 0 for each in scores)
+    first, *rest = events(client, "/v1/chat/completions", **body)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": None}
+    assert "".join(each["choices"][0]["delta"].get("content", "") for each in rest) == message["content"]
+
+
+def test_a_template_renders_in_a_process_that_stays(export: Path, tmp_path: Path) -> None:
+    from sportsllm.errors import ArtifactError
+    from sportsllm.text.chat import ChatRenderer, render_chat
+
+    template = "{% for m in messages %}{{ raise_exception('no') if m.content == 'bad' else m.content }}|{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    messages = [{"role": "user", "content": "ü"}]
+    renderer = ChatRenderer(tmp_path)
+    for _ in range(2):
+        assert renderer(messages) == render_chat(tmp_path, messages) == "ü|"
+        with pytest.raises(ArtifactError, match="fails"):
+            renderer([{"role": "user", "content": "bad"}])
+    renderer.close()
+    assert renderer(messages) == "ü|"
+    renderer.close()
+
+
+def test_requests_at_once_get_what_they_get_alone(
+    client: httpx.Client, served: ServedModel, loaded: LoadedModel
+) -> None:
+    """Ragged prompts, more requests than slots, some abandoned on the way."""
+    prompts = [" ".join(["One day a cat saw a bird."] * (1 + number % 7)) + f" {number}" for number in range(24)]
+
+    async def ask(there: httpx.AsyncClient, number: int) -> str:
+        body = {**ONCE, "prompt": prompts[number], "max_tokens": 5 + 3 * (number % 6), "cache_prompt": number % 2 == 0}
+        request = asyncio.create_task(there.post("/v1/completions", json=body))
+        if number % 3 == 0:
+            await asyncio.sleep(0.01)
+            request.cancel()
+            return ""
+        return str((await request).json()["choices"][0]["text"])
+
+    async def everybody() -> list[str]:
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as there:
+            return await asyncio.gather(*(ask(there, number) for number in range(24)))
+
+    for number, text in enumerate(asyncio.run(everybody())):
+        if number % 3:
+            tokens = 5 + 3 * (number % 6)
+            expected = "".join(loaded.generate(prompts[number], max_new_tokens=tokens, temperature=0))
+            assert text == expected, number
+    engine = served.engine
+    deadline = time.monotonic() + 10
+    while (engine.running or engine.waiting) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not engine.running and not engine.waiting
+
+
+def test_shared_beginnings_are_read_once_within_a_bound(export: Path) -> None:
+    model, long = start(export, cache_bytes=400_000), " ".join(["Tom had a red ball."] * 20)
+    with served_by(model) as client:
+        first = post(client, "/v1/completions", **ONCE | {"prompt": long})
+        again = post(client, "/v1/completions", **ONCE | {"prompt": f"{long} Then"})
+        assert again["timings"]["cache_n"] == first["usage"]["prompt_tokens"]
+        assert first["timings"]["cache_n"] == 0 and again["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+        for word in ("Cat", "Dog", "Fox"):
+            complete(client, prompt=f"{word} {long}")
+            assert 0 < model.engine.prefixes.size_bytes <= 400_000
+        several = post(client, "/v1/completions", **ONCE | {"prompt": f"Bird {long}", "n": 3, "temperature": 1})
+        assert model.engine.counts["cached_tokens"] > 3 * 100 and len(several["choices"]) == 3
+    model.stop()
+
+
+def test_stops_biases_penalties_and_constraints(client: httpx.Client, loaded: LoadedModel) -> None:
+    text = complete(client)
+    stop = text[10:14]
+    reply = post(client, "/v1/completions", **ONCE | {"stop": ["never", stop]})["choices"][0]
+    assert reply["text"] == text[: text.index(stop)] and reply["finish_reason"] == "stop"
+    token = loaded.tokenizer.encode("z")[-1]
+    assert set(complete(client, logit_bias={str(token): 100}).replace(" ", "")) == {"z"}
+    assert complete(client, repetition_penalty=5) != text
+    assert complete(client, max_tokens=120, frequency_penalty=2) != complete(client, max_tokens=120)
+    assert complete(client, temperature=1, min_p=1) == text
+    pytest.importorskip("llguidance")
+    assert complete(client, regex="[0-9]{2}:[0-9]{2}")[2] == ":"
+    schema = {"type": "object", "properties": {"goals": {"enum": [1, 2, 3]}}, "required": ["goals"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema | {"additionalProperties": False}}}
+    assert set(json.loads(complete(client, response_format=wanted))) == {"goals"}
+    assert complete(client, response_format={"type": "json_object"}).startswith("{")
+    assert "regex" in refusal(client, 400, **ONCE | {"regex": "("})["param"]
+    assert refusal(client, 400, **ONCE | {"json_schema": {"type": "hiccup"}})["param"] == "response_format"
+
+
+def test_echo_scores_the_prompt(client: httpx.Client, loaded: LoadedModel) -> None:
+    ids = [loaded.tokenizer.begin_id, *loaded.tokenizer.encode(" ".join(["The dog sat on the mat."] * 25))]
+    body = {"prompt": [ids, ids[:9]], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+    for choice, row in zip(post(client, "/v1/completions", **body)["choices"], (ids, ids[:9]), strict=True):
+        scores = choice["logprobs"]
+        assert scores["token_logprobs"][0] is None and len(scores["tokens"]) == len(row) + 1
+        (expected,) = loaded.decoder.score([row])
+        np.testing.assert_allclose(scores["token_logprobs"][1:-1], expected, atol=1e-4)
+        assert all(max(top.values()) <= 0 for top in scores["top_logprobs"][1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"), ({"temperature": float("1e9")}, "temperature"), ({"n": 0}, "n"),
+        ({"top_p": 0}, "top_p"), ({"max_tokens": 1.5}, "max_tokens"), ({"stop": [""]}, "stop"), ({"stop": 3}, "stop"),
+        ({"prompt": []}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": [512]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"), ({"logit_bias": {"x": 1}}, "logit_bias"), ({"stream": "yes"}, "stream"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"response_format": {"type": "sound"}}, "response_format"),
+    ],
+)  # fmt: skip
+def test_wrong_fields_are_named(client: httpx.Client, change: dict[str, Any], param: str) -> None:
+    error = refusal(client, 400, **ONCE | change)
+    assert error["param"] == param and error["type"] == "invalid_request_error" and param in error["message"]
+    assert complete(client, nonsense=1, user="x", temperature=0, top_k=None)
+
+
+def test_other_refusals(client: httpx.Client, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = refusal(client, 400, prompt=[1] * 600)
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (600, 512) and "600" in error["message"]
+    for body in (b"", b"{", b"[]", b'{"prompt": "\\ud800"}', b"\xff", b'{"prompt": NaN}', b"[" * 100_000):
+        assert client.post("/v1/completions", content=body).status_code == 400, body[:20]
+    for messages in (None, "text", [123], [{}], [{"role": 1}], [{"role": "user", "content": 1}], []):
+        refusal(client, 400, "/v1/chat/completions", messages=messages)
+    assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert client.get("/v1/completions").status_code == 405
+    monkeypatch.setattr(app_module, "MOST_BODY_BYTES", 1000)
+    refusal(client, 413, prompt="a" * 2000)
+    model = start(export, slots=1, waiting=0)
+    with served_by(model) as full:
+        reply = full.post("/v1/completions", json={**ONCE, "n": 2})
+    assert reply.status_code == 429 and int(reply.headers["Retry-After"]) >= 1
+    model.stop()
+
+
+def test_strangers_are_kept_out(served: ServedModel) -> None:
+    friend, right, path = {"Origin": "http://friend.example"}, {"Authorization": f"Bearer {KEY}"}, "/v1/completions"
+    with served_by(served, access=Access(api_key=KEY, origins=(friend["Origin"],))) as client:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": "ü".encode()}):
+            reply = client.post(path, json=ONCE, headers=headers)
+            assert reply.status_code == 401 and reply.json()["error"]["type"] == "authentication_error"
+        assert client.post(path, json=ONCE, headers={"X-Api-Key": KEY}).status_code == 200
+        for public in ("/health", "/v1/models"):
+            assert client.get(public).status_code == 200
+        for headers in ({"Host": "evil.example"}, {"Host": ""}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+            assert client.post(path, json=ONCE, headers=right | headers).status_code == 403
+        own = {"Origin": str(client.base_url).rstrip("/")}
+        assert client.post(path, json=ONCE, headers=right | own).status_code == 200
+        reply = client.options(path, headers=friend)
+        assert reply.status_code == 200 and reply.headers["Access-Control-Allow-Origin"] == friend["Origin"]
+        assert client.post(path, json=ONCE, headers=right | friend).headers["Vary"] == "Origin"
+        assert "Access-Control-Allow-Origin" not in client.get("/health").headers
+
+
+def test_helpers_and_several_models(served: ServedModel, client: httpx.Client, export: Path) -> None:
+    tokens = post(client, "/tokenize", content="What is 🤗?", add_special=True)["tokens"]
+    assert tokens[0] == 1 and post(client, "/detokenize", tokens=tokens)["content"].strip() == "What is 🤗?"
+    pieces = post(client, "/tokenize", content="a ball", with_pieces=True)["tokens"]
+    assert "".join(each["piece"] for each in pieces) == " a ball"
+    assert post(client, "/v1/completions", **ONCE, model="gpt-4")["model"] == "stories"
+    other = start(export, name='o"ther')
+    with served_by(served, other) as client:
+        assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["stories", 'o"ther']
+        assert client.get("/v1/models/stories").json()["meta"]["n_ctx"] == 512
+        assert client.get("/props").json()["total_slots"] == 4
+        assert post(client, "/v1/completions", **ONCE, model='o"ther')["model"] == 'o"ther'
+        assert refusal(client, 404, **ONCE, model="gpt-4")["param"] == "model"
+        assert r'sportsllm_sequences_total{model="o\"ther"} 1' in client.get("/metrics").text
+    other.stop()
+
+
+def test_health_says_when_the_model_is_there(export: Path) -> None:
+    model = ServedModel("slow", export, lambda path: open_slots(path, 1, None, 1), 0, 1, Lock())
+    with served_by(model) as client:
+        assert client.get("/health").status_code == client.post("/v1/completions", json=ONCE).status_code == 503
+        assert client.get("/v1/models").status_code == 200
+    model.stop()
+
+
+def test_the_command_serves_until_interrupted(export: Path, cli: CommandLine, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sportsllm.cli", "serve", str(export), "--port", "0", "--threads", "1", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    line = next(line for line in process.stderr if line.startswith("serving"))
+    url = line.split()[3].rstrip(";")
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while client.get("/health").status_code != 200:
+            time.sleep(0.05)
+        cli.refuses(5, "is in use", "serve", export, "--port", client.base_url.port)
+        with client.stream("POST", "/v1/completions", json={**ONCE, "max_tokens": 400, "stream": True}) as reply:
+            next(reply.iter_lines())
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=20)
+    assert process.returncode == 0 and json.loads(out)["models"] == ["stories"] and time.monotonic() - began < 5
+    cli.refuses(3, "not an export", "serve", STORIES)
+    (tmp_path / "stories").mkdir()
+    cli.refuses(2, "two exports", "serve", export, tmp_path / "stories")
+    for file in ("model.onnx", "config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "stories" / file).write_bytes((export / file).read_bytes())
+    cli.refuses(3, "model.onnx.data: not found", "serve", tmp_path / "stories", "--port", 0)
