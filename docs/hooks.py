@@ -8,7 +8,8 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,6 +91,82 @@ LIMITS = {
 }
 
 
+def families() -> str:
+    """Every family, what it has beyond LLaMA's parts, and which verbs or forms it has not."""
+    from compress.pruning.shapes import Shape
+    from export.gguf.write import architecture_of
+    from export.graph.decoder import CACHE_KINDS, computes_in_half
+    from sportsllm.formats.huggingface import config_from_hf
+    from sportsllm.formats.huggingface_families import FAMILIES
+
+    rows = []
+    for name in FAMILIES:
+        own = next((fields for start, fields in OWN_SIZES.items() if name.startswith(start)), {})
+        config = config_from_hf(SIZES | own | {"model_type": name})
+        full = Shape.of(config)
+        cuts = {
+            "hidden size": replace(full, hidden=32),
+            "FFN": replace(full, intermediate=48),
+            "heads": replace(full, heads=2, kv_heads=max(1, full.kv_heads // 2)),
+            "key/value heads by merging": replace(full, kv_heads=1),
+            "layers": replace(full, layers=2),
+            "head size": replace(full, head_dim=full.head_dim // 2),
+        }
+        latent = config.attention_kind == "latent"
+        refused = [what for what, shape in cuts.items() if full != shape and not _works(shape.applied_to, config)]
+        forms = [
+            *(["`--dtype fp16`"] if not computes_in_half(config) else []),
+            *(["`--format web`"] if latent else []),
+            *(["`--kv-cache int8`"] if config.attention_kind not in CACHE_KINDS["int8"] else []),
+            *(["`--format gguf`"] if not _works(architecture_of, config) else []),
+        ]
+        cells = [", ".join(each) or "" for each in (refused, forms)]
+        rows.append([f"`{name}`", FAMILY_PARTS[name], *cells])
+    return grid(["`model_type`", "beyond LLaMA's parts", "`prune` cannot cut", "`export` has no"], rows)
+
+
+def _works(function: Callable[[object], object], config: object) -> bool:
+    from sportsllm.errors import UsageError
+
+    try:
+        function(config)
+    except UsageError:
+        return False
+    return True
+
+
+SIZES = {
+    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+OWN_SIZES = {
+    "deepseek": {
+        "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    },
+    "gemma3": {"query_pre_attn_scalar": 16},
+    "gpt2": {"num_key_value_heads": 4},
+    "granite": {"embedding_multiplier": 12.0},
+    "opt": {"num_key_value_heads": 4},
+}  # fmt: skip
+FAMILY_PARTS = {
+    "llama": "",
+    "qwen2": "biases of q, k, v",
+    "qwen3": "a norm of each query and key head",
+    "qwen3_moe": "Qwen3's, with experts in all layers or in all but the first",
+    "mistral": "sliding attention: a token sees the last `sliding_window`",
+    "smollm3": "layers without rotation",
+    "granite": "scales of embedding, scores, sublayers and logits; the last two are multiplied into the weights",
+    "gemma3_text": "GeGLU, norms before and after each sublayer, scaled embedding, sliding and full layers with a "
+    "rotary base each, q/k norms, a score scale of its own",
+    "gpt2": "LayerNorm, learned positions, GELU without gate, biases everywhere",
+    "opt": "GPT-2's, with ReLU",
+    "mixtral": "experts instead of one feed-forward",
+    "deepseek_v2": "latent attention; experts in all layers, in all but the first, or in none",
+    "deepseek_v3": "the same, with a sigmoid router",
+    "phi3": "LLaMA's or Mistral's parts, fused; read only, written as those",
+}
+
+
 def table(path: str, *columns: str) -> str:
     """Columns of a file in benchmarks/results, `name=Heading`; `name==value` keeps only the rows with that value."""
     rows = read_rows(path, dict(column.split("==", 1) for column in columns if "==" in column))
@@ -115,4 +192,12 @@ def drawing(path: str) -> str:
     return f"<div>{' '.join(map(str.strip, lines))}</div>"
 
 
-MAKERS = {"bars": bars, "commands": commands, "drawing": drawing, "source": source, "table": table, "targets": targets}
+MAKERS = {
+    "bars": bars,
+    "commands": commands,
+    "drawing": drawing,
+    "families": families,
+    "source": source,
+    "table": table,
+    "targets": targets,
+}

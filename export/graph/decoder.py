@@ -25,7 +25,7 @@ import onnx_ir as ir
 from export import layout
 from export.graph.builder import FLOAT, HALF, INT8, INT64, UINT8, Builder, GraphForm
 from export.graph.calls import KernelCalls, KernelUse
-from export.graph.feed_forward import Gated, Gelu, MixtureOfExperts
+from export.graph.feed_forward import Gated, MixtureOfExperts, Plain
 from export.graph.grouped_query import OrtGroupedQuery, StandardGroupedQuery
 from export.graph.kernel_layers import EmittedLayer, add_head, add_layer
 from export.graph.latent import LatentAttention
@@ -62,7 +62,8 @@ BUILDERS: dict[str, Callable[[LayerBuilder, str], SublayerBuilder]] = {
     "lstm": LSTM,
     "swiglu": Gated,
     "geglu": Gated,
-    "gelu": Gelu,
+    "gelu": Plain,
+    "relu": Plain,
     "experts": MixtureOfExperts,
     "selected": SelectedAttention,
 }

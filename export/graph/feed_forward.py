@@ -30,12 +30,13 @@ class Gated(SublayerBuilder):
         return self.graph.node(f"{self.name(layer)}/inner", "Mul", bent, up), ()
 
 
-class Gelu(SublayerBuilder):
-    """gelu(up(x))."""
+class Plain(SublayerBuilder):
+    """f(up(x)), f being gelu or relu."""
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         (up,) = self.products(layer, HIDDEN, x_BTD)
-        return self.layers.gelu(f"{self.name(layer)}/inner", up), ()
+        name = f"{self.name(layer)}/inner"
+        return self.graph.node(name, "Relu", up) if self.config.mlp_kind == "relu" else self.layers.gelu(name, up), ()
 
 
 class MixtureOfExperts(SublayerBuilder):

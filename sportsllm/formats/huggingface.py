@@ -18,7 +18,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError
-from sportsllm.files import JsonObject, clip, read_json, write_json
+from sportsllm.files import JsonObject, clip, parse_json, read_json, write_json
 from sportsllm.formats.huggingface_families import FAMILIES, Fields
 from sportsllm.formats.manifest import MANIFEST, read_manifest
 from sportsllm.models.config import Experts, ModelConfig, Selection
@@ -59,6 +59,7 @@ COMMON_FIELDS = (
 _SIZES = ("num_attention_heads", "hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers")
 OWN_MODEL_TYPE = "sportsllm"
 """For models that are of no family of Hugging Face's: every field under its own name."""
+_MOST_HEADER_BYTES = 100_000_000  # what the library of safetensors reads
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w.][\w./-]*))?")
 _HUB_SETTINGS, _HUB_WEIGHTS = ["*.json", "*.jinja"], ["*.safetensors"]
 _HUB_SUBFOLDERS = ["*/*"]  # of other forms of the model
@@ -212,7 +213,42 @@ def load_config(directory: Path) -> ModelConfig:
         ArtifactError: it is missing, no JSON, or describes a model that is not supported.
     """
     path = directory / "config.json"
-    return config_from_hf(read_json(path), str(path))
+    data = read_json(path)
+    try:
+        return config_from_hf(data, str(path))
+    except ArtifactError as error:
+        if data.get("model_type", "llama") in (OWN_MODEL_TYPE, *FAMILIES) or not _has_llama_names(directory):
+            raise
+        difference = _unlike_llama(data, path) or "and so has config.json; if it is one, set model_type to 'llama'"
+        raise ArtifactError(f"{error}; its tensors have LLaMA's names, {difference}") from None
+
+
+_LLAMA_LAYER = {f"self_attn.{part}_proj.weight" for part in "qkvo"} | {
+    *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+}
+
+
+def _has_llama_names(directory: Path) -> bool:
+    """Whether the first layer in a directory's safetensors has the tensors of LLaMA's, and no others but biases."""
+    names = set[str]()
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")  # of the header, JSON
+            names |= parse_json(stream.read(min(size, _MOST_HEADER_BYTES)), path).keys()
+    prefix = "model.layers.0."
+    layer = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    return {name for name in layer if not name.endswith("_proj.bias")} == _LLAMA_LAYER
+
+
+def _unlike_llama(data: JsonObject, path: Path) -> str | None:
+    """The first field that LLaMA has not, or has with another meaning; None if there is none."""
+    try:
+        config_from_hf(data | {"model_type": "llama"}, str(path))
+    except ArtifactError as error:
+        return f"but its config.json differs: {str(error).removeprefix(f'{path}: ')}"
+    return None
 
 
 def packed_by_bitsandbytes(quantization: object) -> str | None:

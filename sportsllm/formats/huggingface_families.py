@@ -282,6 +282,75 @@ def _read_gpt2(rest: Fields) -> JsonObject:
     return {"mlp_kind": "gelu", "norm_kind": "layer", "position_kind": "learned", **biases}
 
 
+def _read_granite(rest: Fields) -> JsonObject:
+    """Scales of embedding and scores; `layouts` multiplies those of sublayers and logits into the weights."""
+    rest.drop("residual_multiplier", "logits_scaling")
+    scales = {ours: float(rest.pop(theirs, 1.0)) for ours, theirs in _GRANITE.items()}
+    return _read_llama(rest) | scales
+
+
+_GRANITE = {"embedding_scale": "embedding_multiplier", "attention_scale": "attention_multiplier"}
+
+
+def _write_granite(config: ModelConfig) -> JsonObject | None:
+    if config.attention_scale is None:
+        return None
+    return {"hidden_act": "silu", **{theirs: getattr(config, ours) for ours, theirs in _GRANITE.items()}}
+
+
+def _read_qwen3_moe(rest: Fields) -> JsonObject:
+    """Qwen 3's attention; experts in all layers but the first ones."""
+    layers, dense = rest.layers(), list(rest.pop("mlp_only_layers", None) or [])
+    rest.require(decoder_sparse_step=(1,))
+    if dense != list(range(len(dense))) or len(dense) >= max(1, layers):
+        raise ArtifactError(f"{rest.where}: mlp_only_layers is {clip(repr(dense))}; only the first layers can be dense")
+    weights = "sum" if rest.pop("norm_topk_prob", False) else "scores"
+    loss = float(rest.pop("router_aux_loss_coef", 0.001))
+    count, active = int(rest.pop("num_experts", 128)), int(rest.pop("num_experts_per_tok", 8))
+    values = _read_llama(rest) | {"qk_norm": True, "mlp_kind": "experts"}
+    if dense:
+        values |= {"dense_layers": len(dense), "dense_intermediate_size": rest.get("intermediate_size")}
+    rest["intermediate_size"] = rest.pop("moe_intermediate_size", 768)
+    return values | {"experts": Experts(count, active, weights=weights, balance_loss=loss)}
+
+
+def _write_qwen3_moe(config: ModelConfig) -> JsonObject | None:
+    if (experts := config.experts) is None or experts.weights == "softmax":
+        return None
+    return _write_qwen(config) | {
+        "mlp_only_layers": list(range(config.dense_layers)),
+        "intermediate_size": config.dense_intermediate_size or config.intermediate_size,
+        "moe_intermediate_size": config.intermediate_size,
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.active,
+        "norm_topk_prob": experts.weights == "sum",
+        "router_aux_loss_coef": experts.balance_loss,
+    }
+
+
+_OPT_NAMES = {"ffn_dim": "intermediate_size", "enable_bias": "mlp_bias"}
+
+
+def _read_opt(rest: Fields) -> JsonObject:
+    """GPT-2's parts with ReLU."""
+    rest.require(
+        activation_function=("relu",), do_layer_norm_before=(True,), layer_norm_elementwise_affine=(True,),
+        _remove_final_layer_norm=(False,), word_embed_proj_dim=(None, rest.get("hidden_size")),
+    )  # fmt: skip
+    rest.drop("layerdrop", "init_std", "activation_dropout")
+    for theirs, ours in _OPT_NAMES.items():
+        rest[ours] = rest.pop(theirs, True if theirs == "enable_bias" else 4 * rest.get("hidden_size", 0))
+    biases = dict.fromkeys(("attention_bias", "attention_output_bias"), rest["mlp_bias"])
+    return {"mlp_kind": "relu", "norm_kind": "layer", "position_kind": "learned", "rms_norm_eps": 1e-5, **biases}
+
+
+def _write_opt(config: ModelConfig) -> JsonObject:
+    others = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "attention_bias")
+    own = {"activation_function": "relu", "word_embed_proj_dim": config.hidden_size, "dropout": config.dropout}
+    names = {theirs: getattr(config, ours) for theirs, ours in _OPT_NAMES.items()}
+    return dict.fromkeys((*_OPT_NAMES.values(), *others)) | names | own
+
+
 def _write_smollm3(config: ModelConfig) -> JsonObject:
     rotated = [int(kind != UNROTATED) for kind in config.layer_types or ()]
     types = ["full_attention"] * config.num_hidden_layers
@@ -324,6 +393,9 @@ FAMILIES = {
     "gemma3_text": Family("Gemma3ForCausalLM", _read_gemma3, _write_gemma3, ties=True),
     "gpt2": Family("GPT2LMHeadModel", _read_gpt2, _write_gpt2, ties=True),
     "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe),
+    "granite": Family("GraniteForCausalLM", _read_granite, _write_granite),
+    "opt": Family("OPTForCausalLM", _read_opt, _write_opt, ties=True),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", partial(_read_deepseek, version=3), _write_deepseek),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",

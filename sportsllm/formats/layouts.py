@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, LAST_NORM, NORMS, OUTPUT_NORMS, POSITIONS, parameters
+from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, OUTPUT_NORMS, POSITIONS, parameters
 from sportsllm.models.parts import ROUTER
 
 
@@ -39,14 +40,21 @@ class Part(NamedTuple):
 Layout = Callable[[ModelConfig, str], Part]
 
 
-def parts_of(model_type: str, config: ModelConfig, stored: Container[str] = ()) -> dict[str, Part]:
+def parts_of(
+    model_type: str,
+    config: ModelConfig,
+    stored: Container[str] = (),
+    config_json: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Part]:
     """By the model's names its tensors in the files of a model type; empty if they are as in the model.
 
-    `stored` are the names in the files, if there are any: GPT-2's may lack the first part.
+    `stored` are the names in the files, if there are any: GPT-2's may lack the first part. `config_json` is the
+    files' own, with the factors that Granite's weights are read with.
     """
     if model_type not in LAYOUTS:
         return {}
-    parts = {item.name: LAYOUTS[model_type](config, item.name) for item in parameters(config)}
+    layout = partial(_granite, config_json) if model_type == "granite" else LAYOUTS[model_type]
+    parts = {item.name: layout(config, item.name) for item in parameters(config)}
     for name, part in parts.items():
         bare = part.stored.removeprefix(_GPT2_PREFIX)
         if part.stored not in stored and bare in stored:
@@ -180,6 +188,40 @@ def _deepseek(config: ModelConfig, name: str) -> Part:
     )
 
 
+def _granite(config_json: Mapping[str, Any], config: ModelConfig, name: str) -> Part:
+    """Sublayers' outputs are multiplied, and logits divided: so are o_proj, down_proj and the last norm read."""
+    factor = 1.0
+    if name == f"{LAST_NORM}.weight":
+        factor = 1 / float(config_json.get("logits_scaling", 1.0))
+    elif name.rpartition(".")[0].endswith(("o_proj", "down_proj")):
+        factor = float(config_json.get("residual_multiplier", 1.0))
+    return Part(name) if factor == 1.0 else Part(name, lambda tensor: tensor.float() * factor)
+
+
+_OPT_MODULES = {
+    NORMS["self_attn"]: "self_attn_layer_norm",
+    NORMS["mlp"]: "final_layer_norm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "mlp.up_proj": "fc1",
+    "mlp.down_proj": "fc2",
+    LAST_NORM: "final_layer_norm",
+    POSITIONS: "embed_positions",
+    EMBEDDING: "embed_tokens",
+}
+
+
+def _opt(config: ModelConfig, name: str) -> Part:
+    """The table of positions begins with two rows that are never read."""
+    layer, rest = _layer(name)
+    module, _, kind = rest.rpartition(".")
+    if name.startswith(HEAD):
+        return Part(name)
+    stored = f"{layer.replace('model.', 'model.decoder.') or 'model.decoder'}.{_OPT_MODULES.get(module, module)}.{kind}"
+    if module != POSITIONS:
+        return Part(stored)
+    return Part(stored, lambda table: table[2:], lambda parts: torch.cat([torch.zeros_like(parts[0][:2]), *parts]))
+
+
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
@@ -203,6 +245,8 @@ LAYOUTS: dict[str, Layout] = {
     "phi3": _phi3,
     "gpt2": _gpt2,
     "mixtral": _mixtral,
+    "granite": partial(_granite, {}),
+    "opt": _opt,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
 }

@@ -54,7 +54,7 @@ class TensorFiles(Mapping[str, Tensor]):
         data = read_json(directory / "config.json")
         if data.get("model_type") in LAYOUTS and quantization_config(directory) is None:
             layout = layout_name(data)
-            self._layout = parts_of(layout, load_config(directory), stored)
+            self._layout = parts_of(layout, load_config(directory), stored, data)
             used = {part.stored for part in self._layout.values()}
             named = [name for name, part in self._layout.items() if part.stored in self._where]
             others = [name for name in stored if name not in used and not is_buffer(layout, name)]

@@ -31,6 +31,7 @@ FEED_FORWARD_MODULES: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "swiglu": lambda c: FeedForward(c.hidden_size, c.intermediate_size, F.silu, c.mlp_bias),
     "geglu": lambda c: FeedForward(c.hidden_size, c.intermediate_size, gelu_tanh, c.mlp_bias),
     "gelu": lambda c: FeedForward(c.hidden_size, c.intermediate_size, gelu_tanh, c.mlp_bias, gated=False),
+    "relu": lambda c: FeedForward(c.hidden_size, c.intermediate_size, F.relu, c.mlp_bias, gated=False),
     "experts": MixtureOfExperts,
 }
 """The module of each kind in `kinds.FEED_FORWARD`."""

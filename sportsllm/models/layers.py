@@ -243,7 +243,7 @@ class GroupedQueryAttention(nn.Module):
 class FeedForward(nn.Module):
     """down(f(gate(x)) * up(x)): SwiGLU with f = silu, GeGLU with f = gelu (https://arxiv.org/abs/2002.05202).
 
-    Not `gated`, it is down(f(up(x))), in GPT-2 with f = gelu (https://arxiv.org/abs/1606.08415).
+    Not `gated`, it is down(f(up(x))), in GPT-2 with f = gelu (https://arxiv.org/abs/1606.08415), in OPT with f = relu.
     """
 
     def __init__(

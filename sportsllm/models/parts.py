@@ -323,12 +323,12 @@ def gated(config: ModelConfig, activation: str) -> Sublayer:
     return Sublayer((gate, up, down), (gate, up, *made, down), units, Kept(computed=4 * inner))
 
 
-def plain(config: ModelConfig) -> Sublayer:
-    """Two matrices; up and gelu(up) are kept."""
+def plain(config: ModelConfig, activation: str) -> Sublayer:
+    """Two matrices; up and f(up) are kept."""
     hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
     up = Matrix("up_proj", inner, hidden, "neuron", HIDDEN, HIDDEN, bias=bias)
     down = Matrix("down_proj", hidden, inner, HIDDEN, "neuron", "inner", True, bias)
-    made = (Activation(name, (inner,)) for name in ("up", "gelu(up)"))
+    made = (Activation(name, (inner,)) for name in ("up", f"{activation}(up)"))
     units = (Unit("neuron", "intermediate_size", inner),)
     return Sublayer((up, down), (up, *made, down), units, Kept(computed=2 * inner))
 
@@ -399,7 +399,8 @@ ATTENTION: dict[str, Kind] = {"grouped_query": grouped_query, "latent": latent, 
 FEED_FORWARD: dict[str, Kind] = {
     "swiglu": lambda config: gated(config, "silu"),
     "geglu": lambda config: gated(config, "gelu"),
-    "gelu": plain,
+    "gelu": lambda config: plain(config, "gelu"),
+    "relu": lambda config: plain(config, "relu"),
     "experts": mixture,
 }
 """The kinds by the names in `ModelConfig`; `sportsllm.models.language_model` has their modules."""

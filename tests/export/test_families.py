@@ -20,7 +20,18 @@ from sportsllm.inference.decoder import Sampling, generate, open_decoder
 from tests.support import families
 
 PROMPT = [0, 40, 70, 100, 200]
-NAMES = ["gemma3", "phi3-sliding", "smollm3", "gpt2", "deepseek-v2", "mixtral", "deepseek-v3-mixed"]
+NAMES = [
+    "gemma3",
+    "phi3-sliding",
+    "smollm3",
+    "gpt2",
+    "deepseek-v2",
+    "mixtral",
+    "deepseek-v3-mixed",
+    "granite",
+    "opt",
+    "qwen3-moe",
+]
 
 
 @pytest.fixture(scope="module", params=NAMES)

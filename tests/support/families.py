@@ -44,6 +44,28 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "deepseek-v3-halves": transformers.DeepseekV3Config(
         **_ALL_HEADS, **_LATENT, q_lora_rank=None, rope_interleave=False, tie_word_embeddings=True
     ),
+    "granite": transformers.GraniteConfig(
+        **SIZES, embedding_multiplier=12.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=6.0
+    ),
+    "opt": transformers.OPTConfig(
+        vocab_size=384,
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=320,
+        word_embed_proj_dim=64,
+        dropout=0.0,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    ),
+    "qwen3-moe": transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+    ),
+    "qwen3-moe-mixed": transformers.Qwen3MoeConfig(
+        **SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[0]
+    ),
     "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "deepseek-v3-experts": transformers.DeepseekV3Config(**_ALL_HEADS, **_LATENT | _EXPERTS, q_lora_rank=32),
     "deepseek-v2-experts": transformers.DeepseekV2Config(
