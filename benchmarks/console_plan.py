@@ -18,11 +18,11 @@ _PARTS = {
     "optimizer_states": "optimizer states",
     "activations": "activations",
     "logits": "logits in chunks, loss",
-    "work": "gradients on the way",
+    "work": "gradients of activations",
 }
 _PEAKS = {"loss": "loss", "backward": "backward pass", "optimizer": "optimizer's step"}
 _COST = {
-    "tokens_per_s": "tokens a second",
+    "tokens_per_s": "tokens per second",
     "step_ms": "one batch, ms",
     "hours": "hours",
     "energy_kwh": "energy of the device, kWh",
@@ -68,7 +68,7 @@ def _bare_count(result: Mapping[str, Any]) -> Table:
 
     bare, scaled = result["weight_bytes_without_scales"], result["weight_bytes"]
     rows = [(_PRECISIONS.get(name, name), megabytes(bare[name]), megabytes(scaled[name])) for name in scaled]
-    headers = ("precision", "MB", f"MB with a scale for {result['block_size']}")
+    headers = ("precision", "MB", f"MB with a scale per {result['block_size']}")
     name = result["model"].lower()
     caption = f"`{name}` is a shape, with parts and cache." if name in PLANNED else ""
     return Table(f"{result['model']}: {result['parameters']:,} parameters", headers, rows, (0,), caption)
@@ -116,7 +116,7 @@ def _alike_together(parts: Mapping[str, int]) -> dict[str, int]:
 def _cache(result: Mapping[str, Any]) -> Table:
     """The cache alone and with weights, and a training step in a line."""
     a_token, states = result["kv_cache_bytes_per_token"], result["state_bytes"].values()
-    rows = [("bytes a token", *(f"{size:,}" for size in a_token.values()))]
+    rows = [("bytes per token", *(f"{size:,}" for size in a_token.values()))]
     if any(states):
         rows.append(("bytes a sequence, at any length", *(f"{size:,}" for size in states)))
     if used := result.get("memory_in_use"):
@@ -164,7 +164,7 @@ def _training(result: Mapping[str, Any], training: Mapping[str, Any]) -> Iterato
     if not training["plain"]["fits"]:
         changes = [(change["flags"], megabytes(change["total_bytes"])) for change in training["changes"]]
         none = "" if changes else "\nNothing makes it fit; use a shorter --sequence or a smaller model."
-        yield Table("with these it fits" if changes else "", ("flags of `train`", "MB"), changes, (0,), none)
+        yield Table("to make it fit" if changes else "", ("options of `train`", "MB"), changes, (0,), none)
     known = {word: [column.get(key) for column in columns] for key, word in _COST.items()}
     rows = [(word, *map(number, values)) for word, values in known.items() if values[0] is not None]
     kind = {"fp16_matmul_rate": "16-bit", "fp32_matmul_rate": "float32"}[training["peak_from"]]

@@ -340,7 +340,7 @@ def _print_result(result: PruneResult) -> None:
     )
     cache, before = result.kv_cache_bytes_per_token["fp32"], result.kv_cache_bytes_per_token_before["fp32"]
     if cache != before:
-        output().print(f"cache of {cache:,} bytes a token, {cache / before:.1%} of the {before:,} before (float32)")
+        output().print(f"cache of {cache:,} bytes per token, {cache / before:.1%} of the {before:,} before (float32)")
     if result.valid_bits_per_byte:
         output().print(
             f"bits per byte {result.bits_per_byte_before_recovery:.4f} after the cut, "

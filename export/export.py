@@ -421,6 +421,6 @@ def _print(result: ExportResult) -> None:
     )
     for kernels, cost in parity["input_rounding"].items():
         output().print(
-            f"8-bit inputs cost, {kernels} kernels: KL {cost['kl']:.1e} nats a token, {cost['greedy_match']:.1%} of "
+            f"8-bit inputs cost, {kernels} kernels: KL {cost['kl']:.1e} nats per token, {cost['greedy_match']:.1%} of "
             f"greedy choices as in PyTorch ({cost['positions']} positions)"
         )

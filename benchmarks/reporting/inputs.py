@@ -123,7 +123,8 @@ def collect(paths: Sequence[Path]) -> Inputs:
             samples.append(Sample(path.stem, path.read_text(encoding="utf-8", errors="replace")))
         else:
             raise UsageError(
-                f"{path}: give stage directories, a directory of `fit`, bench results (.json) or sample texts (.txt)"
+                f"{path}: not found or no input of a report; give stage directories, a directory of `fit`, bench "
+                "results (.json) or sample texts (.txt)"
             )
     measured: dict[Path, list[tuple[str, Bench]]] = {place: [] for place in directories}
     for name, bench in benches:
