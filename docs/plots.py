@@ -18,7 +18,7 @@ PANELS = {
     "decode_512_tokens_per_s": "Tokens per second",
 }
 _WIDTH, _ROW, _TOP, _GAP, _VALUE = 340, 40, 34, 40, 60  # of a panel, in pixels
-_LONGEST = 46  # characters of a label
+_LETTER = 7.4  # the width of one, so that long labels are cut
 _STYLE = """<style>
 text { font: 14px system-ui, sans-serif; fill: #24292f } .title { font-weight: 600 } .value { text-anchor: end }
 .bar { fill: #9aa4ad } .ours { fill: #00897b }
@@ -40,18 +40,21 @@ def number(text: str) -> float | None:
     return None if found is None else float(found[0].replace(",", ""))
 
 
-def panel(title: str, label: Sequence[str], column: str, rows: Sequence[Row], mark: str = "") -> str:
+def panel(
+    title: str, label: Sequence[str], column: str, rows: Sequence[Row], mark: str = "", wide: int = _WIDTH
+) -> str:
     """A bar for each row that has a number, in the accent colour if its label contains `mark`; without the svg tag."""
+    longest_label = int(wide / _LETTER)
     shown = [(" · ".join(filter(None, (row[name] for name in label))), row[column]) for row in rows]
     values = {name: value for name, text in shown if (value := number(text)) is not None}
     longest = max([abs(value) for value in values.values()] or [0]) or 1.0
     parts = [f'<text class="title" y="16">{escape(title)}</text>']
     for place, (name, value) in enumerate(values.items()):
         top, text = _TOP + place * _ROW, next(text for each, text in shown if each == name)
-        short = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 2]} …"
+        short = name if len(name) <= longest_label else f"{name[: longest_label - 2]} …"
         parts.append(f'<text y="{top + 12}">{escape(short)}</text>')
-        parts.append(f'<text class="value" x="{_WIDTH}" y="{top + 27}">{escape(text)}</text>')
-        width = max(1.0, abs(value) / longest * (_WIDTH - _VALUE))
+        parts.append(f'<text class="value" x="{wide}" y="{top + 27}">{escape(text)}</text>')
+        width = max(1.0, abs(value) / longest * (wide - _VALUE))
         colour = "ours" if mark in name else "bar"
         parts.append(f'<rect class="{colour}" y="{top + 18}" width="{width:.1f}" height="9" rx="3"/>')
     return "".join(parts)
@@ -70,11 +73,13 @@ def bars(path: str, *arguments: str) -> str:
     label = [value for name, value in given if name == "label"]
     mark = next((value for name, value in given if name == "mark"), "")
     rows, charts = read_rows(path, conditions), []
-    for column, title in (item for item in given if item[0] not in ("label", "mark")):
-        drawn = panel(title, label, column, rows, mark)
+    columns = [item for item in given if item[0] not in ("label", "mark")]
+    wide = _WIDTH if len(columns) > 1 else 2 * _WIDTH
+    for column, title in columns:
+        drawn = panel(title, label, column, rows, mark, wide)
         height = _TOP + drawn.count("<rect") * _ROW
         charts.append(
-            f'<svg class="plot" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title)}">{drawn}</svg>'
+            f'<svg class="plot" viewBox="0 0 {wide} {height}" role="img" aria-label="{escape(title)}">{drawn}</svg>'
         )
     return f'<div class="plots">{"".join(charts)}</div>'
 
