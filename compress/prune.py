@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _shape = partial(typer.Option, rich_help_panel="Shape")
 _recovery = partial(typer.Option, rich_help_panel="Recovery")
 _CUT = "cut.json"  # in an unfinished directory: what a resumed run need not find again
+_BEFORE = "bits_per_byte_before_recovery"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +140,10 @@ def prune(
     target = Target(params, size_mb, sizes, search, given.get("finalists", 3))
     _check_request(checkpoint, None if vocab_size is not None else target, experts, experts_per_token)
     from compress.distillation.starts import plan_training, teacher_corpus
+    from compress.distillation.student import StudentText
     from compress.pruning.cut import PruneConfig
     from compress.pruning.job import Calibration, PruneJob
-    from compress.pruning.search import choose_shape
+    from compress.pruning.search import choose_shape, search_directory
     from sportsllm.processors import set_threads
     from sportsllm.text.tokenizer import same_tokenizer
     from sportsllm.training.settings import Run, Start
@@ -172,9 +175,11 @@ def prune(
     config = PruneConfig(importance, given.get("refit", True), given.get("samples"))
     scores = Path(given["scores"]) if "scores" in given else None
     job = PruneJob(checkpoint, text, config, scores, recovery, experts, experts_per_token)
-    work = Calibration(job)
+    read = None if recovery is None else cache(partial(StudentText.read, recovery, load_config(checkpoint)))
+    work = Calibration(job, text=read)
     shape, found = choose_shape(work, target, out, partial(_recovered, work))
-    result = prune_checkpoint(job, shape, out, work, resume=resume, search=found)
+    begun = search_directory(out) / shape.name if found and found[0].bits_per_byte is not None else None
+    result = prune_checkpoint(job, shape, out, work, resume=resume, search=found, begun=begun)
     _print_result(result)
     return result
 
@@ -203,6 +208,7 @@ def prune_checkpoint(
     *,
     resume: bool = False,
     search: Sequence[Finalist] = (),
+    begun: Path | None = None,
 ) -> PruneResult:
     """Prune a checkpoint directory to a shape: calibrate, score, cut, refit, recover, write.
 
@@ -211,10 +217,12 @@ def prune_checkpoint(
         work: what a search has calibrated and scored already.
         resume: continue an interrupted recovery, if there is one; nothing before it is done again.
         search: the finalists of the search that found the shape, for the results.
+        begun: the checkpoint that the search recovered briefly; the recovery goes on from it.
     """
     from compress.pruning.job import Calibration
     from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory, run_stage
     from sportsllm.formats.checkpoint import save_checkpoint
+    from sportsllm.formats.manifest import manifest_of
     from sportsllm.models.memory import kv_cache_bytes_per_token
 
     work = work or Calibration(job)
@@ -224,22 +232,27 @@ def prune_checkpoint(
     signals = None
     if recovery is not None:
         from compress.distillation.student import RunState, StudentText, recover
+        from compress.pruning.search import after_search
 
         signals = recovery.prepare(smaller)
     stage = job.stage(shape)
 
     def make(directory: Path) -> JsonObject:
         started = time.perf_counter()
-        network, cut = _cut(job, work, shape, directory, resume)
+        network, cut = _cut(job, work, shape, directory, resume, begun)
         training: JsonObject = {}
         if recovery is not None:
-            mapped = recovery
+            text = (work.text or partial(StudentText.read, recovery, smaller))()
+            known = {} if begun is None else manifest_of(begun).results
+            mapped = recovery if begun is None else after_search(recovery, known["tokens"])
             if recovery.teacher == job.checkpoint:  # another one has layers of its own
-                mapped = recovery.matching_kept(cut["kept_layers"])
+                mapped = mapped.matching_kept(cut["kept_layers"])
             state = RunState(directory, stage.fingerprint(), resume)
-            if work.text is None or not recovery.brief:  # its lines go to the log of a search
-                work.text = StudentText.read(recovery, smaller)
-            training = recover(network, mapped, signals, state, work.text)
+            training = recover(network, mapped, signals, state, text)
+            for name in ("tokens", "tokens_per_parameter", "epochs") if known else ():
+                training[name] = round(training[name] + known[name], 2)
+            if known:
+                training[_BEFORE] = known[_BEFORE]
         (directory / _CUT).unlink()
         seconds = time.perf_counter() - started
         save_checkpoint(directory, network, job.checkpoint)
@@ -259,15 +272,19 @@ def prune_checkpoint(
     return PruneResult.of(run_stage(out, stage, make, resume))
 
 
-def _cut(job: PruneJob, work: Calibration, shape: Shape, directory: Path, resume: bool) -> tuple[SportsLLM, JsonObject]:
-    """The smaller model before its recovery, and what is known of the cut for the results.
+def _cut(
+    job: PruneJob, work: Calibration, shape: Shape, directory: Path, resume: bool, begun: Path | None
+) -> tuple[SportsLLM, JsonObject]:
+    """The smaller model before its recovery, or what the search made of it, and what is known of the cut.
 
     Importance scores are written beside it. A resumed run gets a model whose weights the saved state will replace.
     """
     from compress.pruning.cut import PrunedModel
-    from compress.pruning.scores import MEASURED, save_scores
+    from compress.pruning.scores import MEASURED, SCORES_FILE, save_scores
     from compress.pruning.search import REFIT_SAMPLES
     from sportsllm.files import atomic_write_text, read_json
+    from sportsllm.formats.checkpoint import load_checkpoint
+    from sportsllm.formats.manifest import manifest_of
     from sportsllm.models.language_model import SportsLLM
 
     smaller, kept = shape.applied_to(job.model_config()), directory / _CUT
@@ -275,8 +292,15 @@ def _cut(job: PruneJob, work: Calibration, shape: Shape, directory: Path, resume
         network = SportsLLM(smaller)
         network.initialize(0)
         return network, dict(read_json(kept))
+    if begun is not None:
+        found = manifest_of(begun).results
+        cut = {name: found[name] for name in ("calibration_tokens", "kept_layers", "layers_tried")}
+        atomic_write_text(kept, json.dumps(cut))
+        if (begun / SCORES_FILE).exists():
+            shutil.copy(begun / SCORES_FILE, directory)
+        return load_checkpoint(begun), cut
     samples = work.samples
-    if job.recovery is not None and job.recovery.brief:
+    if job.recovery is not None and "after" not in job.recovery.reported:  # in a search
         samples = samples[:REFIT_SAMPLES]
     pruned = PrunedModel(work.model, list(range(work.model.config.num_hidden_layers)), [])
     if not job.cuts_experts or shape != Shape.of(work.model.config):

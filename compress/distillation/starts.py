@@ -141,7 +141,7 @@ class Cut(Fresh):
         tokenizer = load_tokenizer(training.teacher, teacher.config)
         smaller = _inside(self.shape, teacher.config)
         length = min(SAMPLE_LENGTH, smaller.max_position_embeddings)
-        most = usual_samples(teacher.config, length, training.config.steps * training.config.tokens_per_step)
+        most = usual_samples(teacher.config, length, training.tokens)
         source = training.corpus, training.left_out
         samples = calibration_samples(*source, tokenizer, teacher.config, None, length, most)
         cut = cut_to_config(teacher, smaller, PruneConfig(), samples)

@@ -27,7 +27,7 @@ from sportsllm.training.loop import train_model
 from sportsllm.training.lora import add_adapters, merge_adapters
 from sportsllm.training.rate_trial import choose_rates
 from sportsllm.training.settings import Adapters, TrainConfig, check_sequence
-from sportsllm.training.state import validation
+from sportsllm.training.state import Validation, validation
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StudentTraining:
         distillation: what to learn.
         adapters: train these instead of all weights, and merge them.
         extra_holdouts: further checkpoints whose held-out text is not trained on: where the student starts from.
-        brief: a trial, of which only the score on the selection split counts; the report split is not scored.
+        reported: when the report split is scored, see `Validation`; not after a trial, nor before what follows it.
     """
 
     teacher: Path
@@ -51,7 +51,12 @@ class StudentTraining:
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     adapters: Adapters | None = None
     extra_holdouts: tuple[Path, ...] = ()
-    brief: bool = False
+    reported: tuple[str, ...] = Validation.reported
+
+    @property
+    def tokens(self) -> int:
+        """How many it reads."""
+        return self.config.steps * self.config.tokens_per_step
 
     @property
     def left_out(self) -> tuple[Path, ...]:
@@ -164,7 +169,8 @@ def train_student(
             resumed = (state.directory / STATE_DIRECTORY).exists()  # the saved state has the projections
             if has_weights and not resumed and len(matching.projections):
                 matching.to(device).fit(student, teacher, batches.batch(0).to(device))
-        judged = validation(text.split, text.tokenizer, config, has_weights, report=not training.brief)
+        judged = validation(text.split, text.tokenizer, config, has_weights)
+        judged = judged and dataclasses.replace(judged, reported=training.reported)
         loss = distillation_loss(distillation, teacher, config.steps * config.accumulation, cache)
         with attached(student, matching):
             if config.try_rates and judged is not None:

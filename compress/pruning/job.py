@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,7 @@ from sportsllm.formats.artifact import Stage
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import quantization_config
-from sportsllm.inference.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar
+from sportsllm.inference.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar, usual_samples
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.documents import HELD_OUT, held_out_files, manifest_setting
@@ -39,6 +39,9 @@ from sportsllm.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from compress.distillation.student import StudentText, StudentTraining
+
+
+_PART_FOR_LAYERS = 4  # of the samples, one part tells which layers go
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,12 @@ class PruneJob:
 class Calibration:
     """What every cut of a job starts from, each made when first asked for, and once.
 
-    `stored` is a file of scores that an earlier search on the same inputs left behind, `text` that of recoveries.
+    `stored` is a file of scores that an earlier search on the same inputs left behind, `text` reads that of recoveries.
     """
 
     job: PruneJob
     stored: Path | None = None
-    text: StudentText | None = None
+    text: Callable[[], StudentText] | None = None
     _layers: dict[int, tuple[list[int], list[LayerRun]]] = field(default_factory=dict)  # by their number
 
     @property
@@ -137,17 +140,22 @@ class Calibration:
         """`prune_model`; which layers stay is tried once for each depth, on the same text for all cuts."""
         count = smaller.num_hidden_layers
         if count not in self._layers:
-            self._layers[count] = kept_layers(self.model, self.scores, count, self.samples)
+            samples = self.samples[: -(-len(self.samples) // _PART_FOR_LAYERS)]
+            self._layers[count] = kept_layers(self.model, self.scores, count, samples)
         return prune_model(self.model, self.scores, smaller, samples, refit, self._layers[count])
 
     @cached_property
     def _full(self) -> tuple[SportsLLM, list[Tensor]]:
         job, recovery = self.job, self.job.recovery
         model = load_checkpoint(job.checkpoint)
-        length = SAMPLE_LENGTH if recovery is None else recovery.config.sequence
+        length, most = SAMPLE_LENGTH, None
+        if recovery is not None:
+            length = recovery.config.sequence
+            most = usual_samples(model.config, length, recovery.tokens)
         tokenizer = load_tokenizer(job.checkpoint, model.config)
         valid = held_out_files(job.checkpoint) if recovery is None else recovery.left_out
-        samples = calibration_samples(job.calibration, valid, tokenizer, model.config, job.config.samples, length)
+        source = job.calibration, valid, tokenizer, model.config
+        samples = calibration_samples(*source, job.config.samples, length, most)
         log(f"calibration on {len(samples)} samples of text, {sum(one.numel() for one in samples):,} tokens")
         with torch.no_grad():
             check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))

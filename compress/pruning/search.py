@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found
 _SCORING_SAMPLES, REFIT_SAMPLES = 8, 64  # all shapes read the same text, so little of it tells them apart
-_MOST_CUT = 64
+_LEAST_CUT, _MOST_CUT = 12, 64
+_JUDGING_FRACTION = 1 / 16  # of the recovery's tokens, for all shapes that are cut
 _BRIEF_STEP = 1_024  # tokens
 _SEARCH_SHARE = 0.05  # of the recovery's tokens, for each finalist
 _NEAR = 0.98  # of the size that was asked for
@@ -97,9 +98,9 @@ def choose_shape(
         if job.recovery is None:
             found = find_finalists(work, shapes, [shape], 1)
         else:
-            tokens = tokens or round(_SEARCH_SHARE * recovery_tokens(job.recovery))
+            tokens = tokens or round(_SEARCH_SHARE * job.recovery.tokens)
             sought = {"share": share, "search": tokens, "finalists": target.finalists}
-            directory = out.with_name(f"{out.name}.search")
+            directory = search_directory(out)
             found = recovered_finalists(work, shapes, shape, sought, directory, recovered)
         shape = found[0].shape
     reached = block_counter(config)(shape) / config.block_parameters
@@ -109,6 +110,11 @@ def choose_shape(
             f"of {WIDTH_STEP} and heads whole; give dimensions to come nearer"
         )
     return shape, found
+
+
+def search_directory(out: Path) -> Path:
+    """Where the search of a recovered checkpoint is kept, each finalist under its shape's name."""
+    return out.with_name(f"{out.name}.search")
 
 
 def find_finalists(
@@ -136,7 +142,11 @@ def find_finalists(
         return loss_per_token(pruned.model, scoring)
 
     losses: dict[Shape, float] = {}
-    candidates = thinned(shapes, _MOST_CUT)
+    most, recovery = _MOST_CUT, calibration.job.recovery
+    if recovery is not None:
+        judged = sum(sample.numel() for sample in scoring)
+        most = min(most, max(_LEAST_CUT, round(_JUDGING_FRACTION * recovery.tokens / judged)))
+    candidates = thinned(shapes, most)
     with progress_bar("shapes", len(candidates)) as bar:
         for shape in dict.fromkeys([*always, *candidates]):
             if losses and time.perf_counter() - started > seconds:
@@ -203,35 +213,43 @@ def recovered_finalists(
         calibration.stored = stored if stored.exists() else None
         return found
     finalists = find_finalists(calibration, shapes, [even], sought["finalists"])
+    if calibration.text is not None:
+        calibration.text()  # the log would take its lines
     directory.mkdir(parents=True, exist_ok=True)
     started, tried = time.perf_counter(), list[Finalist]()
     for finalist in finalists:
-        number, length = len(tried) + 1, recovery_tokens(brief)
-        log(f"recovering {finalist.shape.name}, {number} of {len(finalists)}, on {length:,} tokens")
+        number, shape = len(tried) + 1, finalist.shape.name
+        log(f"recovering {shape}, {number} of {len(finalists)}, on {brief.tokens:,} tokens")
         with logged(directory / LOG):
             bits = recovered(brief, finalist.shape, directory / finalist.shape.name)
         tried.append(finalist._replace(bits_per_byte=bits))
     tried.sort(key=lambda item: item.bits_per_byte or 0.0)
     figures = ", ".join(f"{finalist.shape.name} {finalist.bits_per_byte:.4f}" for finalist in tried)
     seconds, lines = time.perf_counter() - started, directory / LOG
-    log(f"recovered on {recovery_tokens(brief):,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
+    log(f"recovered on {brief.tokens:,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
     rows = [finalist.row() for finalist in tried]
     atomic_write_text(directory / FOUND, json.dumps({"fingerprint": identity, "tried": rows}, indent=1) + "\n")
     return tried
 
 
 def brief_recovery(recovery: StudentTraining, tokens: int) -> StudentTraining:
-    """The same on few tokens: small steps, a warm-up to match, one rate, and only the text for choices is scored."""
+    """The same on few tokens: small steps, a warm-up to match, one rate, after it only the text for choices.
+
+    Its text is drawn in an order of its own, unless the teacher's signals are stored for one order.
+    """
     config = recovery.config
     batch_size = max(1, min(config.batch_size, _BRIEF_STEP // config.sequence))
     steps = -(-tokens // (batch_size * config.sequence))
     warmup = min(config.warmup, max(1, steps // 20))
-    brief = dataclasses.replace(
-        config, steps=steps, batch_size=batch_size, accumulation=1, warmup=warmup, try_rates=False, validate_every=0
-    )
-    return dataclasses.replace(recovery, config=brief, brief=True)
+    seed = config.seed + (recovery.distillation.signals is None)
+    brief = dataclasses.replace(config, steps=steps, batch_size=batch_size, accumulation=1, warmup=warmup, seed=seed)
+    brief = dataclasses.replace(brief, try_rates=False, validate_every=0)
+    return dataclasses.replace(recovery, config=brief, reported=("before",))
 
 
-def recovery_tokens(recovery: StudentTraining) -> int:
-    """Tokens that a recovery reads."""
-    return recovery.config.steps * recovery.config.tokens_per_step
+def after_search(recovery: StudentTraining, tokens: int) -> StudentTraining:
+    """The rest of a recovery whose first `tokens` a search has read; that its rates mend the model is known then."""
+    config = recovery.config
+    steps = max(1, config.steps - tokens // config.tokens_per_step)
+    rest = dataclasses.replace(config, steps=steps, warmup=min(config.warmup, steps // 2), try_rates=False)
+    return dataclasses.replace(recovery, config=rest, reported=("after",))

@@ -124,7 +124,7 @@ class _Defaults:
 _DEFAULTS = {
     Start.RANDOM: _Defaults(3e-4, 0.02, 3e-4, validations=2, short_steps=True, try_rates=False),
     Start.TRAINED: _Defaults(1e-4, 0.007, 1e-4),
-    Start.PRUNED: _Defaults(1e-4, 0.005, 3e-4, short_steps=True),
+    Start.PRUNED: _Defaults(1e-4, 0.005, 3e-4, validations=2, short_steps=True),
     Start.QUANTIZED: _Defaults(1e-5, 0.0005, 1e-5, weight_decay=0.0, allows_muon=False),
 }
 DOCUMENTED_DROPOUT = 0.1

@@ -42,32 +42,32 @@ class Validation:
 
     Attributes:
         selection: chooses the best step and the learning rates.
-        report: other text, for the figure that is reported; None if none is.
+        report: other text, for the figures that are reported.
         keep_start: the start has useful weights: score it too, and keep it if no step is better.
+        reported: when the report split is scored, `before` and `after` the training.
     """
 
     selection: Validate
-    report: Validate | None
+    report: Validate
     keep_start: bool = False
+    reported: tuple[str, ...] = ("before", "after")
 
 
-def validation(
-    corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig, keep_start: bool, report: bool = True
-) -> Validation | None:
+def validation(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig, keep_start: bool) -> Validation | None:
     """How a run is scored; None if it has no steps.
 
-    Choices are made on as many tokens as a sixteenth of the run, in windows of the training sequence: positions beyond
-    it are never trained. The report has windows of the whole context.
+    Choices are made on as many tokens as a thirty-second of the run, in windows of the training sequence: positions
+    beyond it are never trained. The report has windows of the whole context.
     """
     if not config.steps:
         return None
     least, most = _SELECTION_TOKENS
-    tokens = min(most, max(least, config.steps * config.tokens_per_step // 16))
+    tokens = min(most, max(least, config.steps * config.tokens_per_step // 32))
     selection_split, report_split = corpus.parts()
     if selection_split == report_split:
         log("the held-out text is one short document: the best step is chosen on the text that is reported")
     selection = _scorer(selection_split, tokenizer, tokens, config.sequence)
-    return Validation(selection, _scorer(report_split, tokenizer, _REPORT_TOKENS) if report else None, keep_start)
+    return Validation(selection, _scorer(report_split, tokenizer, _REPORT_TOKENS), keep_start)
 
 
 def _scorer(texts: Sequence[Document], tokenizer: TextTokenizer, tokens: int, window: int | None = None) -> Validate:
@@ -111,7 +111,8 @@ class RunState:
         if not validation.keep_start:
             return None
         log("scoring held-out text before training")
-        self.bits_per_byte_before = validation.report and validation.report(self.model)
+        if "before" in validation.reported:
+            self.bits_per_byte_before = validation.report(self.model)
         return self.consider(validation)
 
     def consider(self, validation: Validation) -> float:
@@ -136,7 +137,7 @@ class RunState:
             trained = self._trained()
             for name, weight in (self.best or {}).items():
                 trained[name].copy_(weight)
-        return validation.report and validation.report(self.model)
+        return validation.report(self.model) if "after" in validation.reported else None
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}

@@ -159,7 +159,8 @@ def test_a_search_leaves_finished_stages_behind(
     assert tried[0]["shape"] != tried[1]["shape"]
     brief = [path for path in (tmp_path / "out.search").iterdir() if path.is_dir()]
     assert len(brief) == 2 and all(read_manifest(path).results["valid_bits_per_byte"] is None for path in brief)
-    assert result.valid_bits_per_byte
+    assert result.valid_bits_per_byte and result.bits_per_byte_before_recovery
+    assert (result.steps, result.tokens) == (3, 512)  # the winner's brief recovery counts, and is gone on from
     (tmp_path / "out").rename(tmp_path / "first")
     monkeypatch.setattr("compress.pruning.search.find_finalists", None)  # what was found is not sought again
     assert run(tmp_path / "out", settings, **given).search == tried
