@@ -126,7 +126,8 @@ def require_directory(directory: Path, wanted: str) -> None:
     if not directory.is_dir():
         if Path(f"{directory}.partial").is_dir():
             raise ArtifactError(f"{directory}: not finished yet; repeat the command that makes it with --resume")
-        raise ArtifactError(f"{directory}: no such directory; {gguf_hint(directory) or f'give {wanted}'}")
+        advice = gguf_hint(directory) or f"give {wanted}, or make it first"
+        raise ArtifactError(f"{directory}: no such directory; {advice}")
 
 
 def gguf_hint(path: Path) -> str | None:

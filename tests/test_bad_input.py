@@ -43,6 +43,7 @@ CASES: list[tuple[str, int, str]] = [
     (f"generate {MODEL} --temperature hot", USAGE, "--temperature"),
     (f"eval {MODEL} --text {TEXT} --max-questions 0", USAGE, "--max-questions"),
     (f"bench {MODEL} --rounds 0", USAGE, "--rounds"),
+    (f"serve {MODEL} --port many", USAGE, "--port"),
     ("fit --teacher x --target y --minutes soon", USAGE, "--minutes"),
     ("plan small --tokens many", USAGE, "many"),
     ("run x.toml --threads 0", USAGE, "--threads"),
