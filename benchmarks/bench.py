@@ -11,11 +11,12 @@ import typer
 from sportsllm import options
 from sportsllm.commands import Result
 from sportsllm.errors import ConflictError, GateError, UsageError
-from sportsllm.settings import BENCH, LIMITS, parse_settings
+from sportsllm.settings import BENCH, LIMITS, TEXT, parse_settings
 
 if TYPE_CHECKING:
     from benchmarks.reporting.measured import Bench
     from sportsllm.inference.scoring import TextScore
+    from sportsllm.text.reading import Reading
 
 BOTH = "both"  # of --kernels: measure the native ones alone and in turns with the portable ones
 
@@ -121,8 +122,9 @@ def bench(
     from sportsllm.files import atomic_write_text, require_directory
     from sportsllm.formats.huggingface import load_config
     from sportsllm.inference.decoder import is_onnx_directory
+    from sportsllm.text.reading import take_reading
 
-    found, limits = parse_settings(settings, BENCH), parse_settings(limit, LIMITS, option="--limit")
+    found, limits = parse_settings(settings, BENCH, TEXT), parse_settings(limit, LIMITS, option="--limit")
     _check(out, text, teacher, target, on_device)
     require_directory(directory, "a checkpoint or an export")
     checks = round_checks(rounds, found.get("most_rounds"))
@@ -136,7 +138,8 @@ def bench(
         turn_depths(config.max_position_embeddings)  # refused now rather than after minutes
     if is_onnx_directory(directory):
         log(str(kernels_of_directory(directory, kernels, placed)))
-    quality = _quality(directory, text or [], teacher, threads, kernels, provider)
+    reading = take_reading(found, directory, teacher)
+    quality = _quality(directory, text or [], reading, teacher, threads, kernels, provider)
     result = run_bench(
         directory,
         checks,
@@ -182,14 +185,20 @@ def _check(
 
 
 def _quality(
-    directory: Path, text: list[Path], teacher: Path | None, threads: int | None, kernels: str, provider: str
+    directory: Path,
+    text: list[Path],
+    reading: Reading,
+    teacher: Path | None,
+    threads: int | None,
+    kernels: str,
+    provider: str,
 ) -> dict[str, Any]:
     """Bits per byte of the text, and the loss against the teacher with its interval; None for what is not asked for."""
     from benchmarks.spread import quality_loss
     from sportsllm.formats.manifest import digest
 
-    own = score_text(directory, text, threads, kernels, provider) if text else None
-    reference = score_text(teacher, text, threads) if teacher else None
+    own = score_text(directory, text, reading, threads, kernels, provider) if text else None
+    reference = score_text(teacher, text, reading, threads) if teacher else None
     loss, interval = quality_loss(own.documents, reference.documents) if own and reference else (None, None)
     return {
         "bits_per_byte": own and own.bits_per_byte,
@@ -204,7 +213,12 @@ def _quality(
 
 
 def score_text(
-    directory: Path, text: list[Path], threads: int | None = None, kernels: str = "auto", provider: str = "cpu"
+    directory: Path,
+    text: list[Path],
+    reading: Reading,
+    threads: int | None = None,
+    kernels: str = "auto",
+    provider: str = "cpu",
 ) -> TextScore:
     """Score of `directory` on the documents of `text`, as `eval` computes it."""
     from sportsllm.inference.decoder import open_decoder
@@ -213,8 +227,8 @@ def score_text(
     from sportsllm.text.tokenizer import load_tokenizer
 
     decoder = open_decoder(directory, threads, kernels, provider)
-    tokenizer = load_tokenizer(directory, decoder.config)
-    documents = list(read_documents(text))
+    tokenizer = load_tokenizer(directory, decoder.config, reading)
+    documents = list(read_documents(text, reading.text_field))
     warn_if_trained_on(directory, documents)
     return score_documents(decoder, tokenizer, documents, description=f"score {directory.name}")
 

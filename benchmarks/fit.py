@@ -17,7 +17,7 @@ import typer
 from sportsllm import options
 from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
-from sportsllm.settings import FIT, LIMITS, parse_settings
+from sportsllm.settings import FIT, LIMITS, TEXT, parse_settings
 
 if TYPE_CHECKING:
     from benchmarks.search.candidates import Candidate
@@ -119,8 +119,9 @@ def fit(
     from sportsllm.console import output
     from sportsllm.files import require_directory
     from sportsllm.processors import set_threads
+    from sportsllm.text.reading import take_reading
 
-    rare = parse_settings(settings, FIT)
+    rare = parse_settings(settings, FIT, TEXT)
     set_threads(threads)
     require_directory(teacher, "a checkpoint")
     text: tuple[Path, ...] = ()
@@ -130,7 +131,8 @@ def fit(
         held_out = tuple(valid or ([] if corpus else teacher_corpus(teacher, "valid")))
     tokens = tokens or recovery_tokens(teacher)
     effort = Effort(tokens, rare.pop("search_tokens", max(1, tokens // 10)), finalists, minutes)
-    source = Source(teacher, text, tuple(calibration or text), held_out, threads, seed, rare)
+    reading = take_reading(rare, teacher)
+    source = Source(teacher, text, tuple(calibration or text), held_out, threads, seed, rare, reading)
     limits = parse_settings(limit, LIMITS, option="--limit")
     device = Target(target, on_device, provider, find_provider(provider).processor, limits)
     result = run_fit(source, device, out, effort, vocabularies=vocab_size or [], dry_run=dry_run)

@@ -12,6 +12,7 @@ import typer
 from sportsllm import options
 from sportsllm.commands import Result
 from sportsllm.errors import UsageError
+from sportsllm.settings import TEXT, parse_settings
 
 if TYPE_CHECKING:
     from benchmarks.reporting.charts import Chart
@@ -54,6 +55,7 @@ def inspect(
         options.READS_TEXT,
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Page to write: the parts, and charts.")] = None,
+    settings: options.Settings = None,
 ) -> InspectResult:
     """Draw a model's parts; on a text also show attention maps and the use of experts."""
     from benchmarks.inspection import on_text
@@ -61,7 +63,9 @@ def inspect(
     from benchmarks.plan import read_model
     from sportsllm.files import atomic_write_text
     from sportsllm.inference.decoder import is_onnx_directory
+    from sportsllm.text.reading import take_reading
 
+    rare = parse_settings(settings, TEXT)
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--out {out}: the drawing is a page; end it in .html")
     if text is not None and text.encode("utf-8", "replace").decode() != text:
@@ -80,7 +84,7 @@ def inspect(
             found["attention"], weights = on_text.measure_attention(opened, directory, text)
             charts += [on_text.attention_chart(found["attention"], weights)] if out is not None else []
         if experts:
-            found["experts"] = on_text.measure_experts(opened, directory, experts)
+            found["experts"] = on_text.measure_experts(opened, directory, experts, take_reading(rare, directory))
             charts.append(on_text.expert_chart(found["experts"]))
     if out is not None:
         name = model if directory is None else directory.resolve().name

@@ -15,7 +15,7 @@ import typer
 from sportsllm import options
 from sportsllm.commands import TrainingResult
 from sportsllm.errors import UsageError
-from sportsllm.settings import DISTILLATION, LORA, SELECTION, TRAINING, parse_settings, pick
+from sportsllm.settings import DISTILLATION, LORA, SELECTION, TEXT, TRAINING, parse_settings, pick
 
 if TYPE_CHECKING:
     from compress.distillation.starts import Fresh
@@ -114,11 +114,13 @@ def distill(
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.manifest import plain_name
     from sportsllm.processors import use_processor
+    from sportsllm.text.reading import take_reading
     from sportsllm.training.settings import Run
 
     use_processor(threads, device)
-    found = parse_settings(settings, TRAINING, _RARE, LORA, SELECTION)
+    found = parse_settings(settings, TRAINING, _RARE, LORA, SELECTION, TEXT)
     source = resolve_teacher(teacher)
+    reading = take_reading(found, source)
     if student is None:
         if select_tokens is None:
             raise UsageError("give --student: a preset's name or a checkpoint directory")
@@ -139,7 +141,8 @@ def distill(
     found |= {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
     found |= {"kl_weight": kl_weight, "divergence": divergence, "temperature": temperature, "signals": signals}
     holdouts = tuple(path for path in begin.inputs if path.is_dir())
-    plan = plan_training(run, source, tokens, found | {"lora_rank": lora_rank}, corpus, valid, seed, holdouts)
+    found["lora_rank"] = lora_rank
+    plan = plan_training(run, source, tokens, found, corpus, valid, seed, reading, holdouts)
     out = out or Path("runs") / (plain_name(Path(student)) + "-selected" * (select_tokens is not None))
     result = distill_student(student, begin, plan, out, resume)
     output().print(result.line(), markup=False)

@@ -23,7 +23,7 @@ from sportsllm.commands import TrainingResult
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
-from sportsllm.settings import DISTILLATION, LORA, PRUNING, STEPS, TRAINING, parse_settings
+from sportsllm.settings import DISTILLATION, LORA, PRUNING, STEPS, TEXT, TRAINING, parse_settings
 
 if TYPE_CHECKING:
     from compress.distillation.student import StudentTraining
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from compress.pruning.search import Finalist
     from sportsllm.models.config import ModelConfig
     from sportsllm.models.language_model import SportsLLM
+    from sportsllm.text.reading import Reading
 
 _shape = partial(typer.Option, rich_help_panel="Shape")
 _recovery = partial(typer.Option, rich_help_panel="Recovery")
@@ -134,7 +135,7 @@ def prune(
     threads: options.Threads = None,
 ) -> PruneResult:
     """Cut width, depth, experts, key/value cache or vocabulary; the result is an ordinary checkpoint."""
-    given = parse_settings(settings, PRUNING, STEPS, TRAINING, DISTILLATION, LORA)
+    given = parse_settings(settings, PRUNING, STEPS, TRAINING, DISTILLATION, LORA, TEXT)
     sizes = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads}
     sizes |= {"layers": layers, "head_dim": head_dim}
     target = Target(params, size_mb, sizes, search, given.get("finalists", 3))
@@ -145,10 +146,12 @@ def prune(
     from compress.pruning.job import Calibration, PruneJob
     from compress.pruning.search import choose_shape, search_directory
     from sportsllm.processors import set_threads
+    from sportsllm.text.reading import take_reading
     from sportsllm.text.tokenizer import same_tokenizer
     from sportsllm.training.settings import Run, Start
 
     set_threads(threads)
+    reading = take_reading(given, checkpoint, teacher)
     if recover is None:
         taught = {"corpus": corpus, "teacher": teacher, "signals": signals, "lora_rank": lora_rank}
         names = [f"--{name.replace('_', '-')}" for name, value in taught.items() if value is not None]
@@ -159,9 +162,8 @@ def prune(
     text = tuple(calibration or corpus or teacher_corpus(checkpoint, "corpus", instead))
     if vocab_size is not None:
         others = (*sizes.values(), params, size_mb, recover, search, experts, experts_per_token, *given.values())
-        return _prune_vocabulary(
-            checkpoint, out, vocab_size, text, valid or [], alone=all(value is None for value in others)
-        )
+        alone = all(value is None for value in others)
+        return _prune_vocabulary(checkpoint, out, vocab_size, text, valid or [], reading, alone)
     recovery = None
     if recover is not None:
         source, holdouts = (checkpoint, ()) if teacher is None else (teacher, (checkpoint,))
@@ -169,12 +171,12 @@ def prune(
             raise ArtifactError(f"{source}: its tokenizer differs from {checkpoint}'s; recovery needs the same one")
         run = Run(Start.PRUNED, load_config(checkpoint), lora_rank is not None)
         taught = given | {"signals": signals, "lora_rank": lora_rank}
-        recovery = plan_training(run, source, recover, taught, corpus, valid, seed, holdouts)
+        recovery = plan_training(run, source, recover, taught, corpus, valid, seed, reading, holdouts)
     elif valid is not None:
         raise UsageError("--valid scores a recovery or a smaller vocabulary: add --recover or --vocab-size, or omit it")
     config = PruneConfig(importance, given.get("refit", True), given.get("samples"))
     scores = Path(given["scores"]) if "scores" in given else None
-    job = PruneJob(checkpoint, text, config, scores, recovery, experts, experts_per_token)
+    job = PruneJob(checkpoint, text, config, scores, recovery, experts, experts_per_token, reading)
     read = None if recovery is None else cache(partial(StudentText.read, recovery, load_config(checkpoint)))
     work = Calibration(job, text=read)
     shape, found = choose_shape(work, target, out, partial(_recovered, work))
@@ -317,7 +319,13 @@ def _cut(
 
 
 def _prune_vocabulary(
-    checkpoint: Path, out: Path, size: int, calibration: Sequence[Path], valid: Sequence[Path], alone: bool
+    checkpoint: Path,
+    out: Path,
+    size: int,
+    calibration: Sequence[Path],
+    valid: Sequence[Path],
+    reading: Reading,
+    alone: bool,
 ) -> PruneResult:
     """Cut the vocabulary, and nothing else."""
     from compress.pruning.vocabulary import prune_vocabulary
@@ -328,7 +336,7 @@ def _prune_vocabulary(
             "the vocabulary is cut alone, since the result no longer shares its teacher's tokens: cut it first "
             "(prune --vocab-size), fine-tune the result (train CHECKPOINT), then prune that"
         )
-    result = PruneResult.of(prune_vocabulary(checkpoint, out, size, calibration, valid))
+    result = PruneResult.of(prune_vocabulary(checkpoint, out, size, calibration, valid, reading))
     output().print(
         f"{out}: {result.vocab_size:,} of {result.vocab_size_before:,} tokens, {result.parameters:,} parameters; "
         f"{result.tokens_per_byte_before:.4f} -> {result.tokens_per_byte_after:.4f} tokens per byte"

@@ -18,7 +18,7 @@ import typer
 from sportsllm import options
 from sportsllm.commands import TrainingResult
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.settings import DISTILLATION, SIGNALS, STEPS, TRAINING, parse_settings
+from sportsllm.settings import DISTILLATION, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
 
 if TYPE_CHECKING:
     from compress.distillation.student import RunState, StudentTraining
@@ -152,13 +152,18 @@ def quantize(
     threads: options.Threads = None,
 ) -> QuantizeResult:
     """Quantize weights to INT8 or INT4."""
+    from compress.distillation.starts import plan_training
     from compress.quantization.config import Granularity, QuantizationConfig
     from compress.quantization.mixed_precision import SizeBudget
+    from sportsllm.formats.huggingface import load_config
     from sportsllm.inference.calibration import CalibrationText
     from sportsllm.processors import set_threads
+    from sportsllm.text.reading import take_reading
+    from sportsllm.training.settings import Run, Start
 
     set_threads(threads)
-    found = parse_settings(settings, TRAINING, STEPS, DISTILLATION, SIGNALS)
+    found = parse_settings(settings, TRAINING, STEPS, DISTILLATION, SIGNALS, TEXT)
+    reading = take_reading(found, checkpoint)
     if qad is None and (corpus or found or resume):
         names = [*(["--corpus"] if corpus else []), *(f"--set {name}" for name in found), *["--resume"] * resume]
         raise UsageError(f"options of --qad: {', '.join(names)}; add --qad TOKENS or leave them out")
@@ -175,35 +180,22 @@ def quantize(
         raise UsageError("--uniform is one precision for all; leave --bits-per-weight and --size-mb out")
     if budget == SizeBudget() and (uniform or per_row or bits != 4):
         budget = None
+    recovery = None
+    if qad is not None:  # the full-precision checkpoint is the teacher
+        run = Run(Start.QUANTIZED, load_config(checkpoint))
+        recovery = plan_training(run, checkpoint, qad, found, corpus, valid, seed, reading)
     result = quantize_checkpoint(
         checkpoint,
         out,
         config,
         method,
-        text=CalibrationText(tuple(calibration or ()), samples, tuple(valid or ())),
+        text=CalibrationText(tuple(calibration or ()), samples, tuple(valid or ()), reading),
         budget=budget,
-        recovery=None if qad is None else _recovery(checkpoint, qad, corpus, valid, found, seed),
+        recovery=recovery,
         resume=resume,
     )
     _print(result)
     return result
-
-
-def _recovery(
-    checkpoint: Path,
-    tokens: int,
-    corpus: Sequence[Path] | None,
-    valid: Sequence[Path] | None,
-    found: dict[str, Any],
-    seed: int,
-) -> StudentTraining:
-    """The training of `--qad`: the full-precision checkpoint is the teacher."""
-    from compress.distillation.starts import plan_training
-    from sportsllm.formats.huggingface import load_config
-    from sportsllm.training.settings import Run, Start
-
-    run = Run(Start.QUANTIZED, load_config(checkpoint))
-    return plan_training(run, checkpoint, tokens, found, corpus, valid, seed)
 
 
 def quantize_checkpoint(
@@ -248,7 +240,7 @@ def quantize_checkpoint(
     name = resolve_method(method, config, text, sized, untrained)
     budget = budget if METHODS[name] else sized
     plan = check_request(checkpoint, config, name, text, budget)
-    settings, parents, cache, seed = plan.settings(), [checkpoint], None, None
+    settings, parents, cache, seed = plan.settings() | text.reading.record(), [checkpoint], None, None
     parents += [*plan.text.files, *plan.text.valid] if plan.text else []
     if recovery is not None:
         cache, seed = recovery.prepare(plan.model), recovery.config.seed

@@ -9,7 +9,7 @@ Shape suffixes: L layers, B sequences, K key/value heads, S tokens, E head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,19 +112,19 @@ def _rounded(x: Tensor, scale: Tensor) -> Tensor:
     return torch.clamp(torch.round(x / scale), -_TOP - 1, _TOP) * scale
 
 
-def cache_scales(checkpoint: Path, calibration: Sequence[Path]) -> CacheScales:
+def cache_scales(checkpoint: Path, text: CalibrationText) -> CacheScales:
     """Scales for a checkpoint, measured on its own keys and values, with one layer at a time in memory.
 
     Args:
         checkpoint: packed or not.
-        calibration: text files, never held-out ones; without any see `CalibrationText`.
+        text: for calibration.
 
     Raises:
         ArtifactError: there is no text in the files.
     """
     config, tensors = load_config(checkpoint), TensorFiles(checkpoint)
     check_names(tensors, config)
-    samples = CalibrationText(tuple(calibration)).found(checkpoint).read(checkpoint, config, SAMPLES)
+    samples = text.found(checkpoint).read(checkpoint, config, SAMPLES)
     table, positions = load_table(tensors, config, EMBEDDING), load_positions(tensors, config)
     states = [embed(config, table[tokens], positions) for tokens in samples]
     del table

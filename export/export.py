@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -13,11 +14,12 @@ import typer
 from sportsllm import options
 from sportsllm.commands import StageResult
 from sportsllm.errors import GateError, UsageError
-from sportsllm.settings import EXPORT, parse_settings
+from sportsllm.settings import EXPORT, TEXT, parse_settings
 
 if TYPE_CHECKING:
     from export.parity.comparison import ParityReport
     from sportsllm.formats.gguf.blocks import RoundedModel
+    from sportsllm.inference.calibration import CalibrationText
 
 FORMATS = ("onnx", "web", "standard", "gguf")
 DTYPES = ("fp32", "fp16", "fp16-weights")
@@ -105,20 +107,23 @@ def export(
     from sportsllm.files import require_directory, write_json
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.huggingface import checkpoint_with, load_config
+    from sportsllm.inference.calibration import CalibrationText
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.process_memory import peak_rss_bytes
+    from sportsllm.text.reading import take_reading
 
     require_directory(checkpoint, "a checkpoint directory")
+    found = parse_settings(settings, EXPORT, TEXT)
     job = _Job(
         checkpoint=checkpoint,
         format=format,
         dtype=dtype,
         kv_cache=kv_cache,
-        calibration=tuple(calibration or ()),
-        inline=bool(parse_settings(settings, EXPORT).get("inline")),
+        given=CalibrationText(tuple(calibration or ()), reading=take_reading(found, checkpoint)),
+        inline=bool(found.get("inline")),
     )
     _refuse(job, provider)
-    stage = Stage("export", job.settings(rope_scaling), [checkpoint, *job.texts])
+    stage = Stage("export", job.settings(rope_scaling), [checkpoint, *job.text.files])
     config = load_config(checkpoint)
     if rope_scaling is not None:
         config = with_rope_scaling(config, rope_scaling)
@@ -160,7 +165,7 @@ class _Job:
     format: str
     dtype: str | None
     kv_cache: str
-    calibration: tuple[Path, ...]
+    given: CalibrationText
     inline: bool
 
     @property
@@ -169,12 +174,10 @@ class _Job:
         name = {"q4_k": "q4_k_m", "q5_k": "q5_k_m"}.get(self.dtype or "", self.dtype)
         return name if name in BLOCK_DTYPES else None
 
-    @property
-    def texts(self) -> tuple[Path, ...]:
+    @cached_property
+    def text(self) -> CalibrationText:
         """Calibration text: what is given or, to round matrices by, the checkpoint's training text."""
-        from sportsllm.inference.calibration import CalibrationText
-
-        return self.calibration if self.mix is None else CalibrationText(self.calibration).found(self.checkpoint).files
+        return self.given if self.mix is None else self.given.found(self.checkpoint)
 
     @property
     def half(self) -> bool:
@@ -199,7 +202,7 @@ class _Job:
         given = {
             "computed_in": "fp16" if self.in_half else None,
             "inline": self.inline,
-            "calibration": [str(path) for path in self.texts],
+            "calibration": [str(path) for path in self.text.files],
             "rope_scaling": rope_scaling,
         }
         return {
@@ -207,6 +210,7 @@ class _Job:
             "dtype": self.mix or ("packed" if quantization_config(self.checkpoint) is not None else dense),
             "kv_cache": self.cache,
             **{name: value for name, value in given.items() if value},
+            **self.text.reading.record(),
         }
 
 
@@ -232,7 +236,7 @@ def _excluded(job: _Job, provider: str) -> Iterator[tuple[str, bool]]:
     elsewhere = not find_provider(provider).is_cpu
     yield (
         "--calibration is for --kv-cache int8 and GGUF's --dtype q4_k_m and the like; leave it out, or add one of them",
-        bool(job.calibration) and cache != "int8" and job.mix is None,
+        bool(job.given.files) and cache != "int8" and job.mix is None,
     )
     for flag, given in {"--kv-cache": cache != "fp32", "--provider": elsewhere, "--set": job.inline}.items():
         yield f"{flag} is for ONNX graphs; leave it out, or --format gguf", given and kind == "gguf"
@@ -330,7 +334,7 @@ def _write_graph(
         half=job.half,
         in_half=job.in_half,
         half_cache=job.kv_cache == "fp16" and not job.in_half,
-        scales=cache_scales(checkpoint, job.calibration) if job.kv_cache == "int8" else None,
+        scales=cache_scales(checkpoint, job.given) if job.kv_cache == "int8" else None,
         inline=job.inline,
         wide_inputs=wide_inputs,
     )
@@ -374,12 +378,11 @@ def _write_gguf(job: _Job, checkpoint: Path, directory: Path, threads: int | Non
     config, rounded = load_config(checkpoint), None
     architecture = architecture_of(config)
     if job.mix is not None:
-        if not job.texts:
+        if not job.text.files:
             log(f"no calibration text: each block is rounded by itself; --calibration FILE makes {job.mix} lose less")
         round_to_blocks = load_function("compress.quantization.block_checkpoint", "round_to_blocks")
-        rounded = cast(
-            "RoundedModel", round_to_blocks(checkpoint, block_types(config, job.mix, bool(job.texts)), job.texts)
-        )
+        types = block_types(config, job.mix, bool(job.text.files))
+        rounded = cast("RoundedModel", round_to_blocks(checkpoint, types, job.text))
     formats = write_gguf(checkpoint, directory / GGUF_FILE, job.half, rounded, job.mix)
     modelfile = f"FROM ./{GGUF_FILE}\nPARAMETER num_ctx {config.max_position_embeddings}\n"
     (directory / "Modelfile").write_text(modelfile, encoding="utf-8")

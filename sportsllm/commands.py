@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self, cast, get_args
 
 from sportsllm.errors import ArtifactError, ResourceError
 from sportsllm.files import require_directory
-from sportsllm.options import BY_NAME, READING, READS_TEXT
+from sportsllm.options import BY_NAME, READS_TEXT
 
 
 class Entry(NamedTuple):
@@ -62,7 +62,7 @@ Command = Callable[..., object]
 
 
 def load_command(name: str) -> Command:
-    """The function behind a command; it takes strings for paths too, and `READING` if it reads text.
+    """The function behind a command; it takes strings for paths too.
 
     Raises:
         ResourceError: its package is missing, or another package of that name hides it.
@@ -88,33 +88,20 @@ def load_function(module: str, name: str) -> Command:
 
 
 def _converting(function: Command) -> Command:
-    """The function, its paths made of strings, models given by name downloaded; with `READING` if it reads text."""
+    """The function, its paths made of strings, models given by name downloaded, and text known to be there."""
     signature = inspect.signature(function, eval_str=True)
-    parameters = list(signature.parameters.values())
-    reads_text = any(_marked(each.annotation, READS_TEXT) for each in parameters)
 
     @functools.wraps(function)
     def command(*args: object, **given: object) -> object:
-        reading = {name: given.pop(name, None) for name in READING if reads_text}
         bound = signature.bind(*args, **given)
         for name, value in bound.arguments.items():
-            bound.arguments[name] = _converted(signature.parameters[name].annotation, value)
-        if not reads_text:
-            return function(*bound.args, **bound.kwargs)
-        for name in (each.name for each in parameters if _marked(each.annotation, READS_TEXT)):
-            for path in cast(list[Path], bound.arguments.get(name) or []):
+            annotation = signature.parameters[name].annotation
+            bound.arguments[name] = _converted(annotation, value)
+            for path in cast(list[Path], bound.arguments[name] or []) if _marked(annotation, READS_TEXT) else []:
                 if not path.exists():
                     raise ArtifactError(f"{path}: not found; give an existing file or folder of text")
-        from sportsllm.text.reading import reading_as
+        return function(*bound.args, **bound.kwargs)
 
-        models = [bound.arguments.get(each.name) for each in parameters if _marked(each.annotation, BY_NAME)]
-        with reading_as([Path(str(model)) for model in models if model], **reading):
-            return function(*bound.args, **bound.kwargs)
-
-    if reads_text:
-        kind = inspect.Parameter.KEYWORD_ONLY
-        extra = [inspect.Parameter(name, kind, default=None, annotation=each) for name, each in READING.items()]
-        command.__signature__ = signature.replace(parameters=[*parameters, *extra])  # type: ignore[attr-defined]
     return command
 
 

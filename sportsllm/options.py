@@ -18,7 +18,7 @@ BY_NAME = _ByName()
 
 
 class _ReadsText:
-    """Marks files of documents; a command with such an option has those of `READING` too."""
+    """Marks files of documents, which must be there."""
 
 
 READS_TEXT = _ReadsText()
@@ -82,18 +82,6 @@ Calibration = Annotated[
     ),
     READS_TEXT,
 ]
-_FIELD = "Field of .jsonl records, and column of .parquet files, that holds the text."
-_SPECIAL, _SPECIAL_FLAGS = "Read special tokens in plain text.", "--parse-special/--no-parse-special"
-_LOSS_ON = "Tokens of conversations that are learned and scored: assistant or all."
-_reading: Any = partial(typer.Option, rich_help_panel="Text")
-READING: dict[str, Any] = {
-    "text_field": Annotated[
-        str | None, _reading("--text-field", metavar="NAME", help=_FIELD, show_default="the model's, or text")
-    ],
-    "parse_special": Annotated[bool | None, _reading(_SPECIAL_FLAGS, help=_SPECIAL, show_default="the model's, or no")],
-    "loss_on": Annotated[str | None, _reading("--loss-on", help=_LOSS_ON, show_default="the model's, or assistant")],
-}
-"""Options of every command that reads text; `sportsllm.commands.load_command` adds them."""
 
 # Training
 Tokens = Annotated[
@@ -118,7 +106,7 @@ LearningRate = Annotated[
 _LORA = "Train LoRA adapters of this rank and merge them."
 LoraRank = Annotated[int | None, _training("--lora-rank", min=1, help=_LORA, show_default="all weights are trained")]
 _SET = "A rare setting, for example warmup=100; may be repeated. docs/reference/settings.md lists them."
-Settings = Annotated[list[str] | None, _training("--set", metavar="NAME=VALUE", help=_SET, show_default="none")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=_SET, show_default="none")]
 Resume = Annotated[bool, _training("--resume", help="Continue an interrupted run; without one, start.")]
 RopeScaling = Annotated[
     str | None,

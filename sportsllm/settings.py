@@ -145,6 +145,18 @@ FIT: Group = {
     "accumulation": TRAINING["accumulation"],
     **STEPS,
 }
+TEXT: Group = {
+    "text_field": Setting(
+        str, "Field of .jsonl records, and column of .parquet files, that holds the text", "the model's, or text"
+    ),
+    "parse_special": Setting(bool, "Read special tokens in plain text as these tokens", "the model's, or false"),
+    "loss_on": Setting(
+        str,
+        "Tokens of conversations that are learned and scored",
+        "the model's, or assistant",
+        choices=("assistant", "all"),
+    ),
+}
 TOKENIZER: Group = {
     "digits": Setting(
         str, "Digits in a new tokenizer: grouped, or one token each", "grouped", choices=("grouped", "single")
@@ -234,6 +246,7 @@ def _spelled(value: object) -> str:
 
 GROUPS: Mapping[str, tuple[str, Group]] = {
     "Training": ("train, distill, prune --recover, quantize --qad", TRAINING),
+    "Text": ("train, distill, prune, quantize, export, eval, bench, fit, inspect, data tokens", TEXT),
     "Shape of a new model": ("train --model", SHAPE),
     "Tokenizer of a new model": ("train --model", TOKENIZER),
     "Steps": ("prune --recover, quantize --qad", STEPS),

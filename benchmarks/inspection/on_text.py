@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sportsllm.models.language_model import SportsLLM
+    from sportsllm.text.reading import Reading
 
 MOST_TOKENS = 64
 """Most tokens of a map whose labels can still be read."""
@@ -119,7 +120,7 @@ def _visible(piece: str) -> str:
     return visible_piece(piece).replace(" ", "\u2423")
 
 
-def measure_experts(model: SportsLLM, directory: Path, files: Sequence[Path]) -> dict[str, Any]:
+def measure_experts(model: SportsLLM, directory: Path, files: Sequence[Path], reading: Reading) -> dict[str, Any]:
     """Run a mixture on texts of several kinds, a file each, and count what its routers choose.
 
     Returns:
@@ -132,10 +133,9 @@ def measure_experts(model: SportsLLM, directory: Path, files: Sequence[Path]) ->
     """
     from sportsllm.inference.inspection import count_choices, mixtures
 
-    found, tokenizer = mixtures(model), load_tokenizer(directory, model.config)
-    read = {
-        str(path): count_choices(model, tokenizer, read_documents([path]), _EXPERT_TOKENS, str(path)) for path in files
-    }
+    found, tokenizer = mixtures(model), load_tokenizer(directory, model.config, reading)
+    texts = {str(path): read_documents([path], reading.text_field) for path in files}
+    read = {name: count_choices(model, tokenizer, text, _EXPERT_TOKENS, name) for name, text in texts.items()}
     layers = []
     for layer, mixture in found.items():
         used = {name: counts[layer] for name, (counts, _) in read.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +15,7 @@ from sportsllm.files import atomic_write_text
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import manifest_of
 from sportsllm.settings import STEPS, TRAINING
+from sportsllm.text.reading import USUAL, Reading
 
 if TYPE_CHECKING:
     from benchmarks.search.candidates import Candidate
@@ -37,6 +38,7 @@ class Source:
         threads: CPU threads of every command; all cores if None.
         seed: of everything random.
         settings: further flags of every training, such as `batch_size`.
+        reading: of all text.
     """
 
     teacher: Path
@@ -46,6 +48,7 @@ class Source:
     threads: int | None = None
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
+    reading: Reading = USUAL
 
     def held_out(self) -> dict[str, Any]:
         """The flag that names held-out text, where there is some."""
@@ -85,7 +88,8 @@ def held_out_text(source: Source, directory: Path) -> HeldOut:
     """
     from sportsllm.text.documents import held_out_files, load_corpus
 
-    parts = load_corpus(source.corpus, source.valid, held_out_files(source.teacher)).parts()
+    known, field = held_out_files(source.teacher), source.reading.text_field
+    parts = load_corpus(source.corpus, source.valid, known, field).parts()
     paths = directory / "choosing.jsonl", directory / "reporting.jsonl"
     for path, documents in zip(paths, parts, strict=True):
         atomic_write_text(path, "".join(json.dumps({"text": text}) + "\n" for text in documents))
@@ -138,8 +142,10 @@ def vocabulary_stages(
         "calibration": list(source.calibration),
         "vocab_size": vocab_size,
         **source.held_out(),  # which the tokens are not counted in
+        **_rare(source.reading.record()),
     }
-    return [("prune", prune), ("train", {"init": cut, "out": tuned, "tokens": tokens, **source.training()})]
+    train = {"checkpoint": cut, "out": tuned, "tokens": tokens, **_training(source, {}, TRAINING)}
+    return [("prune", prune), ("train", train)]
 
 
 def prune_settings(source: Source, shape: Shape, teacher: Path, out: Path, tokens: int, **rare: Any) -> dict[str, Any]:
@@ -153,7 +159,7 @@ def prune_settings(source: Source, shape: Shape, teacher: Path, out: Path, token
         "calibration": list(source.calibration),
         **sizes,
         "recover": tokens,
-        **_training(source, rare),
+        **_training(source, rare, (*STEPS, *TRAINING)),
     }
 
 
@@ -172,16 +178,22 @@ def quantize_settings(
         "calibration": list(source.calibration),
         **source.held_out(),
     }
-    if qad:
-        settings |= {"qad": qad, **_training(source, {}, leave_out="learning_rate")}  # it has a rate of its own
-    return settings
+    if not qad:
+        return settings | _rare(source.reading.record())
+    training = _training(source, {}, (*STEPS, *TRAINING))
+    training.get("settings", {}).pop("learning_rate", None)  # it has a rate of its own
+    return settings | {"qad": qad, **training}
 
 
-def _training(source: Source, rare: dict[str, Any], leave_out: str = "") -> dict[str, Any]:
-    """Arguments of a training: options by name, `settings` what is rare."""
-    training = {name: value for name, value in source.training().items() if name != leave_out}
-    rare |= {name: training.pop(name) for name in (*STEPS, *TRAINING) if name in training}
-    return training | ({"settings": rare} if rare else {})
+def _training(source: Source, rare: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Arguments of a training: options by name, `settings` what is rare, and of the rest those of `names`."""
+    training = source.training()
+    rare |= {name: training.pop(name) for name in names if name in training}
+    return training | _rare(rare | source.reading.record())
+
+
+def _rare(settings: dict[str, Any]) -> dict[str, Any]:
+    return {"settings": settings} if settings else {}
 
 
 def qad_tokens(format: ModelFormat, tokens: int) -> int | None:
@@ -200,6 +212,7 @@ def export_settings(
         "kv_cache": format.cache,
         "threads": source.threads,
         **({"calibration": list(source.calibration)} if format.cache == "int8" else {}),
+        **_rare(source.reading.record()),
     }
 
 

@@ -165,7 +165,7 @@ class Trials:
         if old.get("asked") == asked:
             return [Shape(**sizes) for sizes in old["found"]]
         config = PruneConfig(samples=min(_BRIEF_SAMPLES, self._pieces))
-        work = Calibration(PruneJob(self.source.teacher, self.source.calibration, config))
+        work = Calibration(PruneJob(self.source.teacher, self.source.calibration, config, reading=self.source.reading))
         with logged(self.directory / LOG):
             found = [one.shape for one in find_finalists(work, shapes, (), count, seconds)]
         atomic_write_text(kept, json.dumps({"asked": asked, "found": [shape.sizes() for shape in found]}) + "\n")
@@ -235,7 +235,7 @@ class Trials:
         scores: dict[str, Any] = read_json(kept) if kept.exists() else {}
         if key not in scores:
             decoder = open_decoder(directory, self.source.threads)
-            tokenizer = load_tokenizer(directory, decoder.config)
+            tokenizer = load_tokenizer(directory, decoder.config, self.source.reading)
             with logged(self.directory / LOG):
                 documents = list(read_documents([self.text]))
                 score = score_documents(decoder, tokenizer, documents, max_tokens=_SCORED_TOKENS)
@@ -287,6 +287,6 @@ class Trials:
         from sportsllm.text.documents import left_out
         from sportsllm.text.tokenizer import load_tokenizer
 
-        source, words = self.source, load_tokenizer(self.source.teacher, self._config)
+        source, words = self.source, load_tokenizer(self.source.teacher, self._config, self.source.reading)
         valid = left_out(source.valid, source.teacher)
         return len(calibration_samples(source.calibration, valid, words, self._config, None, source.sequence))

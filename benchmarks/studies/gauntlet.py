@@ -38,7 +38,8 @@ Row = dict[str, float | None]
 def measure(directory: Path, teacher: str) -> dict[str, TextScore]:
     """Scores of a teacher and of what was made from it, by kind; the teacher's own under ""."""
     settings = read_manifest(directory / teacher).settings
-    split = load_corpus(*([Path(name) for name in settings[key]] for key in ("corpus", "valid")))
+    corpus, valid = ([Path(name) for name in settings[key]] for key in ("corpus", "valid"))
+    split = load_corpus(corpus, valid)
     found: dict[str, TextScore] = {}
     for kind in ("", *KINDS):
         path = directory / (f"{teacher}-{kind}" if kind else teacher)

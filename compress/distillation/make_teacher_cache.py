@@ -24,7 +24,7 @@ from sportsllm.formats.artifact import STATE_DIRECTORY, Stage, partial_directory
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import directory_bytes
-from sportsllm.text.documents import held_out_setting, load_corpus
+from sportsllm.text.documents import held_out_setting
 from sportsllm.text.packing import Batch, tokenize
 from sportsllm.text.tokenizer import load_tokenizer
 
@@ -57,14 +57,15 @@ def make_teacher_cache(training: StudentTraining, info: CacheInfo, out: Path) ->
         "tokens": info.tokens,
         "sequence": info.sequence,
         "teacher_precision": info.precision,
+        **info.reading,
     }
     inputs = [training.teacher, *training.corpus, *training.left_out]
     stage = Stage("signals", settings, inputs, seed=info.seed)
 
     def make(directory: Path) -> JsonObject:
         started = time.perf_counter()
-        split = load_corpus(training.corpus, training.valid, training.left_out)
-        documents = tokenize(split.train, load_tokenizer(training.teacher, load_config(training.teacher)))
+        tokenizer = load_tokenizer(training.teacher, load_config(training.teacher), training.reading)
+        documents = tokenize(training.read_corpus().train, tokenizer)
         batches = CachedBatches(documents, info.sequence, training.config.batch_size, info.seed, info.rows)
         if info.rows > batches.rows_per_epoch:
             log(

@@ -23,6 +23,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.settings import DISTILLATION, STEPS, TRAINING, pick
 from sportsllm.text.documents import manifest_setting
+from sportsllm.text.reading import Reading
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training import settings
 from sportsllm.training.settings import fit_vocabulary, shape_of
@@ -77,6 +78,7 @@ def plan_training(
     corpus: Sequence[Path] | None,
     valid: Sequence[Path] | None,
     seed: int,
+    reading: Reading,
     extra_holdouts: tuple[Path, ...] = (),
 ) -> StudentTraining:
     """The training of a student by the options and settings of a verb, by name; text not given is the teacher's own."""
@@ -94,6 +96,7 @@ def plan_training(
         distillation=distillation_config(run.start, teacher, taught),
         adapters=settings.adapter_settings(rank, targets, alpha, config.optimizer),
         extra_holdouts=extra_holdouts,
+        reading=reading,
     )
 
 
@@ -138,7 +141,7 @@ class Cut(Fresh):
     def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
         """The calibration text is the training text; hidden states are matched at the layers that were kept."""
         teacher = load_checkpoint(training.teacher)
-        tokenizer = load_tokenizer(training.teacher, teacher.config)
+        tokenizer = load_tokenizer(training.teacher, teacher.config, training.reading)
         smaller = _inside(self.shape, teacher.config)
         length = min(SAMPLE_LENGTH, smaller.max_position_embeddings)
         most = usual_samples(teacher.config, length, training.tokens)

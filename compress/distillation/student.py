@@ -22,6 +22,7 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.processors import training_device
 from sportsllm.text.documents import TextSplit, held_out_setting, left_out, load_corpus
 from sportsllm.text.packing import PackedSequences, TokenizedDocuments, tokenize
+from sportsllm.text.reading import USUAL, Reading
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 from sportsllm.training.loop import train_model
 from sportsllm.training.lora import add_adapters, merge_adapters
@@ -42,6 +43,7 @@ class StudentTraining:
         adapters: train these instead of all weights, and merge them.
         extra_holdouts: further checkpoints whose held-out text is not trained on: where the student starts from.
         reported: when the report split is scored, see `Validation`; not after a trial, nor before what follows it.
+        reading: of all text.
     """
 
     teacher: Path
@@ -52,6 +54,7 @@ class StudentTraining:
     adapters: Adapters | None = None
     extra_holdouts: tuple[Path, ...] = ()
     reported: tuple[str, ...] = Validation.reported
+    reading: Reading = USUAL
 
     @property
     def tokens(self) -> int:
@@ -63,6 +66,10 @@ class StudentTraining:
         """All text that it never reads."""
         return left_out(self.valid, self.teacher, *self.extra_holdouts)
 
+    def read_corpus(self) -> TextSplit:
+        """Training and held-out text."""
+        return load_corpus(self.corpus, self.valid, self.left_out, self.reading.text_field)
+
     def settings(self) -> JsonObject:
         """For the manifest, without the training loop's."""
         return {
@@ -71,6 +78,7 @@ class StudentTraining:
             "valid": [str(path) for path in self.valid],
             **held_out_setting(self.valid, self.left_out),
             **self.distillation.settings(),
+            **self.reading.record(),
             **({} if self.adapters is None else {"lora": dataclasses.asdict(self.adapters)}),
         }
 
@@ -118,8 +126,8 @@ class StudentText:
     @staticmethod
     def read(training: StudentTraining, student: ModelConfig) -> StudentText:
         """Read and tokenize the training's files, with the teacher's tokenizer."""
-        tokenizer = load_tokenizer(training.teacher, student)
-        split = load_corpus(training.corpus, training.valid, training.left_out)
+        tokenizer = load_tokenizer(training.teacher, student, training.reading)
+        split = training.read_corpus()
         return StudentText(split, tokenize(split.train, tokenizer), tokenizer)
 
 

@@ -34,7 +34,6 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import digest, file_sha256, read_manifest
 from sportsllm.processors import training_device
 from sportsllm.text.packing import Batch, PackedSequences, TokenizedDocuments
-from sportsllm.text.reading import reading_setting
 from sportsllm.training.loss import ChunkLoss, cross_entropy_chunk, scored_sum_
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def wanted_info(training: StudentTraining) -> CacheInfo:
         precision=resolve_teacher_precision(distillation.teacher_precision, training_device()),
         seed=config.seed,
         rows=-(-tokens // config.sequence),
-        reading=reading_setting(),
+        reading=training.reading.record(),
     )
 
 

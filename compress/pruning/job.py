@@ -35,6 +35,7 @@ from sportsllm.inference.calibration import JUDGED_SAMPLES, calibration_samples,
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.documents import HELD_OUT, held_out_files, manifest_setting
+from sportsllm.text.reading import USUAL, Reading
 from sportsllm.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class PruneJob:
         scores: those of an earlier run on the same checkpoint.
         recovery: the training after the cut.
         experts, experts_per_token: cut first, see `compress.pruning.experts`.
+        reading: of all text.
     """
 
     checkpoint: Path
@@ -63,6 +65,7 @@ class PruneJob:
     recovery: StudentTraining | None = None
     experts: int | None = None
     experts_per_token: int | None = None
+    reading: Reading = USUAL
 
     @property
     def cuts_experts(self) -> bool:
@@ -102,6 +105,7 @@ class PruneJob:
             **dataclasses.asdict(self.config),
             "scores": self.scores,
             "calibration": self.calibration,
+            **self.reading.record(),
             **{name: value for name, value in experts.items() if value is not None},
             **(inherited if self.recovery is None else self.recovery.recovery_settings()),
         }
@@ -152,7 +156,7 @@ class Calibration:
         if recovery is not None:
             length = recovery.config.sequence
             most = usual_samples(model.config, length, recovery.tokens)
-        tokenizer = load_tokenizer(job.checkpoint, model.config)
+        tokenizer = load_tokenizer(job.checkpoint, model.config, job.reading)
         valid = held_out_files(job.checkpoint) if recovery is None else recovery.left_out
         source = job.calibration, valid, tokenizer, model.config
         samples = calibration_samples(*source, job.config.samples, length, most)

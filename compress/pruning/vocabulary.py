@@ -46,6 +46,7 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.conversations import Document
 from sportsllm.text.documents import held_out_files, manifest_setting, read_documents, training_side
 from sportsllm.text.packing import TokenizedDocuments, tokenize
+from sportsllm.text.reading import USUAL, Reading
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
 _STEP = 32  # rows come in multiples of this, the smallest block of the integer kernels
@@ -120,7 +121,12 @@ def prune_embedding(model: SportsLLM, kept: Sequence[int]) -> SportsLLM:
 
 
 def prune_vocabulary(
-    checkpoint: Path, out: Path, vocab_size: int, calibration: Sequence[Path], valid: Sequence[Path]
+    checkpoint: Path,
+    out: Path,
+    vocab_size: int,
+    calibration: Sequence[Path],
+    valid: Sequence[Path],
+    reading: Reading = USUAL,
 ) -> JsonObject:
     """Drop the tokens that a domain does not use from a checkpoint directory's model and tokenizer.
 
@@ -132,6 +138,7 @@ def prune_vocabulary(
         vocab_size: tokens to keep, rounded up to a multiple of 32.
         calibration: the domain's text, where usage is counted.
         valid: held-out text, its first 65,536 tokens, to measure bits per byte on before and after; may be empty.
+        reading: of both.
 
     Raises:
         UsageError: an impossible vocab_size.
@@ -141,27 +148,27 @@ def prune_vocabulary(
         raise ArtifactError(f"{checkpoint}: is quantized; prune the unquantized checkpoint, then quantize")
     config = load_config(checkpoint)
     settings = {"checkpoint": checkpoint, "vocab_size": vocab_size, "calibration": calibration, "scored": valid}
-    settings |= {name: manifest_setting(checkpoint, name) for name in ("corpus", "valid")}
+    settings |= {name: manifest_setting(checkpoint, name) for name in ("corpus", "valid")} | reading.record()
 
     def make(directory: Path) -> JsonObject:
         started = time.perf_counter()
-        tokenizer = load_tokenizer(checkpoint, config)
+        tokenizer = load_tokenizer(checkpoint, config, reading)
         where = checkpoint / "tokenizer.json"
         vocabulary = read_vocabulary(read_json(where), str(where))
         fixed = with_halves(vocabulary, vocabulary.fixed | named_ids(checkpoint, config, vocabulary))
         model = load_checkpoint(checkpoint)
-        documents = training_side(calibration, [*held_out_files(checkpoint), *valid])
+        documents = training_side(calibration, [*held_out_files(checkpoint), *valid], reading.text_field)
         before = tokenize(documents, tokenizer)
         saved = saved_tokens(vocabulary, np.bincount(before.ids, minlength=config.vocab_size))
         kept = kept_tokens(vocabulary, saved, target_size(vocab_size, len(fixed), config.vocab_size), fixed)
         pruned = prune_embedding(model, kept)
         save_checkpoint(directory, pruned, checkpoint)
         write_tokenizer(checkpoint, directory, vocabulary, kept)
-        fewer = load_tokenizer(directory, pruned.config)
+        fewer = load_tokenizer(directory, pruned.config, reading)
         after = tokenize(documents, fewer)
         _check_round_trip(where, (tokenizer, before), (fewer, after))
         if valid:
-            figures = _held_out(((model, tokenizer), (pruned, fewer)), list(read_documents(valid)))
+            figures = _held_out(((model, tokenizer), (pruned, fewer)), list(read_documents(valid, reading.text_field)))
         else:
             ends = 0 if before.scored is not None else len(documents) * (1 if tokenizer.end_id is None else 2)
             sides = {"before": before, "after": after}

@@ -61,18 +61,18 @@ class BlockCheckpoint(PackedCheckpoint):
 
 
 @torch.no_grad()
-def round_to_blocks(checkpoint: Path, types: Mapping[str, str], texts: Sequence[Path]) -> RoundedModel:
+def round_to_blocks(checkpoint: Path, types: Mapping[str, str], text: CalibrationText) -> RoundedModel:
     """Round a checkpoint's matrices to llama.cpp's blocks.
 
     Args:
         checkpoint: an unquantized one, read layer by layer.
         types: by module the name of a type.
-        texts: calibration text; without it scales are searched for each block alone.
+        text: for calibration; without files scales are searched for each block alone.
     """
     model = load_config(checkpoint)
     found = BlockCheckpoint(model, types)
-    if texts:
-        samples = CalibrationText(tuple(texts)).read(checkpoint, model, SAMPLES)
+    if text.files:
+        samples = text.read(checkpoint, model, SAMPLES)
         quantize_calibrated(checkpoint, model, found, samples, gptq=True)
     else:
         quantize_without_data(checkpoint, model, found, search=True)

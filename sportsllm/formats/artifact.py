@@ -35,7 +35,6 @@ from sportsllm.formats.manifest import (
     read_manifest,
 )
 from sportsllm.formats.model_card import CARD, render_card
-from sportsllm.text.reading import reading_setting
 
 STATE_DIRECTORY = "state"  # resumable state inside a `.partial`; removed before the rename
 _PACKAGES = ("numpy", "torch", "onnx", "onnx-ir", "onnxruntime", "tokenizers", "safetensors", "bitsandbytes")
@@ -54,9 +53,6 @@ class Stage:
     inputs: Sequence[Path] = ()
     seed: int | None = None
     results: JsonObject = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.settings = dict(self.settings) | reading_setting()
 
     @cached_property
     def input_digests(self) -> list[str]:

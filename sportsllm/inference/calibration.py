@@ -19,7 +19,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.conversations import Document, plain_text
 from sportsllm.text.documents import cut_document, held_out_files, manifest_setting, training_side
-from sportsllm.text.reading import USUAL, reading_as
+from sportsllm.text.reading import USUAL, Reading
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
 SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16
@@ -65,7 +65,7 @@ def calibration_samples(
     length = min(length, config.max_position_embeddings)
     if most is None:
         most = usual_samples(config, length)
-    documents = training_side(files, valid) if files else []
+    documents = training_side(files, valid, tokenizer.reading.text_field) if files else []
     tokenizer.warn_if_special(documents)
     samples: list[Tensor] = []
     tokens = 0
@@ -151,6 +151,7 @@ class CalibrationText:
     files: tuple[Path, ...] = ()
     samples: int | None = None
     valid: tuple[Path, ...] = ()
+    reading: Reading = USUAL
 
     def found(self, checkpoint: Path) -> CalibrationText:
         """The same with the checkpoint's training text, if no files are given and all of it exists."""
@@ -171,7 +172,8 @@ class CalibrationText:
         Raises:
             ArtifactError: there is no text, or less than asked for.
         """
-        length, tokenizer = min(SAMPLE_TOKENS, model.max_position_embeddings), load_tokenizer(checkpoint, model)
+        length = min(SAMPLE_TOKENS, model.max_position_embeddings)
+        tokenizer = load_tokenizer(checkpoint, model, self.reading)
         if not self.files:
             from sportsllm.inference.batch_sampling import self_generated_text
 
@@ -180,8 +182,7 @@ class CalibrationText:
             others = " and a general text" if count > written else ""
             log(f"no calibration text: using {written} texts that the model writes itself{others}")
             own = self_generated_text(checkpoint, model, written, length)
-            with reading_as(text_field=USUAL.text_field):
-                general = calibration_samples([GENERAL_TEXT], (), tokenizer, model, None, length, count - written)
+            general = calibration_samples([GENERAL_TEXT], (), tokenizer, model, None, length, count - written)
             return [*own, *general] if count > written else own
         valid = [*held_out_files(checkpoint), *self.valid]
         mixed_in = 0 if self.samples else most // _GENERAL_PART

@@ -1,7 +1,7 @@
 """Documents from files and folders, their split into training and held-out text, and what a model was made from.
 
-Files are .txt, .md, .jsonl, each also as .gz, and .parquet; the last two have their text in the field `text`, or in
-that of `sportsllm.text.reading`, or are conversations. A document is held out by the hash of its own text, so the split
+Files are .txt, .md, .jsonl, each also as .gz, and .parquet; the last two have their text in a field, `text` if no other
+is named, or are conversations. A document is held out by the hash of its own text, so the split
 survives renamed and reordered files, and two copies of a document never end up on both sides. The chunks of a long
 plain file stay together.
 """
@@ -11,7 +11,7 @@ import gzip
 import hashlib
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, clip, parse_json
 from sportsllm.formats.manifest import ancestors, manifest_of
 from sportsllm.text.conversations import FIELDS, Document, plain_text, read_conversation
-from sportsllm.text.reading import USUAL, reading, reading_as, recorded
+from sportsllm.text.reading import USUAL, recorded
 
 _SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 _CHUNK_BYTES = 16_384  # a long plain file is cut near this size, at blank lines, so that it can be split
@@ -34,9 +34,8 @@ HELD_OUT = "held_out"
 """In a manifest: all held-out text, if that is more than `valid`."""
 
 
-def _field_of(names: Collection[str], path: Path) -> str:
+def _field_of(names: Collection[str], path: Path, field: str) -> str:
     """The field to read in a file whose records have these fields."""
-    field = reading().text_field
     if field in names or USUAL.text_field not in names:
         return field
     log(f"{path}: no field {field!r}; reading {USUAL.text_field!r}")
@@ -100,13 +99,15 @@ def _kind(path: Path) -> str | None:
     return kind if kind in _SUFFIXES and not path.name.endswith(".parquet.gz") else None
 
 
-def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
+def read_documents(paths: Sequence[Path], field: str = USUAL.text_field) -> Iterator[Document]:
     """Every document, see `read_chunks`."""
-    return (chunk.text for chunk in read_chunks(paths))
+    return (chunk.text for chunk in read_chunks(paths, field))
 
 
-def read_chunks(paths: Sequence[Path]) -> Iterator[Chunk]:
+def read_chunks(paths: Sequence[Path], field: str = USUAL.text_field) -> Iterator[Chunk]:
     """Every document, in a fixed order; plain files are cut near 16 KB, and empty texts are left out.
+
+    `field` of .jsonl and .parquet records holds the text, if they have it.
 
     Raises:
         ArtifactError: a file is missing, is not UTF-8 (with the byte offset), or is of another kind than its name says.
@@ -114,14 +115,14 @@ def read_chunks(paths: Sequence[Path]) -> Iterator[Chunk]:
     for path in corpus_files(paths):
         kind = _kind(path)
         if kind == ".parquet":
-            chunks = (Chunk(text, text) for text in _parquet(path))
+            chunks = (Chunk(text, text) for text in _parquet(path, field))
         else:
             try:
                 data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise ArtifactError(f"{path}: damaged gzip file ({error}); copy it again") from None
             if kind == ".jsonl":
-                chunks = (Chunk(text, text) for text in list(_jsonl(path, data)))
+                chunks = (Chunk(text, text) for text in list(_jsonl(path, data, field)))
             else:
                 whole = _decode(data, path)
                 chunks = (Chunk(text, whole) for text in cut_text(whole))
@@ -171,30 +172,32 @@ def _place_to_cut(text: str, place: int) -> int:
     return max(text.rfind(space, place - 1_000, place) + 1 for space in "\n ") or place
 
 
-def _jsonl(path: Path, data: bytes) -> Iterator[Document]:
+def _jsonl(path: Path, data: bytes, asked: str) -> Iterator[Document]:
     field: str | None = None
     for number, line in enumerate(_decode(data, path).split("\n"), start=1):
         if line.strip():
             record = parse_json(line, where := f"{path}: line {number}", "fix or delete the line")
             names = list(record) if isinstance(record, dict) else []
-            field = field or _field_of(names, path)
+            field = field or _field_of(names, path, asked)
             document = _document(record, field, where) if names else None
             if document is None:
-                others = f"; it has {clip(', '.join(names))}, of which --text-field NAME takes one" if names else ""
+                others = f"; it has {clip(', '.join(names))}, of which --set text_field=NAME takes one" if names else ""
                 raise ArtifactError(f"{where} has no {field!r} string{others}")
             yield document
 
 
-def _parquet(path: Path) -> Iterator[Document]:
+def _parquet(path: Path, field: str) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         table = pyarrow.parquet.ParquetFile(path)
-        field = _field_of(names := table.schema_arrow.names, path)
+        field = _field_of(names := table.schema_arrow.names, path, field)
         columns = [name for name in (field, *FIELDS) if name in names]
         if not columns:
-            raise ArtifactError(f"{path}: no column {field!r}; it has {clip(', '.join(names))}: give --text-field NAME")
+            raise ArtifactError(
+                f"{path}: no column {field!r}; it has {clip(', '.join(names))}: give --set text_field=NAME"
+            )
         batches = table.iter_batches(columns=columns)
         for row, record in enumerate((each for batch in batches for each in batch.to_pylist()), start=1):
             if (document := _document(record, field, f"{path}: row {row}")) is not None:
@@ -231,12 +234,15 @@ class TextSplit:
         return [*_cut(selection_split)], [*_cut(report_split)]
 
 
-def load_corpus(corpus: Sequence[Path], valid: Sequence[Path], known: Sequence[Path] = ()) -> TextSplit:
+def load_corpus(
+    corpus: Sequence[Path], valid: Sequence[Path], known: Sequence[Path] = (), field: str = USUAL.text_field
+) -> TextSplit:
     """Read the training text; held-out documents come from `valid`, or by hash out of the corpus itself.
 
     Args:
         corpus, valid: files.
         known: held-out text of the models that training starts from or learns from; not trained on either.
+        field: see `read_chunks`.
 
     Documents of `valid` and `known` are left out of the corpus, and counted in a line.
 
@@ -244,14 +250,14 @@ def load_corpus(corpus: Sequence[Path], valid: Sequence[Path], known: Sequence[P
         ArtifactError: nothing to train on, or nothing to hold out.
     """
     log_files(corpus)
-    documents = list(read_chunks(corpus))
+    documents = list(read_chunks(corpus, field))
     if not documents:
         raise ArtifactError(f"{', '.join(map(str, corpus))}: the corpus is empty; give files with text in them")
-    held_out = list(read_documents(valid)) if valid else []
+    held_out = list(read_documents(valid, field)) if valid else []
     if valid and not held_out:
         raise ArtifactError(f"{', '.join(map(str, valid))}: the held-out text is empty; give files with text in them")
     further = [path for path in known if path not in valid]
-    train = without(documents, [*held_out, *read_documents(further)])
+    train = without(documents, [*held_out, *read_documents(further, field)])
     if not train:
         raise ArtifactError(f"{', '.join(map(str, corpus))}: all of it is held out; give other training text")
     if len(train) < len(documents):
@@ -268,14 +274,14 @@ def load_corpus(corpus: Sequence[Path], valid: Sequence[Path], known: Sequence[P
     return split
 
 
-def training_side(files: Sequence[Path], valid: Sequence[Path]) -> list[Document]:
+def training_side(files: Sequence[Path], valid: Sequence[Path], field: str = USUAL.text_field) -> list[Document]:
     """The documents of `files` that no split holds out: neither those of `valid`, nor those held out by hash.
 
     Raises:
         ArtifactError: all of them are held out.
     """
-    documents = list(read_chunks(files))
-    left = without(documents, read_documents(valid))
+    documents = list(read_chunks(files, field))
+    left = without(documents, read_documents(valid, field))
     if documents and not left:
         raise ArtifactError(f"{', '.join(map(str, files))}: all of it is held-out text; give other text")
     return split_documents(left).train
@@ -362,9 +368,8 @@ def trained_on(directory: Path, documents: Sequence[Document]) -> int:
         corpus = [path for path in map(Path, made.paths("corpus")) if path.exists()]
         named = made.paths(HELD_OUT) or made.paths("valid")
         if corpus:
-            held_out = [path for path in map(Path, named) if path.exists()]
-            with reading_as(**asdict(USUAL) | recorded(made)):
-                chunks = without(list(read_chunks(corpus)), read_documents(held_out))
+            held_out, field = [path for path in map(Path, named) if path.exists()], recorded(made).text_field
+            chunks = without(list(read_chunks(corpus, field)), read_documents(held_out, field))
             texts = [chunk.text for chunk in chunks] if named else split_documents(chunks).train
             found |= asked & {document_digest(text) for text in texts}
     return sum(document_digest(text) in found for text in documents)

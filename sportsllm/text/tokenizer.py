@@ -23,7 +23,7 @@ from sportsllm.files import JsonObject, clip, read_json
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.chat import find_template, render_conversations
 from sportsllm.text.conversations import Conversation, Document, plain_text
-from sportsllm.text.reading import reading
+from sportsllm.text.reading import USUAL, Reading
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 _BYTES = 256  # every byte is a token, so any text can be written
@@ -63,11 +63,19 @@ class TextTokenizer:
         begin_id: the token a document starts with: the begin token, or the end token if there is none (Qwen).
         end_id: the token a document ends with, or None.
         directory: with the chat template; None without one.
+        reading: which tokens of a document count.
     """
 
-    def __init__(self, tokenizer: Tokenizer, begin_id: int, end_id: int | None, directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        begin_id: int,
+        end_id: int | None,
+        directory: Path | None = None,
+        reading: Reading = USUAL,
+    ) -> None:
         self._tokenizer = tokenizer
-        self.directory = directory
+        self.directory, self.reading = directory, reading
         # Text that merely spells a special token stays text.
         self._tokenizer.encode_special_tokens = True
         self.begin_id, self.end_id = begin_id, end_id
@@ -81,7 +89,7 @@ class TextTokenizer:
     def fingerprint(self) -> str:
         """Equal for two tokenizers that give the same ids and scored tokens."""
         template = None if self.directory is None else find_template(self.directory)
-        return f"{self._tokenizer.to_str()} {self.begin_id} {self.end_id} {template} {reading()}"
+        return f"{self._tokenizer.to_str()} {self.begin_id} {self.end_id} {template} {self.reading}"
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of `text`; with `special`, text that spells a special token becomes it (a chat template's does)."""
@@ -109,7 +117,7 @@ class TextTokenizer:
 
     def _encode_some(self, documents: Sequence[Document], last: list[int]) -> Iterator[EncodedDocument]:
         texts = [document for document in documents if isinstance(document, str)]
-        with self._special_tokens(reading().parse_special):
+        with self._special_tokens(self.reading.parse_special):
             plain = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         chats = self._encode_conversations([each for each in documents if isinstance(each, Conversation)])
         for document in documents:
@@ -127,7 +135,7 @@ class TextTokenizer:
         rendered = list(render_conversations(self.directory, messages, where, self.special_texts))
         with self._special_tokens(True):
             encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        everything = reading().loss_on == "all"
+        everything = self.reading.loss_on == "all"
         for conversation, encoding, (text, replies) in zip(conversations, encodings, rendered, strict=True):
             scored = [
                 everything or any(start < to and stop > at for at, to in replies) for start, stop in encoding.offsets
@@ -159,8 +167,8 @@ class TextTokenizer:
         spelled, counts = re.compile("|".join(map(re.escape, self.special_texts)) or "(?!)"), Counter[bool]()
         for document in documents:
             counts[isinstance(document, str)] += len(spelled.findall(plain_text(document)))
-        if counts[True] and not reading().parse_special:
-            meant = "read as ordinary characters; give --parse-special to mean the tokens"
+        if counts[True] and not self.reading.parse_special:
+            meant = "read as ordinary characters; give --set parse_special=true to mean the tokens"
             log(f"the text spells special tokens {counts[True]:,} times, which are {meant}")
         if counts[False]:
             log(f"messages spell special tokens {counts[False]:,} times; in a chat template they become the tokens")
@@ -264,7 +272,7 @@ def _check_ids(data: JsonObject, path: Path) -> None:
         raise ArtifactError(f"{path}: token id {clip(repr(wrong))} is no number below {_MOST_IDS:,}; copy it again")
 
 
-def load_tokenizer(directory: Path, config: ModelConfig | None = None) -> TextTokenizer:
+def load_tokenizer(directory: Path, config: ModelConfig | None = None, reading: Reading = USUAL) -> TextTokenizer:
     """Read the tokenizer.json of a checkpoint or an export.
 
     The model's config names the begin and end tokens and bounds the ids; without it tokenizer_config.json names them.
@@ -277,7 +285,7 @@ def load_tokenizer(directory: Path, config: ModelConfig | None = None) -> TextTo
     begin, end = _special_ids(directory, tokenizer, config)
     if begin is None:
         raise ArtifactError(f"{directory}: no begin or end token is named; set bos_token_id in config.json")
-    result = TextTokenizer(tokenizer, begin, end, directory)
+    result = TextTokenizer(tokenizer, begin, end, directory, reading)
     if config is not None and max(result.vocab_size, begin + 1, (end or 0) + 1) > config.vocab_size:
         raise ArtifactError(
             f"{path}: makes ids up to {result.vocab_size - 1}, but the embedding has {config.vocab_size} rows; "

@@ -16,7 +16,6 @@ from sportsllm.formats.checkpoint import copy_tokenizer, write_generation_config
 from sportsllm.models.kinds import EMBEDDING, HEAD
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.chat import find_template
-from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
 _STEP = 32  # rows come in multiples of this, the smallest block of the integer kernels
 FORMATS = {
@@ -49,7 +48,7 @@ def check_format(checkpoint: Path | None, name: str | None, lora: bool) -> None:
 
 
 @torch.no_grad()
-def with_format(model: SportsLLM, checkpoint: Path, directory: Path, name: str) -> tuple[SportsLLM, TextTokenizer]:
+def with_format(model: SportsLLM, checkpoint: Path, directory: Path, name: str) -> SportsLLM:
     """The model with rows for the format's new tokens; its tokenizer with the template is written to `directory`.
 
     New rows of embedding and head are the mean of the others, so that no new token is likelier than a usual one
@@ -83,4 +82,4 @@ def with_format(model: SportsLLM, checkpoint: Path, directory: Path, name: str) 
     tables = {f"{EMBEDDING}.weight", f"{HEAD}.weight"} & state.keys()
     wider.load_state_dict(state | {table: longer(state[table]) for table in tables})
     log(f"{name}: {added} tokens are added, the vocabulary has {rows:,} rows")
-    return wider.eval(), load_tokenizer(directory, wider.config)
+    return wider.eval()

@@ -11,6 +11,7 @@ import typer
 from sportsllm import options
 from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError
+from sportsllm.settings import TEXT, parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,22 +110,26 @@ def tokens(
         Path | None, typer.Option(help="Another tokenizer to compare with, in the same forms.", show_default="none")
     ] = None,
     show: Annotated[int, typer.Option(min=0, help="Show the first N tokens of the text with their borders.")] = 0,
+    settings: options.Settings = None,
 ) -> TokensResult:
     """Count the tokens of a text: bytes per token, tokens per word, vocabulary in use, and the cost of another one."""
     from sportsllm.console import output, table
     from sportsllm.text.conversations import plain_text
     from sportsllm.text.documents import read_documents
+    from sportsllm.text.reading import take_reading
     from sportsllm.text.tokenizer import TextTokenizer, count_tokens, read_tokenizer, visible_piece
 
+    reading = take_reading(parse_settings(settings, TEXT))
     sources = [tokenizer] if against is None else [tokenizer, against]
     opened = [read_tokenizer(_file(source)) for source in sources]
     encoders = [
-        TextTokenizer(each, 0, None, _file(source).parent) for source, each in zip(sources, opened, strict=True)
+        TextTokenizer(each, 0, None, _file(source).parent, reading)
+        for source, each in zip(sources, opened, strict=True)
     ]
-    counts = count_tokens(encoders, read_documents(files))
+    counts = count_tokens(encoders, read_documents(files, reading.text_field))
     if not all(count.tokens for count in counts):
         raise ArtifactError(f"{', '.join(map(str, files))}: no text in it; give a text to count")
-    first, text = counts[0], plain_text(next(iter(read_documents(files)))) if show else ""
+    first, text = counts[0], plain_text(next(iter(read_documents(files, reading.text_field)))) if show else ""
     costs = [_cost(*item, text, show) for item in zip(sources, opened, counts, strict=True)]
     result = TokensResult(documents=first.documents, bytes=first.bytes, words=first.words, costs=costs)
     output().print(f"{first.documents:,} documents, {first.bytes:,} bytes, {first.words:,} words")

@@ -11,6 +11,7 @@ import typer
 from sportsllm import options
 from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.settings import TEXT, parse_settings
 
 if TYPE_CHECKING:
     from sportsllm.inference.decoder import Decoder
@@ -100,12 +101,14 @@ def eval(
     kernels: options.Kernels = "auto",
     provider: options.Provider = "cpu",
     threads: options.Threads = None,
+    settings: options.Settings = None,
 ) -> EvalResult:
     """Perplexity, bits per byte and multiple-choice accuracy of a checkpoint or an export."""
     if not text and not questions:
         raise UsageError("give --text FILE, --questions FILE, or both")
     if against is not None and not text:
         raise UsageError(f"--against {against}: needs --text FILE, which both models score")
+    found = parse_settings(settings, TEXT)
     for path in questions or []:
         if not path.exists():
             raise ArtifactError(f"{path}: not found; give an existing file")
@@ -117,26 +120,27 @@ def eval(
     from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents, wilson_interval
     from sportsllm.text.conversations import Conversation
     from sportsllm.text.documents import read_documents, warn_if_trained_on
+    from sportsllm.text.reading import take_reading
     from sportsllm.text.tokenizer import load_tokenizer
 
     for each in [directory] if against is None else [directory, against]:
         require_directory(each, "a checkpoint or an export")
     decoder = _open(directory, context, rope_scaling, threads, kernels, provider)
     ran, placement = log_runtime(decoder)
-    tokenizer = load_tokenizer(directory, decoder.config)
+    reading = take_reading(found, directory, against)
+    tokenizer = load_tokenizer(directory, decoder.config, reading)
     base = None if against is None else _open(against, context, rope_scaling, threads)
     score, trained, divergence, chats = None, None, None, None
     if text:
-        documents = list(read_documents(text))
+        documents = list(read_documents(text, reading.text_field))
         chats = sum(isinstance(document, Conversation) for document in documents)
         tokenizer.warn_if_special(documents)
         trained = warn_if_trained_on(directory, documents)
         if against is None or base is None:
             score = score_documents(decoder, tokenizer, documents)
         else:
-            score, divergence = compare_documents(
-                decoder, base, tokenizer, load_tokenizer(against, base.config), documents
-            )
+            theirs = load_tokenizer(against, base.config, reading)
+            score, divergence = compare_documents(decoder, base, tokenizer, theirs, documents)
         of_chats = f"the assistant's in {chats:,} of {len(documents):,} documents, " if chats else ""
         output().print(
             f"{directory}: perplexity {score.perplexity:.4f}, bits per byte {score.bits_per_byte:.4f} "

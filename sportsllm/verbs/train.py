@@ -13,7 +13,7 @@ import typer
 from sportsllm import options
 from sportsllm.commands import TrainingResult
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.settings import LORA, SHAPE, TOKENIZER, TRAINING, parse_settings, pick
+from sportsllm.settings import LORA, SHAPE, TEXT, TOKENIZER, TRAINING, parse_settings, pick
 from sportsllm.verbs.data import DEFAULT_CORPUS, SIMULATED_MEGABYTES, simulate
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def train(
 
     --steps 0 writes the model without training it.
     """
-    found = parse_settings(settings, TRAINING, SHAPE, TOKENIZER, LORA)
+    found = parse_settings(settings, TRAINING, SHAPE, TOKENIZER, LORA, TEXT)
     changes = pick(found, SHAPE) | _given(context=context, vocab_size=vocab_size)
     model = _start(checkpoint, model, changes, tokenizer, lora_rank, found)
 
@@ -101,6 +101,8 @@ def train(
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.processors import use_processor
     from sportsllm.text.documents import held_out_setting, left_out, load_corpus
+    from sportsllm.text.reading import take_reading
+    from sportsllm.text.tokenizer import load_tokenizer
     from sportsllm.training.chat_format import check_format, with_format
     from sportsllm.training.cost import log_cost
     from sportsllm.training.settings import (
@@ -115,6 +117,7 @@ def train(
 
     check_format(checkpoint, chat_template, lora_rank is not None)
     use_processor(threads, device)
+    reading = take_reading(found, checkpoint)
     if found.get("documented") and checkpoint is None:
         changes.setdefault("dropout", DOCUMENTED_DROPOUT)
     shape = load_config(checkpoint) if checkpoint is not None else changed_shape(shape_of(str(model))[0], changes)
@@ -134,6 +137,7 @@ def train(
         "corpus": list(map(str, training)),
         "valid": list(map(str, held_out)),
         **_given(rope_scaling=rope_scaling, chat_template=chat_template),
+        **reading.record(),
     }
     inputs = [*training, *unread]
     if checkpoint is not None:
@@ -150,14 +154,15 @@ def train(
 
     def make(directory: Path) -> JsonObject:
         log(f"{out}: reading {', '.join(map(str, training))}")
-        texts = load_corpus(training, held_out, unread)
+        texts = load_corpus(training, held_out, unread, reading.text_field)
         if checkpoint is not None:
-            start, words = _checkpoint(checkpoint, shape, adapters, seed)
+            start, source = _checkpoint(checkpoint, shape, adapters, seed), checkpoint
             if chat_template is not None:
-                start, words = with_format(start, checkpoint, directory, chat_template)
+                start, source = with_format(start, checkpoint, directory, chat_template), directory
         else:
             digits = found.get("digits", "grouped")
-            start, words = _new_model(str(model), shape, texts, config, directory, tokenizer, digits)
+            start, source = _new_model(str(model), shape, texts, config, directory, tokenizer, digits), directory
+        words = load_tokenizer(source, start.config, reading)
         return _fit(start, words, texts, config, directory, stage, None if chat_template else checkpoint, resume)
 
     result = TrainResult.of(run_stage(out, stage, make, resume))
@@ -217,8 +222,8 @@ def _new_model(
     directory: Path,
     source: Path | None,
     digits: str,
-) -> tuple[SportsLLM, TextTokenizer]:
-    """A model with random weights, and its tokenizer: that of `source`, else a new one."""
+) -> SportsLLM:
+    """A model with random weights, for the tokenizer of `source` or a new one, which is written."""
     from sportsllm.console import log
     from sportsllm.formats.checkpoint import copy_tokenizer
     from sportsllm.models.kinds import described_shape
@@ -240,16 +245,13 @@ def _new_model(
     log(f"{model}: {described_shape(shape)}")
     made = SportsLLM(shape)
     made.initialize(config.seed)
-    return made, tokenizer
+    return made
 
 
-def _checkpoint(
-    checkpoint: Path, shape: ModelConfig, adapters: Adapters | None, seed: int
-) -> tuple[SportsLLM, TextTokenizer]:
-    """The model of the checkpoint, with adapters if asked for, and its tokenizer."""
+def _checkpoint(checkpoint: Path, shape: ModelConfig, adapters: Adapters | None, seed: int) -> SportsLLM:
+    """The model of the checkpoint, with adapters if asked for."""
     from sportsllm.formats.checkpoint import load_checkpoint
     from sportsllm.formats.huggingface import checkpoint_with
-    from sportsllm.text.tokenizer import load_tokenizer
 
     with checkpoint_with(checkpoint, shape) as source:
         model = load_checkpoint(source)
@@ -257,7 +259,7 @@ def _checkpoint(
         from sportsllm.training.lora import add_adapters
 
         add_adapters(model, adapters.rank, adapters.targets, adapters.alpha, seed)
-    return model, load_tokenizer(checkpoint, shape)
+    return model
 
 
 def _default_out(checkpoint: Path | None, model: str | None, changes: Mapping[str, object]) -> Path:

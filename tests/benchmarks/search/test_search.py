@@ -315,8 +315,9 @@ def test_the_recipe_is_toml_whatever_the_paths_and_export_gets_the_threads(tmp_p
     assert export_settings(source, candidate.format, odd, odd)["threads"] == 1
     fewer = replace(candidate, size=Size(size.shape, 320))
     write_recipe(odd / "recipe.toml", fewer, source, Effort(1_000, 100), Target("host"), odd)
-    first = tomllib.loads((odd / "recipe.toml").read_text(encoding="utf-8"))["stage"][0]
+    first, tuned, *_ = tomllib.loads((odd / "recipe.toml").read_text(encoding="utf-8"))["stage"]
     assert first["vocab_size"] == 320 and first["valid"] == [str(odd)]  # held-out text chooses no tokens
+    assert (tuned["command"], tuned["checkpoint"], tuned["learning_rate"]) == ("train", first["out"], 1e-3)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.manifest import verify_directory
 from sportsllm.text.documents import load_corpus
 from sportsllm.text.packing import IGNORE, PackedSequences, TokenizedDocuments, tokenize
-from sportsllm.text.reading import reading_as
+from sportsllm.text.reading import Reading
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 from sportsllm.training.settings import TrainConfig
 from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
@@ -270,13 +270,12 @@ def test_signals_of_another_run_are_refused(
         ({"temperature": 2.0}, "with --temperature 1, not 2"),
         ({"teacher_precision": "bf16"}, "by a teacher in fp32, not bf16"),
         ({"seed": 4}, "with --seed 3, not 4"),
+        ({"reading": Reading(parse_special=True)}, "from text read with"),
         ({"vocab_size": 400}, "for 384 tokens, not 400"),
     ]
     for changes, message in cases:
         with pytest.raises(ArtifactError, match=message):
             opened(checkpoint, corpus_file, made, **changes)
-    with reading_as(parse_special=True), pytest.raises(ArtifactError, match="from text read with"):
-        opened(checkpoint, corpus_file, made)
 
 
 def test_damaged_directories_are_refused(made: Path, checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:

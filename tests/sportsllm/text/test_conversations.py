@@ -17,7 +17,7 @@ from sportsllm.text import chat
 from sportsllm.text.conversations import Conversation
 from sportsllm.text.documents import read_documents
 from sportsllm.text.packing import IGNORE, PackedSequences, tokenize
-from sportsllm.text.reading import reading_as
+from sportsllm.text.reading import Reading
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
 # Each format as its publisher documents it, with marks around what the model writes.
@@ -207,9 +207,9 @@ def test_rows_hold_whole_conversations_and_learn_replies(chatml: TextTokenizer) 
     for encoded in chatml.encode_documents(documents):
         ids, text = str(encoded.ids)[1:-1], [str(row)[1:-1] for batch in batches for row in batch.tokens.tolist()]
         assert any(ids.rpartition(",")[0] in row for row in text)  # the last token is a target only
-    with reading_as(loss_on="all"):
-        assert (everything := tokenize(documents, chatml)).scored is not None and everything.scored.all()
-        assert everything.text_bytes > tokenized.text_bytes
+    chatml.reading = Reading(loss_on="all")
+    assert (everything := tokenize(documents, chatml)).scored is not None and everything.scored.all()
+    assert everything.text_bytes > tokenized.text_bytes
 
 
 def test_text_that_spells_special_tokens_is_counted(chatml: TextTokenizer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,9 +218,9 @@ def test_text_that_spells_special_tokens_is_counted(chatml: TextTokenizer, capsy
     end = chatml.encode("<|im_end|>", special=True)[0]
     assert end not in tokenize([text, text], chatml).ids
     said = " ".join(capsys.readouterr().err.split())
-    assert "the text spells special tokens 4 times" in said and "--parse-special" in said
-    with reading_as(parse_special=True):
-        assert (tokenize([text, text], chatml).ids == end).sum() == 2
+    assert "the text spells special tokens 4 times" in said and "parse_special=true" in said
+    chatml.reading = Reading(parse_special=True)
+    assert (tokenize([text, text], chatml).ids == end).sum() == 2
     assert not capsys.readouterr().err
     tokenize([spelled], chatml)
     assert "messages spell special tokens 2 times" in " ".join(capsys.readouterr().err.split())

@@ -63,7 +63,7 @@ def test_a_base_model_gets_rows_from_the_mean_a_template_and_a_stop_token(
         ("use one of chatml", checkpoint, "--chat-template", "llama"),
         ("leave --lora-rank out", checkpoint, "--chat-template", "chatml", "--lora-rank", 2),
         ("give a CHECKPOINT", "--model", "tiny-300k", "--chat-template", "chatml"),
-        ("use one of assistant, all", out, "--loss-on", "users"),
+        ("use one of assistant, all", out, "--set", "loss_on=users"),
     ):
         cli.refuses(2, problem, "train", *arguments, "--corpus", chats, "--out", tmp_path / "x")
     cli.refuses(3, "has no chat template", "train", checkpoint, "--corpus", chats, *SHORT, "--out", tmp_path / "x")
@@ -107,7 +107,7 @@ def test_eval_scores_the_assistants_tokens(cli: CommandLine, assistant: Path, ch
     compared = cli.result("eval", assistant, "--text", chats, "--against", assistant, "--threads", 1)
     assert compared["perplexity"] == pytest.approx(found["perplexity"], rel=1e-5)
     assert compared["divergence"]["kl"] == 0 and compared["tokens"] == tokens
-    everything = cli.result("eval", assistant, "--text", chats, "--loss-on", "all", "--threads", 1)
+    everything = cli.result("eval", assistant, "--text", chats, "--set", "loss_on=all", "--threads", 1)
     assert everything["tokens"] > 1.5 * tokens
 
 
