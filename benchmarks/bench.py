@@ -55,25 +55,6 @@ def bench(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="New file for the result.", show_default="none")
     ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Fresh processes per figure.", show_default="5", rich_help_panel="Measuring"),
-    ] = None,
-    prompt_lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,...",
-            help="Further prompt lengths for the time to first token.",
-            show_default="128,512",
-            rich_help_panel="Measuring",
-        ),
-    ] = None,
-    batch_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,...", help="Sequences to decode together.", show_default="1", rich_help_panel="Measuring"
-        ),
-    ] = None,
     minutes: Annotated[
         float,
         typer.Option(min=0, help="Also decode for this long, to see if speed lasts.", rich_help_panel="Measuring"),
@@ -127,7 +108,7 @@ def bench(
     found, limits = parse_settings(settings, BENCH, TEXT), parse_settings(limit, LIMITS, option="--limit")
     _check(out, text, teacher, target, on_device)
     require_directory(directory, "a checkpoint or an export")
-    checks = round_checks(rounds, found.get("most_rounds"))
+    checks = round_checks(found.get("rounds"), found.get("most_rounds"))
     runtimes = parse_runtimes(against, directory) + ([portable_too(directory)] if kernels == BOTH else [])
     kernels = "native" if kernels == BOTH else kernels
     placed, config = find_provider(provider), load_config(directory)
@@ -145,8 +126,8 @@ def bench(
         checks,
         threads=threads,
         timeout_s=found.get("timeout"),
-        prompt_lengths=parse_numbers("--prompt-lengths", prompt_lengths),
-        batch_sizes=parse_numbers("--batch-size", batch_size),
+        prompt_lengths=parse_numbers("prompt_lengths", found.get("prompt_lengths")),
+        batch_sizes=parse_numbers("batch_size", found.get("batch_size")),
         minutes=minutes,
         kernels=kernels,
         provider=provider,
@@ -247,4 +228,4 @@ def advice(measured: Bench) -> str:
         return "give --teacher and more held-out --text, so that the quality is known more closely"
     if budget and budget.decided_by == "prediction":
         return "measure it on the device (--on-device), which a prediction cannot replace"
-    return "give more --rounds, on a quiet machine"
+    return "give more rounds (--set rounds=N), on a quiet machine"

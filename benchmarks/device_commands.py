@@ -78,9 +78,6 @@ def show(
 
 def calibrate(
     out: Annotated[Path, typer.Option(metavar="FILE.toml", help="New device file.")],
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The device's name.", show_default="the file's")
-    ] = None,
     threads: Annotated[
         int | None,
         typer.Option(min=1, help="CPU threads.", show_default="the most that read memory within 10% of the fastest"),
@@ -107,11 +104,11 @@ def calibrate(
         raise UsageError(f"--out {out}: a device file ends in .toml; call it {out.with_suffix('.toml').name}")
     if out.exists():
         raise ConflictError(f"{out}: exists already; choose another --out or move it away")
-    name = name or re.sub(r"[^a-z0-9.-]+", "-", out.stem.lower()).strip("-.")
+    name = re.sub(r"[^a-z0-9.-]+", "-", out.stem.lower()).strip("-.")
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
-        raise UsageError(f"--name {name!r}: use small letters, digits, dots and hyphens, for example my-machine")
+        raise UsageError(f"--out {out}: use letters, digits, dots and hyphens, for example my-machine.toml")
     if name in list_devices():
-        raise UsageError(f"--name {name}: is a shipped device's; choose another --name")
+        raise UsageError(f"--out {out}: {name} is a shipped device; choose another name")
     decided, started = load_device(limits_from), time.perf_counter()
     out.parent.mkdir(parents=True, exist_ok=True)  # fail now if it cannot be written, not after minutes
     rates = probes.read_bandwidth([threads] if threads else probes.thread_counts(default_threads()))

@@ -98,10 +98,6 @@ def fit(
             show_default="none",
         ),
     ] = None,
-    finalists: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="Candidates to recover for longer, after each was recovered briefly."),
-    ] = 3,
     on_device: Annotated[
         bool, typer.Option("--on-device", help="This machine is the target: its measurements decide, not predictions.")
     ] = False,
@@ -130,7 +126,8 @@ def fit(
         text = tuple(corpus or teacher_corpus(teacher, "corpus"))
         held_out = tuple(valid or ([] if corpus else teacher_corpus(teacher, "valid")))
     tokens = tokens or recovery_tokens(teacher)
-    effort = Effort(tokens, rare.pop("search_tokens", max(1, tokens // 10)), finalists, minutes)
+    search_tokens, finalists = rare.pop("search_tokens", max(1, tokens // 10)), rare.pop("finalists", 3)
+    effort = Effort(tokens, search_tokens, finalists, minutes)
     reading = take_reading(rare, teacher)
     source = Source(teacher, text, tuple(calibration or text), held_out, threads, seed, rare, reading)
     limits = parse_settings(limit, LIMITS, option="--limit")

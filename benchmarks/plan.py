@@ -74,15 +74,6 @@ def plan(
             rich_help_panel="Training",
         ),
     ] = None,
-    price_per_hour: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="With --training: of the target, for the price.",
-            show_default="none",
-            rich_help_panel="Training",
-        ),
-    ] = None,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Sequences of one training batch.", rich_help_panel="Training")
     ] = 4,
@@ -92,17 +83,6 @@ def plan(
             min=1,
             help="Tokens of one training sequence.",
             show_default="512, or the context if shorter",
-            rich_help_panel="Training",
-        ),
-    ] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw, or muon (Muon and AdamW).", rich_help_panel="Training")] = (
-        "adamw"
-    ),
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="Compute dtype of training: fp32, bf16 or fp16.",
-            show_default="bf16; fp32 with --shapes",
             rich_help_panel="Training",
         ),
     ] = None,
@@ -126,7 +106,8 @@ def plan(
     if limits and target is None:
         raise UsageError(f"--limit {next(iter(limits))}: give --target NAME too, whose limit it replaces")
     head_bits, cached, sequences = rare.get("head_bits", 8), rare.get("cache_tokens"), rare.get("cache_sequences")
-    cost = {"tokens": tokens, "price_per_hour": price_per_hour, "utilization": rare.get("utilization")}
+    optimizer, precision, price = rare.get("optimizer", "adamw"), rare.get("precision"), rare.get("price_per_hour")
+    cost = {"tokens": tokens, "price_per_hour": price, "utilization": rare.get("utilization")}
     given = [name for name, value in cost.items() if value is not None]
     if given and not training:
         raise UsageError(f"{', '.join(given)}: belongs to --training; add it, or leave it out")
@@ -157,7 +138,7 @@ def plan(
         rare.get("optimizer_bits", 32),
         "cpu" if device is None else device.processor,
     )
-    planned = plan_training(config, step, device, Cost(tokens, price_per_hour, cost["utilization"] or UTILIZATION))
+    planned = plan_training(config, step, device, Cost(tokens, price, cost["utilization"] or UTILIZATION))
     figures = _sizes(model, config, group_size, head_bits)
     figures |= {"training_memory_bytes": planned["plain"]["total_bytes"], "training": planned}
     if directory is not None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sportsllm import options
 from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
 from sportsllm.files import atomic_write_text, require_directory
@@ -26,9 +25,7 @@ class ReportResult(Result):
     """What `report` wrote.
 
     Attributes:
-        out: the first file.
-        files: by format.
-        bytes: of the first file.
+        out, bytes: the file.
         stages: names of the stages shown.
         saved: what the last measured stage saves against the first, in words; None unless two were measured.
         candidates: number of models that the given searches considered.
@@ -36,7 +33,6 @@ class ReportResult(Result):
     """
 
     out: Path
-    files: dict[str, Path]
     bytes: int
     stages: list[str]
     saved: str | None = None
@@ -57,10 +53,6 @@ def report(
         Path, typer.Option(metavar="FILE", help="File to write; .html, .md or .csv selects the format.")
     ] = Path("report.html"),
     title: Annotated[str, typer.Option(metavar="TEXT", help="Heading of the page.")] = "sportsllm-compress report",
-    format: Annotated[
-        str | None,
-        typer.Option(metavar="html,md,csv", help="Write several formats, one file each.", show_default="that of --out"),
-    ] = None,
     sample: Annotated[
         list[str] | None,
         typer.Option(
@@ -71,42 +63,34 @@ def report(
         bool,
         typer.Option("--cards", help="Also write the measurements into the model cards of the measured directories."),
     ] = False,
-    threads: options.Threads = None,
 ) -> ReportResult:
     """One HTML page that works offline: verdict, stages, trade-offs, measurements, training, samples, provenance.
 
     Raises:
-        UsageError: an unknown format, or a path that is no input.
+        UsageError: an unknown suffix, or a path that is no input.
         ArtifactError: an input is missing or damaged.
     """
     from benchmarks.reporting.inputs import collect
     from benchmarks.reporting.page import csv_text, html_page, markdown, savings_line, stage_table
     from sportsllm.console import output
 
-    files = output_files(out, format)
+    format = _format_of(out)
     inputs = collect(directories)
     if sample:
-        texts, skipped = before_and_after(inputs.stages, sample, threads)
+        texts, skipped = before_and_after(inputs.stages, sample)
         inputs = replace(inputs, samples=[*inputs.samples, *texts], skipped=skipped)
-    render = {
-        "html": lambda: html_page(title, inputs),
-        "md": lambda: markdown(title, inputs),
-        "csv": lambda: csv_text(inputs),
-    }
-    for path, text in [(path, render[name]()) for name, path in files.items()]:  # all are made before one is written
-        atomic_write_text(path, text)
+    text = csv_text(inputs) if format == "csv" else (html_page if format == "html" else markdown)(title, inputs)
+    atomic_write_text(out, text)
     written = _write_cards(inputs.stages, directories) if cards else []
     console, saved = output(), savings_line(inputs.stages)
     stage_table(inputs.stages).print(console)
-    for path in [*files.values(), *written]:
+    for path in [out, *written]:
         console.print(f"{path}: written", markup=False)
     if saved is not None:
         console.print(saved, markup=False)
-    first = next(iter(files.values()))
     return ReportResult(
-        out=first,
-        files=files,
-        bytes=first.stat().st_size,
+        out=out,
+        bytes=out.stat().st_size,
         stages=[stage.name for stage in inputs.stages],
         saved=saved,
         candidates=sum(len(fit.candidates) for fit in inputs.fits),
@@ -114,26 +98,15 @@ def report(
     )
 
 
-def output_files(out: Path, formats: str | None = None) -> dict[str, Path]:
-    """Which files to write, by format: that of `out`'s suffix, or `formats`, names with commas between.
-
-    Raises:
-        UsageError: an unknown format or suffix.
-    """
-    own = next((name for name, suffixes in _SUFFIXES.items() if out.suffix.lower() in suffixes), None)
-    if formats is None:
-        if own is None:
-            raise UsageError(f"--out {out}: the suffix names no format; end it in .html, .md or .csv, or give --format")
-        return {own: out}
-    names = [name.strip().lower() for name in formats.split(",")]
-    if unknown := sorted(set(names) - set(_SUFFIXES)):
-        raise UsageError(f"--format {formats!r}: no format {unknown[0]!r}; choose from {', '.join(_SUFFIXES)}")
-    stem = out.with_suffix("") if own else out
-    return {name: out if name == own else stem.with_name(stem.name + _SUFFIXES[name][0]) for name in names}
+def _format_of(out: Path) -> str:
+    for name, suffixes in _SUFFIXES.items():
+        if out.suffix.lower() in suffixes:
+            return name
+    raise UsageError(f"--out {out}: the suffix names no format; end it in .html, .md or .csv")
 
 
 def before_and_after(
-    stages: Sequence[StageSummary], prompts: Sequence[str], threads: int | None = None, new_tokens: int = 60
+    stages: Sequence[StageSummary], prompts: Sequence[str], new_tokens: int = 60
 ) -> tuple[list[Sample], list[str]]:
     """Greedy continuations of `prompts` by the first and by the last stage that can be opened.
 
@@ -156,7 +129,7 @@ def before_and_after(
         for stage in candidates:
             try:
                 require_directory(Path(stage.directory), "a model")  # `load` would look for a name in the hub
-                return stage, load(stage.directory, threads=threads)
+                return stage, load(stage.directory)
             except (SportsLLMError, ModuleNotFoundError) as error:
                 skipped.append(f"No sample from {stage.name}: {error}")
         return None

@@ -18,7 +18,7 @@ import typer
 from sportsllm import options
 from sportsllm.commands import TrainingResult
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.settings import DISTILLATION, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
+from sportsllm.settings import DISTILLATION, QUANTIZATION, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
 
 if TYPE_CHECKING:
     from compress.distillation.student import RunState, StudentTraining
@@ -33,7 +33,7 @@ PADDING_NOTED = 10.0
 """Percent of padding from which a line is printed."""
 LEAST_TOKENS = 4_096  # of calibration text: with 400 GPTQ is worse than no text at all, more than this gain little
 _SENSITIVITY_SAMPLES = 4  # samples that choose the matrices with 8 bits
-_SIZE, _CALIBRATION, _RECOVERY = "Size", "Calibration", "Recovery"
+_SIZE, _RECOVERY = "Size", "Recovery"
 
 
 METHODS = {"rtn": 0, "mse": 0, "balance": 16, "gptq": 64}
@@ -116,23 +116,7 @@ def quantize(
             rich_help_panel=_SIZE,
         ),
     ] = False,
-    head_bits: Annotated[
-        int, typer.Option(help="Bits of embedding and head: 4, 8, or 32 for float32.", rich_help_panel=_SIZE)
-    ] = 8,
-    symmetric: Annotated[
-        bool | None,
-        typer.Option(
-            "--symmetric/--asymmetric",
-            help="Symmetric, or asymmetric with a zero point per 4-bit block.",
-            show_default="asymmetric at 4 bits",
-            rich_help_panel=_SIZE,
-        ),
-    ] = None,
     calibration: options.Calibration = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(min=1, help="Calibration samples.", show_default="up to 64", rich_help_panel=_CALIBRATION),
-    ] = None,
     qad: Annotated[
         int | None,
         typer.Option(
@@ -162,17 +146,18 @@ def quantize(
     from sportsllm.training.settings import Run, Start
 
     set_threads(threads)
-    found = parse_settings(settings, TRAINING, STEPS, DISTILLATION, SIGNALS, TEXT)
+    found = parse_settings(settings, QUANTIZATION, TRAINING, STEPS, DISTILLATION, SIGNALS, TEXT)
     reading = take_reading(found, checkpoint)
-    if qad is None and (corpus or found or resume):
-        names = [*(["--corpus"] if corpus else []), *(f"--set {name}" for name in found), *["--resume"] * resume]
+    taught = {name: value for name, value in found.items() if name not in QUANTIZATION}
+    if qad is None and (corpus or taught or resume):
+        names = [*(["--corpus"] if corpus else []), *(f"--set {name}" for name in taught), *["--resume"] * resume]
         raise UsageError(f"options of --qad: {', '.join(names)}; add --qad TOKENS or leave them out")
     per_row = group_size == 0
     config = QuantizationConfig(
         bits,
         32 if per_row else group_size,
-        head_bits,
-        bits == 8 if symmetric is None else symmetric,
+        found.get("head_bits", 8),
+        found.get("symmetric", bits == 8),
         granularity=Granularity.PER_CHANNEL if per_row else Granularity.BLOCK,
     )
     budget: SizeBudget | None = SizeBudget(bits_per_weight, size_mb)
@@ -183,13 +168,13 @@ def quantize(
     recovery = None
     if qad is not None:  # the full-precision checkpoint is the teacher
         run = Run(Start.QUANTIZED, load_config(checkpoint))
-        recovery = plan_training(run, checkpoint, qad, found, corpus, valid, seed, reading)
+        recovery = plan_training(run, checkpoint, qad, taught, corpus, valid, seed, reading)
     result = quantize_checkpoint(
         checkpoint,
         out,
         config,
         method,
-        text=CalibrationText(tuple(calibration or ()), samples, tuple(valid or ()), reading),
+        text=CalibrationText(tuple(calibration or ()), found.get("samples"), tuple(valid or ()), reading),
         budget=budget,
         recovery=recovery,
         resume=resume,

@@ -122,6 +122,9 @@ EXPORT: Group = {
     "inline": Setting(bool, "Write no functions for this program's kernels, for readers that know none", "false"),
 }
 BENCH: Group = {
+    "rounds": Setting(int, "Fresh processes per figure", "5", 1),
+    "prompt_lengths": Setting(str, "Further prompt lengths for the time to first token, such as 64,256", "128,512"),
+    "batch_size": Setting(str, "Sequences to decode together, such as 1,4", "1"),
     "timeout": Setting(float, "Seconds until a measuring process counts as hung", "900", 1),
     "most_rounds": Setting(int, "Most rounds; three are added at a time while the intervals are too wide", "8", 1),
 }
@@ -139,8 +142,19 @@ TRAINING_STEP: Group = {
     "cache_tokens": Setting(int, "Also weights and cache together, with this many tokens cached", "not shown", 1),
     "cache_sequences": Setting(int, "Sequences in the cache, for cache_tokens", "1", 1),
     "head_bits": Setting(int, "Bits of embedding and head at int8 and int4", "8"),
+    "optimizer": Setting(str, "Optimizer; muon is Muon and AdamW", "adamw", choices=OPTIMIZERS),
+    "precision": Setting(
+        str, "Compute dtype of training", "bf16; fp32 with --shapes", choices=("auto", "fp32", "bf16", "fp16")
+    ),
+    "price_per_hour": Setting(float, "Price of the target for an hour of training", "none", 0),
+}
+QUANTIZATION: Group = {
+    "samples": Setting(int, "Calibration samples", "64; 16 for balance", 1),
+    "head_bits": Setting(int, "Bits of embedding and head: 4, 8, or 32 for float32", "8"),
+    "symmetric": Setting(bool, "No zero point in 4-bit blocks", "false at 4 bits"),
 }
 FIT: Group = {
+    "finalists": Setting(int, "Candidates to recover for longer, after each was recovered briefly", "3", 1),
     "search_tokens": Setting(int, "Tokens of a candidate's brief recovery", "a tenth of --tokens", 1),
     "accumulation": TRAINING["accumulation"],
     **STEPS,
@@ -252,6 +266,7 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Steps": ("prune --recover, quantize --qad", STEPS),
     "Distillation": ("distill, prune --recover, quantize --qad", DISTILLATION),
     "Pruning": ("prune", PRUNING),
+    "Quantization": ("quantize", QUANTIZATION),
     "Measuring": ("bench", BENCH),
     "Limits of a target": ("bench, fit, plan --limit", LIMITS),
     "Plan": ("plan", TRAINING_STEP),

@@ -127,7 +127,7 @@ def test_a_device_needs_no_torch(device: Path, exported_int4: Path, corpus_file:
     assert result.returncode == 0 and "q_proj" in (tmp_path / "parts.html").read_text(encoding="utf-8"), result.stderr
     result = run("verify", exported_int4, "--json")
     assert result.returncode == 0 and json.loads(result.stdout)["ok"] is True, result.stderr
-    result = run("bench", exported_int4, "--threads", 1, "--rounds", 1, "--set", "most_rounds=1", "--json")
+    result = run("bench", exported_int4, "--threads", 1, "--set", "rounds=1", "--set", "most_rounds=1", "--json")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1])["peak_rss_bytes"] > 0
     result = run("train", "--model", "tiny-1m", "--corpus", corpus_file, "--out", "x")

@@ -28,7 +28,7 @@ INSTEAD = {
     "--megabytes 1 ": "--megabytes 0.08 ",
     "--tokens 600k": "--tokens 20k",
     "--tokens 300k": "--tokens 10k",
-    "--samples 16": "--samples 2",
+    "samples=16": "samples=2",
     "bench student-onnx": "bench student-onnx --rounds 1",
 }
 STAND_INS = ("make", "scp", "pip", "npm")

@@ -166,21 +166,21 @@ def round_checks(rounds: int | None, most_rounds: int | None) -> list[int]:
         UsageError: more rounds at least than at most.
     """
     if rounds is not None and most_rounds is not None and rounds > most_rounds:
-        raise UsageError(f"--rounds {rounds} is more than most_rounds={most_rounds}; lower one or raise the other")
+        raise UsageError(f"--set rounds={rounds} is more than most_rounds={most_rounds}; lower one or raise the other")
     least = rounds or min(ROUNDS, most_rounds or ROUNDS)
     most = most_rounds or max(MOST_ROUNDS, least)
     return sorted({*range(least, most, CHECK_EVERY), most})
 
 
-def parse_numbers(flag: str, text: str | None) -> list[int]:
-    """The numbers of a flag like `1,4`, each once and ascending; none if it was not given.
+def parse_numbers(setting: str, text: str | None) -> list[int]:
+    """The numbers of a setting like `1,4`, each once and ascending; none if it was not given.
 
     Raises:
         UsageError: the text is something else.
     """
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise UsageError(f"{flag} {text}: give whole numbers from 1, separated by commas, for example 1,4")
+        raise UsageError(f"--set {setting}={text}: give whole numbers from 1, separated by commas, for example 1,4")
     return sorted({int(word) for word in words})
 
 
@@ -188,7 +188,7 @@ def prompts_that_fit(context: int, asked: Sequence[int] = ()) -> list[int]:
     """Prompt lengths, in tokens, that time to first token is measured at: 128, 512 and those asked for."""
     for prompt in asked:
         if not 0 < prompt <= context:
-            raise UsageError(f"--prompt-lengths {prompt}: must be from 1 to the context of {context} tokens")
+            raise UsageError(f"--set prompt_lengths={prompt}: must be from 1 to the context of {context} tokens")
     return sorted({*asked, *(prompt for prompt in PROMPTS if prompt <= context)})
 
 
@@ -196,7 +196,7 @@ def ragged_lengths(rows: int, context: int) -> list[int]:
     """Prompt lengths of a batch, in tokens: evenly from 128, or what fits, down to half of that."""
     longest = min(BATCH_PROMPT, context - TIMED_STEPS)
     if longest < 2:
-        raise UsageError(f"--batch-size: a context of {context} tokens has no room for {STEPS} steps after a prompt")
+        raise UsageError(f"--set batch_size: a context of {context} tokens has no room for {STEPS} steps and a prompt")
     return [longest - (longest // 2) * row // max(1, rows - 1) for row in range(rows)]
 
 

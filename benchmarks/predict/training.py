@@ -37,11 +37,11 @@ class Cost:
         if self.tokens is not None and self.tokens < 1:
             raise UsageError(f"--tokens {self.tokens} must be at least 1")
         if self.price_per_hour is not None and not 0 <= self.price_per_hour < math.inf:
-            raise UsageError(f"--price-per-hour {self.price_per_hour} must be 0 or more")
+            raise UsageError(f"price_per_hour={self.price_per_hour} must be 0 or more")
         if not 0 < self.utilization <= 1:
             raise UsageError(f"--set utilization={self.utilization} must be above 0 and at most 1")
         if self.price_per_hour is not None and self.tokens is None:
-            raise UsageError("--price-per-hour needs --tokens, the length of the training")
+            raise UsageError("price_per_hour needs --tokens, the length of the training")
 
 
 def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None, cost: Cost) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None
         UsageError: a price without a device.
     """
     if device is None and cost.price_per_hour is not None:
-        raise UsageError("--price-per-hour needs --target: how long a training takes depends on it")
+        raise UsageError("price_per_hour needs --target: how long a training takes depends on it")
     per_token = training_flops_per_token(config, step.length)
     result: dict[str, Any] = {
         "device": None if device is None else device.name,
@@ -122,7 +122,7 @@ def _changes(config: ModelConfig, step: TrainingStep, usable: int) -> list[dict[
     tries: list[tuple[str, TrainingStep]] = []
     checkpointed = replace(step, checkpointed=True)
     if not step.mixed:
-        tries += [("--precision bf16", replace(step, precision="bf16"))]
+        tries += [("--set precision=bf16", replace(step, precision="bf16"))]
     for each, flags in ((step, ()), (checkpointed, (CHECKPOINT,))):
         most = largest_batch(config, each, usable)
         batch = max((size for size in range(1, min(most, step.batch) + 1) if step.batch % size == 0), default=0)

@@ -171,17 +171,16 @@ def quantize_settings(
         "checkpoint": checkpoint,
         "out": out,
         "bits": int(format.precision.removeprefix("int")),
-        "head_bits": format.head_bits,
-        "symmetric": not format.zero_points,
         "threads": source.threads,
         "group_size": 0 if format.per_row else format.block_size,
         "calibration": list(source.calibration),
         **source.held_out(),
     }
+    rare = {"head_bits": format.head_bits, "symmetric": not format.zero_points}
     if not qad:
-        return settings | _rare(source.reading.record())
-    training = _training(source, {}, (*STEPS, *TRAINING))
-    training.get("settings", {}).pop("learning_rate", None)  # it has a rate of its own
+        return settings | _rare(rare | source.reading.record())
+    training = _training(source, rare, (*STEPS, *TRAINING))
+    training["settings"].pop("learning_rate", None)  # it has a rate of its own
     return settings | {"qad": qad, **training}
 
 

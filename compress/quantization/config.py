@@ -61,14 +61,14 @@ class QuantizationConfig:
         for flag, value, known in (
             ("--bits", self.bits, BITS),
             ("--group-size", self.block_size, BLOCK_SIZES),
-            ("--head-bits", self.head_bits, HEAD_BITS),
+            ("--set head_bits", self.head_bits, HEAD_BITS),
         ):
             if value not in known:
                 raise UsageError(f"{flag} is {value}; choose one of {', '.join(map(str, known))}")
         if self.per_channel and self.bits != 8:
             raise UsageError(f"--group-size 0 (whole rows) is for INT8, not for --bits {self.bits}; add --bits 8")
         if self.bits == 8 and not self.symmetric:
-            raise UsageError("--asymmetric is for 4 bits; with --bits 8 leave it out")
+            raise UsageError("symmetric=false is for 4 bits; with --bits 8 leave it out")
 
     @property
     def per_channel(self) -> bool:

@@ -177,7 +177,7 @@ def quantize_calibrated(
             full_BTD = following
             bar.advance()
     if (line := unused_line(unread)) is not None:
-        log(f"calibration text: {line}; more --samples may reach them")
+        log(f"calibration text: {line}; more samples (--set samples=N) may reach them")
     _check_text(samples, full_BTD, norm, tensors[f"{EMBEDDING}.weight"] if head is None else head)
     for name, tensor in ends.items():
         packed.add(name, tensor, search=True)

@@ -231,7 +231,7 @@ def encode(weight: QuantizedWeight, module: str) -> tuple[npt.NDArray[np.uint8],
             f"{module}: blocks of {weight.block_size}; GGUF's have {BLOCK} numbers: quantize with --group-size 32"
         )
     if weight.bits == 8 and weight.zero_points is not None:
-        raise UsageError(f"{module}: INT8 with zero points has no format in GGUF; quantize it with --symmetric")
+        raise UsageError(f"{module}: GGUF has no INT8 with zero points; quantize it with --set symmetric=true")
     rows, groups = weight.out_features, weight.in_features // BLOCK
 
     def by_block(x_NG: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -78,8 +78,7 @@ def calibration_samples(
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
     if count is not None and len(samples) < count:
         raise ArtifactError(
-            f"the calibration text gives {len(samples)} samples, --samples asks for {count}; "
-            "give more text or ask for fewer"
+            f"the calibration text gives {len(samples)} samples, {count} are asked for; give more text or ask for fewer"
         )
     return samples
 

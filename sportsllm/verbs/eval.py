@@ -84,9 +84,6 @@ def eval(
     questions: Annotated[
         list[Path] | None, typer.Option(help="Multiple-choice questions, .jsonl.", show_default="none")
     ] = None,
-    max_questions: Annotated[
-        int | None, typer.Option(min=1, help="Ask only the first N of each file.", show_default="all")
-    ] = None,
     context: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Tokens read at once.", show_default="the model's")
     ] = None,
@@ -150,7 +147,7 @@ def eval(
         output().print(f"against {against}: {divergence}", markup=False)
     asked: dict[str, QuestionScore] = {}
     for path in questions or []:
-        items = read_questions(path)[:max_questions]
+        items = read_questions(path)
         accuracy = question_accuracy(decoder, tokenizer, items)
         chance = sum(1 / len(item.choices) for item in items) / len(items)
         interval = wilson_interval(accuracy, len(items))

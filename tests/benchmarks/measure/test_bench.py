@@ -69,8 +69,8 @@ def result(export: Path, checkpoint: Path) -> dict[str, Any]:
         scores = {export: TextScore(40.8, 10, 10, (2.04,) * 20), checkpoint: TextScore(40.0, 10, 10, (2.0,) * 20)}
         patch.setattr("benchmarks.bench.score_text", lambda directory, *_: scores[directory])
         what = {"text": [checkpoint / "config.json"], "teacher": checkpoint, "threads": 1}
-        how = {"rounds": 2, "settings": {"most_rounds": 2}, "prompt_lengths": "64", "batch_size": "1,3"}
-        return run(export, target="host", minutes=0.02, **what, **how).to_json()
+        how = {"rounds": 2, "most_rounds": 2, "prompt_lengths": "64", "batch_size": "1,3"}
+        return run(export, target="host", minutes=0.02, **what, settings=how).to_json()
 
 
 def python(code: str) -> list[str]:
@@ -86,7 +86,7 @@ def test_depths_and_prompts_fit_the_context() -> None:
     assert prompts_that_fit(511) == [128]
     assert prompts_that_fit(512) == [128, 512]
     assert prompts_that_fit(600, [600, 64]) == [64, 128, 512, 600]
-    with pytest.raises(UsageError, match="--prompt-lengths 513"):
+    with pytest.raises(UsageError, match="prompt_lengths=513"):
         prompts_that_fit(512, [513])
 
 
@@ -117,7 +117,7 @@ def test_a_damaged_model_keeps_its_own_error(tmp_path: Path, export: Path, monke
     data = tmp_path / "model.onnx.data"
     data.write_bytes(data.read_bytes()[:-16])
     with pytest.raises(ChildFailure, match="damaged") as caught:
-        run(tmp_path, rounds=1)
+        run(tmp_path, settings={"rounds": 1})
     assert caught.value.exit_code == 3
 
 
@@ -318,10 +318,10 @@ def test_the_command_exits_4_when_a_limit_is_missed(
     "flags",
     [
         ["--against", "vllm"],
-        ["--batch-size", "0"],
-        ["--prompt-lengths", "9999"],
+        ["--set", "batch_size=0"],
+        ["--set", "prompt_lengths=9999"],
         ["--against", "genai,python=/no/such"],
-        ["--rounds", "3", "--set", "most_rounds=1"],
+        ["--set", "rounds=3", "--set", "most_rounds=1"],
     ],
 )
 def test_flags_that_cannot_be_meant_exit_2(export: Path, flags: list[str], cli: CommandLine) -> None:
@@ -338,7 +338,7 @@ def test_flags_that_cannot_be_meant_exit_2(export: Path, flags: list[str], cli: 
         ("quality_loss_percent", "fail", False, "measurement", "prune less"),
         ("quality_loss_percent", "uncertain", True, "measurement", "give --teacher and more held-out"),
         ("tpot_p50_ms", "uncertain", True, "prediction", "measure it on the device"),
-        ("tpot_p50_ms", "uncertain", True, "measurement", "more --rounds"),
+        ("tpot_p50_ms", "uncertain", True, "measurement", "more rounds"),
     ],
 )
 def test_the_advice_is_about_what_was_missed(

@@ -22,7 +22,7 @@ def test_checks_are_few_and_end_at_the_most() -> None:
     assert round_checks(5, 11) == [5, 8, 11] and round_checks(1, 1) == [1]
     assert round_checks(None, None) == [5, 8] and round_checks(2, None) == [2, 5, 8]
     assert round_checks(12, None) == [12] and round_checks(None, 3) == [3]
-    with pytest.raises(UsageError, match="--rounds 3 is more than most_rounds=1"):
+    with pytest.raises(UsageError, match="rounds=3 is more than most_rounds=1"):
         round_checks(3, 1)
 
 

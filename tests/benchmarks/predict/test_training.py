@@ -90,7 +90,7 @@ def test_time_energy_and_price_by_hand() -> None:
 def test_a_small_step_needs_no_change_and_float32_is_offered_bfloat16() -> None:
     assert _plan("rtx-3090", batch=4)["changes"] == []
     flags = [change["flags"] for change in _plan("rtx-3090", batch=16, precision="fp32")["changes"]]
-    assert flags[0] == "--precision bf16" and not any("optimizer_bits=32" in each for each in flags)
+    assert flags[0] == "--set precision=bf16" and not any("optimizer_bits=32" in each for each in flags)
     assert all("optimizer_bits=8" not in change["flags"] for change in _plan("rtx-3060", optimizer="muon")["changes"])
 
 
@@ -139,9 +139,9 @@ def test_refusals(tmp_path: Path) -> None:
         _plan(str(tmp_path / "card.toml"))
     with pytest.raises(UsageError, match="tokens, utilization: belongs to --training"):
         plan(shape="small", tokens=5, utilization=0.5)
-    with pytest.raises(UsageError, match="--price-per-hour needs --tokens"):
+    with pytest.raises(UsageError, match="price_per_hour needs --tokens"):
         _plan("rtx-3070", price_per_hour=1.0)
-    with pytest.raises(UsageError, match="--price-per-hour needs --target"):
+    with pytest.raises(UsageError, match="price_per_hour needs --target"):
         plan(shape="small", training=True, tokens=5, price_per_hour=1.0)
     with pytest.raises(UsageError, match=r"utilization=1.5: must be 0 to 1"):
         _plan("rtx-3070", utilization=1.5)

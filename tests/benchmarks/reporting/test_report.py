@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.labels import number
-from benchmarks.report import output_files, report
+from benchmarks.report import report
 from benchmarks.reporting.inputs import Inputs, Sample, StageSummary, collect
 from benchmarks.reporting.measured import Bench, as_bench
 from benchmarks.reporting.page import csv_text, html_page, markdown
@@ -200,16 +200,6 @@ def test_all_that_bench_measured_is_shown() -> None:
         assert words in text, words
     assert text.count("| 30.0 | 480 |") == 3
     assert "anonymous" not in text
-
-
-def test_formats_follow_suffix_or_flag() -> None:
-    html, md = Path("a/r.html"), Path("a/r.md")
-    assert output_files(html) == {"html": html} and output_files(md) == {"md": md}
-    assert output_files(html, "html, md,csv") == {"html": html, "md": md, "csv": Path("a/r.csv")}
-    assert output_files(Path("a/v1.2"), "md") == {"md": Path("a/v1.2.md")}
-    for out, formats in ((Path("a/r.pdf"), None), (Path("a"), None), (html, "html,pdf"), (html, " ")):
-        with pytest.raises(UsageError, match=r"md"):
-            output_files(out, formats)
 
 
 def test_markdown_leaves_out_empty_columns_and_csv_keeps_all() -> None:

@@ -124,7 +124,7 @@ def test_samples_are_the_likeliest_tokens_of_the_first_and_last_stage(checkpoint
     broken = tmp_path / "broken"
     broken.mkdir()
     stages = [StageSummary(path.name, "train", str(path)) for path in (broken, checkpoint)]
-    (sample,), skipped = before_and_after(stages, ["The ball"], threads=1, new_tokens=6)
+    (sample,), skipped = before_and_after(stages, ["The ball"], new_tokens=6)
     decoder = open_decoder(checkpoint, 1)
     tokenizer = load_tokenizer(checkpoint, decoder.config)
     tokens = [tokenizer.begin_id, *tokenizer.encode("The ball")]

@@ -156,7 +156,7 @@ def test_a_size_counts_everything(checkpoint: Path, corpus_file: Path, tmp_path:
 def test_four_bits_spend_five_percent_more_by_default(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = {"checkpoint": checkpoint, "calibration": [corpus_file], "samples": 2}
+    few = {"checkpoint": checkpoint, "calibration": [corpus_file], "settings": {"samples": 2}}
     mixed = load_command("quantize")(out=tmp_path / "mixed", group_size=16, **few)
     uniform = load_command("quantize")(out=tmp_path / "uniform", group_size=16, uniform=True, **few)
     assert any(group["bits"] == 8 for group in mixed.sensitivity) and not uniform.sensitivity
@@ -184,7 +184,11 @@ def test_a_mixture_says_what_it_is(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mixed = load_command("quantize")(
-        checkpoint=checkpoint, out=tmp_path / "mixed", calibration=[corpus_file], samples=4, bits_per_weight=6.5
+        checkpoint=checkpoint,
+        out=tmp_path / "mixed",
+        calibration=[corpus_file],
+        settings={"samples": 4},
+        bits_per_weight=6.5,
     )
     raised = sum(group["bits"] == 8 for group in mixed.sensitivity)
     assert 0 < raised < len(mixed.sensitivity)

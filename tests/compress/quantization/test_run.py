@@ -252,7 +252,7 @@ def test_whole_rows_beyond_seven_bits_are_damaged(checkpoint: Path, tmp_path: Pa
 
 def test_whole_rows_refuse_what_they_cannot_be(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(UsageError, match="--asymmetric is for 4 bits"):
+    with pytest.raises(UsageError, match="symmetric=false is for 4 bits"):
         QuantizationConfig(8, symmetric=False)
     with pytest.raises(UsageError, match="add --bits 8"):
         QuantizationConfig(4, granularity=Granularity.PER_CHANNEL)
@@ -265,7 +265,7 @@ def test_whole_rows_refuse_what_they_cannot_be(checkpoint: Path, tmp_path: Path)
     [
         ({"bits": 3}, "--bits is 3"),
         ({"block_size": 48}, "--group-size is 48"),
-        ({"head_bits": 2}, "--head-bits"),
+        ({"head_bits": 2}, "head_bits is 2"),
         ({"method": "magic"}, "magic"),
     ],
 )
