@@ -41,7 +41,8 @@ class ExportResult(StageResult):
         precision: the narrowest that a graph's matrices are stored in: `int4`, `int8`, `fp16` or `fp32`.
         kv_cache: what a graph caches in: `fp32`, `fp16` or `int8`.
         kernels: version of this program's kernels that a graph calls; None if it calls none.
-        wide_inputs: modules whose inputs are rounded to 16 bits instead of 8, because the gate asks for it.
+        wide_inputs: modules whose inputs have 16 bits instead of 8: the head of an INT8 model, and what the gate asks
+            for.
         architecture, formats: of a GGUF file: llama.cpp's name, and bytes of tensors by their format.
         build_seconds: without the parity gate.
         peak_rss_bytes: of this process.
@@ -121,8 +122,10 @@ def export(
         kv_cache=kv_cache,
         given=CalibrationText(tuple(calibration or ()), reading=take_reading(found, checkpoint)),
         inline=bool(found.get("inline")),
+        threads=threads,
+        provider=provider,
     )
-    _refuse(job, provider)
+    _refuse(job)
     stage = Stage("export", job.settings(rope_scaling), [checkpoint, *job.text.files])
     config = load_config(checkpoint)
     if rope_scaling is not None:
@@ -132,13 +135,13 @@ def export(
         started = time.perf_counter()
         with checkpoint_with(checkpoint, config) as source:
             if format == "gguf":
-                facts, check = _write_gguf(job, source, directory, threads)
+                facts, check = _write_gguf(job, source, directory)
             else:
-                facts, check = _write_graph(job, source, directory, threads, provider)
+                facts, check = _write_graph(job, source, directory)
             built = time.perf_counter()
             report = check()
             if format != "gguf" and not report.passed and report.only_rounding_failed():
-                facts, report = _widen_inputs(job, source, directory, threads, provider, report)
+                facts, report = _widen_inputs(job, source, directory, facts, report)
         _require(checkpoint, report)
         parity = report.to_dict()
         write_json(directory / "parity.json", parity)
@@ -167,6 +170,8 @@ class _Job:
     kv_cache: str
     given: CalibrationText
     inline: bool
+    threads: int | None
+    provider: str
 
     @property
     def mix(self) -> str | None:
@@ -214,7 +219,7 @@ class _Job:
         }
 
 
-def _refuse(job: _Job, provider: str) -> None:
+def _refuse(job: _Job) -> None:
     """Refuse parameters that are unknown, exclude each other or do not fit the checkpoint."""
     for flag, value, known in (
         ("--format", job.format, FORMATS),
@@ -223,17 +228,17 @@ def _refuse(job: _Job, provider: str) -> None:
     ):
         if value not in known:
             raise UsageError(f"{flag} {value!r}: choose {', '.join(known[:-1])} or {known[-1]}")
-    reason = next((reason for reason, found in (*_excluded(job, provider), *_unfit(job)) if found), None)
+    reason = next((reason for reason, found in (*_excluded(job), *_unfit(job)) if found), None)
     if reason is not None:
         raise UsageError(reason)
 
 
-def _excluded(job: _Job, provider: str) -> Iterator[tuple[str, bool]]:
+def _excluded(job: _Job) -> Iterator[tuple[str, bool]]:
     """Parameters that exclude each other: what to say, and whether they are given."""
     from export.runtime.providers import find_provider
 
     kind, cache = job.format, job.kv_cache
-    elsewhere = not find_provider(provider).is_cpu
+    elsewhere = not find_provider(job.provider).is_cpu
     yield (
         "--calibration is for --kv-cache int8 and GGUF's --dtype q4_k_m and the like; leave it out, or add one of them",
         bool(job.given.files) and cache != "int8" and job.mix is None,
@@ -302,14 +307,7 @@ _Written = tuple[dict[str, Any], Callable[[], "ParityReport"]]
 """Fields of the result, and the gate of what was written."""
 
 
-def _write_graph(
-    job: _Job,
-    checkpoint: Path,
-    directory: Path,
-    threads: int | None,
-    provider: str,
-    wide_inputs: frozenset[str] = frozenset(),
-) -> _Written:
+def _write_graph(job: _Job, checkpoint: Path, directory: Path, wide_inputs: frozenset[str] = frozenset()) -> _Written:
     """Write the graph, and the files that loaders read beside it."""
     from export.cache_scales import cache_scales
     from export.graph.builder import GraphForm
@@ -345,29 +343,33 @@ def _write_graph(
     others = not_opened_by(load_config(checkpoint))
     if others is not None:
         log(others)
-    facts = {"precision": written.precision, "kv_cache": job.cache, "kernels": written.kernels.version}
-    return facts, lambda: check_parity(checkpoint, directory, threads, find_provider(provider))
+    facts = {
+        "precision": written.precision,
+        "kv_cache": job.cache,
+        "kernels": written.kernels.version,
+        "wide_inputs": sorted(written.wide_inputs),
+    }
+    return facts, lambda: check_parity(checkpoint, directory, job.threads, find_provider(job.provider))
 
 
 def _widen_inputs(
-    job: _Job, checkpoint: Path, directory: Path, threads: int | None, provider: str, report: ParityReport
+    job: _Job, checkpoint: Path, directory: Path, facts: dict[str, Any], report: ParityReport
 ) -> tuple[dict[str, Any], ParityReport]:
     """Write the graph again, with 16-bit inputs for the matrices that 8-bit inputs harm most, until it passes."""
     from export.parity.wide_inputs import remedies
     from sportsllm.console import log
 
     log(f"8-bit inputs change this model too much ({report.failures()[0]}); measuring which matrices they harm")
-    facts: dict[str, Any] = {}
-    for remedy in remedies(checkpoint, report):
-        facts, check = _write_graph(job, checkpoint, directory, threads, provider, remedy.modules)
-        report, facts["wide_inputs"] = check(), sorted(remedy.modules)
+    for remedy in remedies(checkpoint, report, facts["wide_inputs"]):
+        facts, check = _write_graph(job, checkpoint, directory, remedy.modules)
+        report = check()
         log(str(remedy))
         if report.passed:
             break
     return facts, report
 
 
-def _write_gguf(job: _Job, checkpoint: Path, directory: Path, threads: int | None) -> _Written:
+def _write_gguf(job: _Job, checkpoint: Path, directory: Path) -> _Written:
     """Write model.gguf and a Modelfile for Ollama."""
     from export.gguf.mixes import block_types
     from export.gguf.write import GGUF_FILE, architecture_of, check_gguf, write_gguf
@@ -387,7 +389,7 @@ def _write_gguf(job: _Job, checkpoint: Path, directory: Path, threads: int | Non
     modelfile = f"FROM ./{GGUF_FILE}\nPARAMETER num_ctx {config.max_position_embeddings}\n"
     (directory / "Modelfile").write_text(modelfile, encoding="utf-8")
     facts = {"architecture": architecture, "formats": formats}
-    return facts, lambda: check_gguf(checkpoint, directory / GGUF_FILE, threads, rounded)
+    return facts, lambda: check_gguf(checkpoint, directory / GGUF_FILE, job.threads, rounded)
 
 
 def _require(checkpoint: Path, report: ParityReport) -> None:

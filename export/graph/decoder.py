@@ -98,6 +98,7 @@ class WrittenGraph:
 
     precision: str  # see `graph_precision`
     kernels: KernelUse  # which parts call them
+    wide_inputs: frozenset[str] = frozenset()  # modules whose inputs have 16 bits: asked for, or the head, see below
 
 
 def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None) -> WrittenGraph:
@@ -155,7 +156,7 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
     files = web_files(directory, web_precision(precision, form.in_half)) if form.web else plain_files(directory)
     files.graph.parent.mkdir(exist_ok=True)
     graph.write(files)
-    return WrittenGraph(precision, calls.use)
+    return WrittenGraph(precision, calls.use, form.wide_inputs)
 
 
 def _all_in_8_bits(weights: Weights, config: ModelConfig, table: Matrix) -> bool:

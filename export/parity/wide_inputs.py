@@ -12,7 +12,7 @@ Shape suffixes: B sequences, T tokens, D hidden_size, V vocabulary, K inputs of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +64,8 @@ class Remedy:
         return f"16-bit inputs for {'; '.join(where)}: {self.twice:.1%} of all products are computed twice"
 
 
-def remedies(checkpoint: Path, report: ParityReport) -> Iterator[Remedy]:
-    """What gets 16 bits, more each time, for a checkpoint whose export missed the gate.
+def remedies(checkpoint: Path, report: ParityReport, wide: Collection[str]) -> Iterator[Remedy]:
+    """What gets 16 bits, more each time, for a checkpoint whose export missed the gate; `wide` has them already.
 
     Nothing for matrices with one scale per row, whose inputs have one scale for the whole tensor.
     """
@@ -75,8 +75,9 @@ def remedies(checkpoint: Path, report: ParityReport) -> Iterator[Remedy]:
     groups = measure_groups(model)
     del model
     excess, tried = max(report.excess(), 1.0), set[frozenset[str]]()
+    already = [group for group in groups if set(group.modules) <= set(wide)]
     for share in (_MARGIN / excess, _MARGIN / excess / 4, 0.0):
-        chosen = choose_groups(groups, share)
+        chosen = [*already, *choose_groups([group for group in groups if group not in already], share)]
         modules = frozenset(name for group in chosen for name in group.modules)
         if modules not in tried:
             yield Remedy(modules, sum(group.numel for group in chosen) / sum(group.numel for group in groups))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -92,8 +92,6 @@ def train(
     changes = pick(found, SHAPE) | _given(context=context, vocab_size=vocab_size)
     model = _start(checkpoint, model, changes, tokenizer, lora_rank, found)
 
-    from dataclasses import asdict
-
     from sportsllm.console import log, output
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.huggingface import load_config
@@ -117,12 +115,11 @@ def train(
 
     check_format(checkpoint, chat_template, lora_rank is not None)
     use_processor(threads, device)
-    reading = take_reading(found, checkpoint)
+    reading, digits = take_reading(found, checkpoint), found.get("digits", "grouped")
     if found.get("documented") and checkpoint is None:
         changes.setdefault("dropout", DOCUMENTED_DROPOUT)
     shape = load_config(checkpoint) if checkpoint is not None else changed_shape(shape_of(str(model))[0], changes)
-    if rope_scaling is not None:
-        shape = with_rope_scaling(shape, rope_scaling)
+    shape = shape if rope_scaling is None else with_rope_scaling(shape, rope_scaling)
     given = {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
     run = Run(Start.RANDOM if checkpoint is None else Start.TRAINED, shape, lora_rank is not None)
     config = train_config(run, tokens, pick(found, TRAINING) | given, seed=seed, parallel=True)
@@ -147,7 +144,7 @@ def train(
         inputs = [checkpoint, *inputs]
     else:
         record |= {"model": model, "tokenizer": tokenizer and str(tokenizer)} | ({"shape": changes} if changes else {})
-        record |= {"digits": found["digits"]} if found.get("digits", "grouped") != "grouped" else {}
+        record |= {"digits": digits} if digits != "grouped" else {}
         inputs += [*([tokenizer / "tokenizer.json"] if tokenizer else []), *shape_of(str(model))[1]]
     stage = Stage("train", record | asdict(config), inputs, seed=seed)
     out = out or _default_out(checkpoint, model, changes)
@@ -160,7 +157,6 @@ def train(
             if chat_template is not None:
                 start, source = with_format(start, checkpoint, directory, chat_template), directory
         else:
-            digits = found.get("digits", "grouped")
             start, source = _new_model(str(model), shape, texts, config, directory, tokenizer, digits), directory
         words = load_tokenizer(source, start.config, reading)
         return _fit(start, words, texts, config, directory, stage, None if chat_template else checkpoint, resume)

@@ -66,12 +66,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_int8_passes_the_gate_in_kernels(
     name: str, tokenizer_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With 8-bit inputs everywhere; the gate's native pass runs whole layers."""
+    """With 8-bit inputs of all but the head; the gate's native pass runs whole layers."""
     families.save(name, tmp_path / "checkpoint")
     shutil.copy(tokenizer_directory / "tokenizer.json", tmp_path / "checkpoint")
     quantize_checkpoint(tmp_path / "checkpoint", tmp_path / "int8", QuantizationConfig(8), "mse")
     result = sportsllm.export(tmp_path / "int8", out=tmp_path / "out", threads=1)
-    assert result.parity["passed"] and result.wide_inputs == []
+    assert result.parity["passed"] and result.wide_inputs in (["lm_head"], ["model.embed_tokens"])
     assert "kernels: called for all 4 layers and the head" in capsys.readouterr().err
 
 
