@@ -27,8 +27,9 @@ import inspect
 import json
 import os
 import re
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ import typer
 
 from sportsllm import __version__, options
 from sportsllm.commands import COMMANDS, Command, Result, load_command
-from sportsllm.errors import SportsLLMError, UsageError
+from sportsllm.errors import ConflictError, SportsLLMError, UsageError
 from sportsllm.files import JsonObject, atomic_write_text, read_json, read_toml
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -49,11 +50,15 @@ _SUFFIXES = {"eval": ".json", "bench": ".json", "generate": ".txt", "report": ".
 
 @dataclass(frozen=True)
 class RecipeStage:
-    """A command and its checked settings. An `optional` gate that is missed does not fail the recipe."""
+    """A command and its checked settings.
+
+    `needs` are the earlier stages whose outputs it reads. An `optional` gate that is missed does not fail the recipe.
+    """
 
     name: str
     command: str
     settings: JsonObject
+    needs: tuple[str, ...] = ()
     optional: bool = False
 
 
@@ -93,6 +98,14 @@ def run(
         Path | None, typer.Option(help="Directory of the stages' outputs.", show_default="the recipe's `out`")
     ] = None,
     only: Annotated[str | None, typer.Option(help="Run only this stage.", show_default="all stages")] = None,
+    slurm: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run nothing; write a script that submits the stages to SLURM.",
+            show_default="run here",
+            metavar="FILE",
+        ),
+    ] = None,
     threads: options.Threads = None,
 ) -> RunResult:
     """Run every stage of a recipe. Finished stages with the same inputs are kept."""
@@ -102,6 +115,8 @@ def run(
     chosen = [stage for stage in checked.stages if only is None or stage.name == only]
     if not chosen:
         raise UsageError(f"--only {only}: no such stage; it has {', '.join(stage.name for stage in checked.stages)}")
+    if slurm is not None:
+        return _write_jobs(slurm, recipe, checked, chosen, threads)
     tokens: AbstractContextManager[None] = nullcontext()
     if importlib.util.find_spec("torch") is not None:  # stages that train on one corpus tokenize it once
         from sportsllm.text.packing import kept_tokens
@@ -137,6 +152,25 @@ def run(
     )
 
 
+def _write_jobs(
+    path: Path, recipe: Path, checked: Recipe, chosen: Sequence[RecipeStage], threads: int | None
+) -> RunResult:
+    """Write the script of `--slurm`."""
+    from sportsllm.console import output
+    from sportsllm.slurm import levels, submit_script
+
+    if path.exists():
+        raise ConflictError(f"{path}: exists; remove it or give another --slurm FILE")
+    names = [stage.name for stage in chosen]
+    stages = levels({stage.name: [name for name in stage.needs if name in names] for stage in chosen})
+    command = [sys.executable, "-m", "sportsllm.cli", "run", str(recipe.resolve()), "--out", str(checked.out.resolve())]
+    command += [] if threads is None else ["--threads", str(threads)]
+    logs = str(checked.out.resolve() / "logs")
+    atomic_write_text(path, submit_script(stages, command, checked.name, str(Path.cwd()), logs))
+    output().print(f"{path}: {len(names)} jobs in {len(stages)} arrays; submit them with `bash {path} SBATCH-OPTIONS`")
+    return RunResult(recipe=checked.name, stages=[], bench=None, seconds=0.0)
+
+
 def load_recipe(path: Path, out: Path | None = None) -> Recipe:
     """Read and check a recipe.
 
@@ -159,7 +193,7 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
     known, stages = {_FOLDER: base}, list[RecipeStage]()
     for number, entry in enumerate(entries, start=1):
         name, command = str(entry.pop("name", "")), str(entry.pop("command", ""))
-        optional, errors, checked = bool(entry.pop("optional", False)), list[str](), JsonObject()
+        optional, errors, checked, needs = bool(entry.pop("optional", False)), list[str](), JsonObject(), set[str]()
         if not _NAME.fullmatch(name):
             errors.append("name must be of a-z, 0-9, '.', '_' and '-'")
         if name in known:
@@ -168,10 +202,10 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
             errors.append(_unknown("command", command, COMMANDS))
         else:
             usual, place = defaults.get(command, {}), base / (name + _SUFFIXES.get(command, ""))
-            checked, wrong = _settings(command, usual, entry, known, place)
+            checked, wrong, needs = _settings(command, usual, entry, known, place)
             errors, known[name] = [*errors, *wrong], place
         problems += [f"stage {number} ({name[:40] or 'without a name'}): {error}" for error in errors]
-        stages.append(RecipeStage(name, command, checked, optional))
+        stages.append(RecipeStage(name, command, checked, tuple(each for each in known if each in needs), optional))
     if problems:
         raise UsageError(f"{path}: " + "; ".join(problems))
     return Recipe(str(data.get("name", path.stem)), base, tuple(stages))
@@ -188,11 +222,13 @@ def _parameters(function: Command) -> Mapping[str, inspect.Parameter]:
 
 def _settings(
     command: str, usual: JsonObject, own: JsonObject, known: Mapping[str, Path], place: Path
-) -> tuple[JsonObject, list[str]]:
-    """A stage's settings in the types of its command's parameters, with paths for @stage and @stage/file; mistakes."""
+) -> tuple[JsonObject, list[str], set[str]]:
+    """A stage's settings in the types of its command's parameters, with paths for @stage and @stage/file; mistakes; and
+    the stages that it needs, all earlier ones if it reads their folder.
+    """
     from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-    errors, checked, parameters = list[str](), JsonObject(), _parameters(load_command(command))
+    errors, checked, needs, parameters = list[str](), JsonObject(), set[str](), _parameters(load_command(command))
 
     def resolved(item: object) -> object:
         if isinstance(item, list):
@@ -204,6 +240,7 @@ def _settings(
         stage, slash, rest = item[1:].partition("/")
         if stage not in known:
             errors.append(f"{item!r} names no earlier stage")
+        needs.update(known if stage == _FOLDER else [stage])
         return str(known.get(stage, item)) + slash + rest
 
     given = usual | own
@@ -227,7 +264,7 @@ def _settings(
             checked[name] = adapter.validate_python(resolved(given[name]))
         except ValidationError as error:
             errors.append(f"setting {name!r}: {error.errors()[0]['msg'].lower()}")
-    return checked, errors
+    return checked, errors, needs - {_FOLDER}
 
 
 def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> JsonObject:

@@ -1,9 +1,13 @@
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
+from sportsllm.slurm import levels
 from sportsllm.verbs.run import _fingerprint, load_recipe, run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -169,3 +173,64 @@ def test_defaults_fill_in(tmp_path: Path) -> None:
     assert model.settings["steps"] == 3 and model.settings["seed"] == 5 and "seed" not in score.settings
     with pytest.raises(UsageError, match=r"defaults.fly"):
         load_recipe(write(tmp_path, "[defaults.fly]\nx = 1\n" + GOOD.replace('name = "two"\n', "")))
+
+
+FAKE_SBATCH = """#!/bin/bash
+# Runs the jobs of an array at once, here.
+echo "$@" >> "$(dirname "$0")/calls"
+for option in "$@"; do case "$option" in --array=0-*) last="${option#--array=0-}";; esac; done
+job=$(cat)
+for ((task = 0; task <= last; task++)); do SLURM_ARRAY_TASK_ID=$task bash -c "$job" >&2 & done
+wait
+echo "17;cluster"
+"""
+BRANCHES = """
+name = "two ends"
+[[stage]]
+name = "corpus"
+command = "data simulate"
+megabytes = 0.1
+[[stage]]
+name = "other"
+command = "data simulate"
+megabytes = 0.1
+[[stage]]
+name = "model"
+command = "train"
+model = "tiny-300k"
+vocab_size = 300
+corpus = ["@corpus/train.jsonl"]
+valid = ["@corpus/valid.jsonl"]
+steps = 0
+"""
+
+
+def test_a_recipe_runs_as_arrays_of_slurm_jobs_and_a_lost_stage_alone_runs_again(tmp_path: Path) -> None:
+    path, out, script = write(tmp_path, BRANCHES), tmp_path / "out", tmp_path / "jobs.sh"
+    written = run(path, out, slurm=script)
+    assert not written.stages
+    assert not out.exists()
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(FAKE_SBATCH, encoding="utf-8")
+    sbatch.chmod(0o755)
+    environment = os.environ | {"PATH": f"{sbatch.parent}:{os.environ['PATH']}"}
+
+    def submit() -> dict[str, int]:
+        subprocess.run(["bash", script, "--time=1:00"], env=environment, check=True, capture_output=True)
+        return {name: (out / name / "manifest.json").stat().st_mtime_ns for name in ("corpus", "other", "model")}
+
+    first = submit()
+    calls = (sbatch.parent / "calls").read_text(encoding="utf-8").splitlines()
+    assert ["--array=0-1" in calls[0], "--dependency=afterany:17" in calls[0]] == [True, False]
+    assert all(option in calls[1] for option in ("--array=0-0", "--dependency=afterany:17", "--time=1:00"))
+    shutil.rmtree(out / "other")
+    second = submit()
+    assert {name for name in first if first[name] != second[name]} == {"other"}
+    with pytest.raises(ConflictError, match="another --slurm FILE"):
+        run(path, out, slurm=script)
+
+
+def test_a_stage_waits_for_all_that_it_needs() -> None:
+    needs = {"a": [], "b": [], "c": ["a"], "d": ["a", "c"], "e": ["b"]}
+    assert levels(needs) == [["a", "b"], ["c", "e"], ["d"]]
