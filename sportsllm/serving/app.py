@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -97,6 +98,7 @@ class Server:
 
     def __init__(self, models: Sequence[ServedModel], access: Access) -> None:
         self._models, self._access = {model.name: model for model in models}, access
+        self._page = Path(__file__).with_name("page.html").read_bytes()
 
     def app(self) -> Any:
         """The ASGI application."""
@@ -113,7 +115,7 @@ class Server:
             Route("/apply-template", self._apply_template, methods=["POST"]),
         ]
         gets = {"/v1/models": self._list, "/models": self._list, "/v1/models/{name:path}": self._show}
-        gets |= {"/health": self._health, "/props": self._props, "/metrics": self._metrics}
+        gets |= {"/health": self._health, "/props": self._props, "/metrics": self._metrics, "/": self._index}
         routes += [Route(path, call) for path, call in gets.items()]
         handlers = dict.fromkeys((ApiError, HTTPException, Exception), refusal)
         return self._access.guard(Starlette(routes=routes, exception_handlers=handlers))
@@ -129,6 +131,9 @@ class Server:
             message = f"no such model; this server has {', '.join(self._models)}"
             raise ApiError(404, message, "not_found_error", param="model")
         return self._models[name]
+
+    async def _index(self, _: Request) -> Response:
+        return Response(self._page, media_type="text/html")
 
     async def _health(self, _: Request) -> Response:
         if not all(model.ready for model in self._models.values()):

@@ -79,7 +79,9 @@ def start(
 @contextmanager
 def served_by(*models: ServedModel, access: Access = Access()) -> Iterator[httpx.Client]:  # noqa: B008
     """A client of a server in this process."""
-    config = uvicorn.Config(Server(models, access).app(), port=0, lifespan="off", log_level="warning")
+    config = uvicorn.Config(
+        Server(models, access).app(), port=0, lifespan="off", log_level="warning", timeout_graceful_shutdown=2
+    )
     server, listening = uvicorn.Server(config), config.bind_socket()
     thread = Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -286,7 +288,7 @@ def test_strangers_are_kept_out(served: ServedModel) -> None:
             reply = client.post(path, json=ONCE, headers=headers)
             assert reply.status_code == 401 and reply.json()["error"]["type"] == "authentication_error"
         assert client.post(path, json=ONCE, headers={"X-Api-Key": KEY}).status_code == 200
-        for public in ("/health", "/v1/models"):
+        for public in ("/", "/health", "/v1/models"):
             assert client.get(public).status_code == 200
         for headers in ({"Host": "evil.example"}, {"Host": ""}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
             assert client.post(path, json=ONCE, headers=right | headers).status_code == 403
