@@ -55,8 +55,8 @@ def distill(
     start: Annotated[
         str | None,
         typer.Option(
-            help="cut: the most important parts of the teacher; fresh: random weights. Of a checkpoint student only "
-            "the shape is used.",
+            help="cut: the most important parts of the teacher; fresh: random weights. A checkpoint given as "
+            "student then gives its shape alone.",
             show_default="the weights of a checkpoint student, else cut if the shape allows it",
             rich_help_panel=_SHAPE,
         ),
