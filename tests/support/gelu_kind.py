@@ -21,7 +21,7 @@ NAME = "erf_gelu"
 
 def erf_gelu(config: ModelConfig) -> Sublayer:
     """Two matrices, always with biases."""
-    found = plain(config)
+    found = plain(config, "gelu")
     up, down = (matrix._replace(bias=True) for matrix in found.matrices)
     return replace(found, matrices=(up, down), tensors=(up, *found.tensors[1:3], down))
 
