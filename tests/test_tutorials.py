@@ -29,7 +29,7 @@ INSTEAD = {
     "--tokens 600k": "--tokens 20k",
     "--tokens 300k": "--tokens 10k",
     "samples=16": "samples=2",
-    "bench student-onnx": "bench student-onnx --rounds 1",
+    "bench student-onnx": "bench student-onnx --set rounds=1",
 }
 STAND_INS = ("make", "scp", "pip", "npm")
 FENCE = re.compile(r'^```(\S*)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
