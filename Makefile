@@ -13,7 +13,7 @@ setup: $(KERNELS)
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[compress,parquet,gguf,optimum,genai,serve,docs,test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[compress,parquet,gguf,optimum,genai,serve,tasks,docs,test]"
 	@touch $(STAMP) $(KERNELS)
 
 # The install has built the kernels; here they are built again when a source changes. Without a compiler all else works.

@@ -11,7 +11,7 @@ import typer
 from sportsllm import options
 from sportsllm.commands import Result
 from sportsllm.errors import ConflictError, GateError, UsageError
-from sportsllm.settings import BENCH, LIMITS, TEXT, parse_settings
+from sportsllm.settings import BENCH, LIMITS, TASKS, TEXT, parse_settings
 
 if TYPE_CHECKING:
     from benchmarks.reporting.measured import Bench
@@ -52,6 +52,7 @@ def bench(
         typer.Option(metavar="DIR", help="The fp32 teacher to compare quality with.", show_default="none"),
         options.BY_NAME,
     ] = None,
+    tasks: options.Tasks = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="New file for the result.", show_default="none")
     ] = None,
@@ -105,8 +106,8 @@ def bench(
     from sportsllm.inference.decoder import is_onnx_directory
     from sportsllm.text.reading import take_reading
 
-    found, limits = parse_settings(settings, BENCH, TEXT), parse_settings(limit, LIMITS, option="--limit")
-    _check(out, text, teacher, target, on_device)
+    found, limits = parse_settings(settings, BENCH, TEXT, TASKS), parse_settings(limit, LIMITS, option="--limit")
+    _check(out, [*(text or []), *(tasks or [])], teacher, target, on_device)
     require_directory(directory, "a checkpoint or an export")
     checks = round_checks(found.get("rounds"), found.get("most_rounds"))
     runtimes = parse_runtimes(against, directory) + ([portable_too(directory)] if kernels == BOTH else [])
@@ -121,6 +122,7 @@ def bench(
         log(str(kernels_of_directory(directory, kernels, placed)))
     reading = take_reading(found, directory, teacher)
     quality = _quality(directory, text or [], reading, teacher, threads, kernels, provider)
+    quality |= score_tasks(directory, tasks, found, teacher, threads, kernels, provider) if tasks else {}
     result = run_bench(
         directory,
         checks,
@@ -151,7 +153,7 @@ def bench(
 
 def _check(
     out: Path | None,
-    text: list[Path] | None,
+    scored: list[Path | str],
     teacher: Path | None,
     target: str | None,
     on_device: bool,
@@ -159,8 +161,8 @@ def _check(
     """Refuse what can be seen to be wrong before anything is opened."""
     if out is not None and out.exists():
         raise ConflictError(f"{out}: exists already; choose another --out or move it away")
-    if teacher is not None and not text:
-        raise UsageError("--teacher needs --text: quality is compared on held-out text")
+    if teacher is not None and not scored:
+        raise UsageError("--teacher needs --text or --tasks: quality is compared on held-out text, or in tasks")
     if on_device and target is None:
         raise UsageError("--on-device needs --target: it says that this machine is that device")
 
@@ -179,7 +181,7 @@ def _quality(
     from sportsllm.formats.manifest import digest
 
     own = score_text(directory, text, reading, threads, kernels, provider) if text else None
-    reference = score_text(teacher, text, reading, threads) if teacher else None
+    reference = score_text(teacher, text, reading, threads) if teacher and text else None
     loss, interval = quality_loss(own.documents, reference.documents) if own and reference else (None, None)
     return {
         "bits_per_byte": own and own.bits_per_byte,
@@ -190,6 +192,37 @@ def _quality(
         "quality_loss_percent": loss,
         "quality_interval_percent": interval and list(interval),
         "quality_documents": len(own.documents) if own and reference else None,
+    }
+
+
+def score_tasks(
+    directory: Path,
+    tasks: list[str],
+    settings: dict[str, Any],
+    teacher: Path | None,
+    threads: int | None,
+    kernels: str,
+    provider: str,
+) -> dict[str, Any]:
+    """The tasks' metrics of both models, and the loss of accuracy over all documents with its interval."""
+    from benchmarks.spread import accuracy_loss
+    from sportsllm.commands import plain
+    from sportsllm.inference.decoder import open_decoder
+    from sportsllm.inference.harness import run_tasks
+    from sportsllm.text.tokenizer import load_tokenizer
+
+    found = []
+    for each, *placed in [(directory, kernels, provider), *([(teacher, "auto", "cpu")] if teacher else [])]:
+        decoder = open_decoder(each, threads, *placed)
+        found.append(run_tasks(decoder, load_tokenizer(each, decoder.config), tasks, settings))
+    values = [[value for _, each in one.values() for value in each] for one in found]
+    loss, interval = accuracy_loss(values[0], values[1]) if teacher and values[0] else (None, None)
+    scores = [{name: plain(score) for name, (score, _) in one.items()} for one in found]
+    return {
+        "tasks": scores[0],
+        "teacher_tasks": scores[1] if teacher else {},
+        "accuracy_loss_points": loss,
+        "accuracy_interval_points": interval and list(interval),
     }
 
 
@@ -216,16 +249,18 @@ def score_text(
 
 def advice(measured: Bench) -> str:
     """What to do about a budget that is not passed."""
-    budget, quality = measured.budget, "quality_loss_percent"
+    budget, quality, accuracy = measured.budget, "quality_loss_percent", "accuracy_loss_points"
     limits = budget.limits if budget else []
     failed = {limit.name for limit in limits if limit.verdict == "fail"}
-    if failed == {quality}:
+    if failed and failed <= {quality, accuracy}:
         return "train or distil it longer, or prune less"
     if failed:
         noisy = failed <= {"ttft_ms", "tpot_p50_ms", "tpot_p95_ms"} and not measured.clean
         return "the run was noisy: repeat it on a quiet machine" if noisy else "compress it further"
     if any(limit.name == quality and limit.verdict == "uncertain" for limit in limits):
         return "give --teacher and more held-out --text, so that the quality is known more closely"
+    if any(limit.name == accuracy and limit.verdict == "uncertain" for limit in limits):
+        return "give --teacher and --tasks of more documents, so that the accuracy is known more closely"
     if budget and budget.decided_by == "prediction":
         return "measure it on the device (--on-device), which a prediction cannot replace"
     return "give more rounds (--set rounds=N), on a quiet machine"

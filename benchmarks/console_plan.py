@@ -194,7 +194,8 @@ def _predictions(result: Mapping[str, Any]) -> Iterator[Table]:
         (precision, budget["verdict"], *map(_judged, budget["limits"]))
         for precision, budget in result["predicted_budget"].items()
     ]
-    titles = ("precision", "predicted", *(limit.title for limit in LIMITS.values()))
+    names = [limit["name"] for budget in result["predicted_budget"].values() for limit in budget["limits"]]
+    titles = ("precision", "predicted", *(LIMITS[name].title for name in dict.fromkeys(names)))
     title = "predicted against the budget ([limit]; ! fails, ? uncertain)"
     yield Table(title, titles, budgets, (0, 1), f"\n{reliability_line(result['efficiency'])}")
 

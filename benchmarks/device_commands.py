@@ -46,7 +46,6 @@ class CalibrateResult(Result):
 def list() -> DevicesResult:
     """List the device budgets."""
     from benchmarks.devices.load import is_this_machine, list_devices, load_device
-    from benchmarks.labels import LIMITS
 
     found = [load_device(each) for each in list_devices()]
     _print_devices(found, {each.name for each in found if is_this_machine(each)})
@@ -57,7 +56,7 @@ def list() -> DevicesResult:
                 "kind": each.kind,
                 "title": each.title,
                 "processor": each.processor,
-                "limits": {limit: getattr(each.limits, limit) for limit in LIMITS},
+                "limits": each.limits.given(),
                 "this_machine": is_this_machine(each),
             }
             for each in found
@@ -137,9 +136,10 @@ def _print_devices(devices: Sequence[Device], here: Collection[str]) -> None:
     from benchmarks.labels import LIMITS, Table
     from sportsllm.console import output
 
-    headers = ("name", "kind", *(limit.title for limit in LIMITS.values()), "this machine")
+    names = [name for name in LIMITS if any(name in each.limits.given() for each in devices)]
+    headers = ("name", "kind", *(LIMITS[name].title for name in names), "this machine")
     rows = [
-        (each.name, each.kind, *(f"{getattr(each.limits, name):,g}" for name in LIMITS), "yes" * (each.name in here))
+        (each.name, each.kind, *(f"{getattr(each.limits, name):,g}" for name in names), "yes" * (each.name in here))
         for each in devices
     ]
     advice = "`devices show NAME` explains one, with the source of every figure."
@@ -176,7 +176,7 @@ def _print_device(device: Device) -> None:
     if device.hardware is not None:
         console.print(f"\n{reliability_line(reliability(device))}", markup=False)
     limits = device.limits
-    allowed = [(name, f"{getattr(limits, name):,g} {limit.unit}", limit.note) for name, limit in LIMITS.items()]
+    allowed = [(name, f"{value:,g} {LIMITS[name].unit}", LIMITS[name].note) for name, value in limits.given().items()]
     reason = f"\n{limits.reason}\n{limits.source}, {limits.date}."
     Table("limits (1 MB = 10^6 bytes)", ("limit", "at most", "measured"), allowed, (0, 1, 2), reason).print(console)
 

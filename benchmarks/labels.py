@@ -39,6 +39,7 @@ LIMITS = {
     "tpot_p50_ms": Limit("ms", "Median time per token", "TPOT p50 ms", f"after {BUDGET_DEPTH} tokens"),
     "tpot_p95_ms": Limit("ms", "95th-percentile time per token", "TPOT p95 ms", f"after {BUDGET_DEPTH} tokens"),
     "quality_loss_percent": Limit("%", "Quality loss", "loss %", "bits per byte over the fp32 teacher's"),
+    "accuracy_loss_points": Limit("points", "Accuracy loss", "accuracy loss", "of tasks, below the fp32 teacher's"),
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sportsllm.inference.scoring import ratio_interval
+from sportsllm.inference.scoring import LEAST_DOCUMENTS, ratio_interval
 
 NOISY_HALF_WIDTH = 0.05  # an interval that reaches further than this share of its median is called noisy
 CONFIDENCE = 0.90
@@ -82,6 +82,19 @@ def agree(spreads: Collection[Spread]) -> bool:
     reach, pooled = reach_of(min(each.rounds for each in spreads)), statistics.fmean(each.noise**2 for each in spreads)
     widest = max(each.noise for each in spreads)
     return reach * math.sqrt(pooled) <= NOISY_HALF_WIDTH and reach * widest <= 2 * NOISY_HALF_WIDTH
+
+
+def accuracy_loss(own: Sequence[float], teacher: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
+    """Percentage points of accuracy below the teacher's on the same documents, and the 95% interval.
+
+    The interval is 1.96 standard errors of the mean of paired differences; None for fewer than `LEAST_DOCUMENTS`.
+    """
+    lost = 100 * (np.asarray(teacher) - np.asarray(own))
+    points = float(lost.mean())
+    if len(lost) < LEAST_DOCUMENTS:
+        return points, None
+    reach = 1.96 * float(lost.std(ddof=1)) / math.sqrt(len(lost))
+    return points, (points - reach, points + reach)
 
 
 def quality_loss(own: Sequence[float], teacher: Sequence[float]) -> tuple[float, tuple[float, float] | None]:

@@ -33,6 +33,7 @@ LONGEST_MESSAGE = 400
 _VERBOSE = "Print times, and progress every five seconds. Like --quiet, before or after the command."
 _EXTRA_OF = {
     "gguf": "gguf",
+    "lm_eval": "tasks",
     "onnxruntime_genai": "genai",
     "optimum": "optimum",
     "pyarrow": "parquet",

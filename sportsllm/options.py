@@ -72,6 +72,15 @@ Valid = Annotated[
 Text = Annotated[
     list[Path] | None, typer.Option("--text", help="Held-out text to score.", show_default="none"), READS_TEXT
 ]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tasks",
+        metavar="NAME|FILE.yaml",
+        help="Task of lm-evaluation-harness, or a file of one; may be repeated.",
+        show_default="none",
+    ),
+]
 Calibration = Annotated[
     list[Path] | None,
     typer.Option(

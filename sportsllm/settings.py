@@ -128,6 +128,10 @@ BENCH: Group = {
     "timeout": Setting(float, "Seconds until a measuring process counts as hung", "900", 1),
     "most_rounds": Setting(int, "Most rounds; three are added at a time while the intervals are too wide", "8", 1),
 }
+TASKS: Group = {
+    "task_documents": Setting(int, "Documents of each task", "all", 1),
+    "task_chat": Setting(bool, "Write the tasks' requests by the model's chat template", "false"),
+}
 LIMITS: Group = {
     "file_mb": Setting(float, "Limit of the files, MB", "the target's", 0.01),
     "peak_memory_mb": Setting(float, "Limit of the process's peak memory, MB", "the target's", 1),
@@ -135,6 +139,7 @@ LIMITS: Group = {
     "tpot_p50_ms": Setting(float, "Limit of the median time per token, ms", "the target's", 0.01),
     "tpot_p95_ms": Setting(float, "Limit of the 95th-percentile time per token, ms", "the target's", 0.01),
     "quality_loss_percent": Setting(float, "Limit of the rise of bits per byte, %", "the target's", 0.001, 100),
+    "accuracy_loss_points": Setting(float, "Limit of the accuracy lost in tasks, points", "the target's", 0.001, 100),
 }
 TRAINING_STEP: Group = {
     "optimizer_bits": TRAINING["optimizer_bits"],
@@ -268,6 +273,7 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Pruning": ("prune", PRUNING),
     "Quantization": ("quantize", QUANTIZATION),
     "Measuring": ("bench", BENCH),
+    "Tasks": ("eval, bench --tasks", TASKS),
     "Limits of a target": ("bench, fit, plan --limit", LIMITS),
     "Plan": ("plan", TRAINING_STEP),
     "Teacher signals": ("quantize --qad", SIGNALS),

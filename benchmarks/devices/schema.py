@@ -6,10 +6,13 @@ known), else the day it was read. 1 MB = 10^6 bytes everywhere.
 
 from __future__ import annotations
 
+import math
 from datetime import date
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from benchmarks.labels import LIMITS
 
 FORMAT = 9
 
@@ -152,7 +155,8 @@ class Limits(Strict):
     `file_mb` is the weight files and the graph; `peak_memory_mb` the process's peak with a cache of
     `memory_context_tokens`; `ttft_ms` the time to the first token after a prompt of `ttft_prompt_tokens`;
     `tpot_*_ms` the time per further token at `tpot_depth_tokens`; `quality_loss_percent` the rise of bits per
-    byte over the fp32 teacher. 1 MB = 10^6 bytes.
+    byte over the fp32 teacher; `accuracy_loss_points`, which may be left out, the percentage points of accuracy
+    that tasks lose against it. 1 MB = 10^6 bytes.
     """
 
     reason: Text
@@ -168,6 +172,12 @@ class Limits(Strict):
     tpot_p50_ms: float = Field(ge=0.01, le=3.6e6)
     tpot_p95_ms: float = Field(ge=0.01, le=3.6e6)
     quality_loss_percent: float = Field(gt=0, le=100)
+    accuracy_loss_points: float | None = Field(default=None, gt=0, le=100)
+
+    def given(self) -> dict[str, float]:
+        """Those that there are, by name."""
+        found = {name: getattr(self, name) for name in LIMITS}
+        return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
     @field_validator("peak_memory_mb", "tpot_p50_ms", "tpot_p95_ms")
     @classmethod

@@ -21,7 +21,8 @@ from sportsllm.models.config import ModelConfig
 
 TIMED_STEPS = 148
 """Tokens decoded after a depth to time it, 20 of them to warm up: the deepest depth leaves room for them."""
-MACHINE_INDEPENDENT = ("file_mb", "quality_loss_percent")  # figures of the files themselves
+MACHINE_INDEPENDENT = ("file_mb", "quality_loss_percent", "accuracy_loss_points")  # figures of the files themselves
+_QUALITY = {"quality_loss_percent": "quality_interval_percent", "accuracy_loss_points": "accuracy_interval_points"}
 
 Figures = Mapping[str, float | None]
 
@@ -118,8 +119,8 @@ def misses(figures: Figures, device: Device) -> dict[str, float]:
     """The limits that the values themselves miss, with value / limit, to rank models by. A value equal to its limit
     keeps it."""
     found = {}
-    for name in LIMITS:
-        value, limit = figures.get(name), getattr(device.limits, name)
+    for name, limit in device.limits.given().items():
+        value = figures.get(name)
         if value is not None and not value <= limit:  # NaN keeps no limit
             found[name] = value / limit
     return found
@@ -146,10 +147,8 @@ def judge(
     if unknown := (set(measured) | set(predicted.figures)) - set(LIMITS):
         raise ValueError(f"no limit is called {sorted(unknown)}; the limits are {list(LIMITS)}")
     found = []
-    for name, words in LIMITS.items():
-        value, limit = measured.get(name), float(getattr(device.limits, name))
-        if math.isinf(limit):
-            continue
+    for name, limit in device.limits.given().items():
+        value = measured.get(name)
         source, ends, reason = "measured", None if value is None else (value, value), None
         if value is not None and name in intervals:
             ends = intervals[name]
@@ -162,7 +161,7 @@ def judge(
         if value is not None and low is not None and high is not None:
             verdict = "pass" if high <= limit else "fail" if low > limit or math.isnan(value) else "uncertain"
         known = None if value is None else source
-        found.append(LimitVerdict(name, limit, words.unit, value, known, low, high, verdict, reason))
+        found.append(LimitVerdict(name, limit, LIMITS[name].unit, value, known, low, high, verdict, reason))
     return BudgetVerdict(device.name, tuple(found))
 
 
@@ -239,6 +238,7 @@ def _measured(
         "tpot_p50_ms": per_token.get("p50"),
         "tpot_p95_ms": per_token.get("p95"),
         "quality_loss_percent": result["quality_loss_percent"],
+        "accuracy_loss_points": result.get("accuracy_loss_points"),
     }
     keys = {
         "ttft_ms": f"ttft_ms.{prompt}",
@@ -251,7 +251,8 @@ def _measured(
         for name, one in noise.items()
         if one is not None
     }
-    if result.get("quality_loss_percent") is not None:
-        ends = result.get("quality_interval_percent")
-        intervals["quality_loss_percent"] = None if ends is None else (ends[0], ends[1])
+    for name, interval in _QUALITY.items():
+        if result.get(name) is not None:
+            ends = result.get(interval)
+            intervals[name] = None if ends is None else (ends[0], ends[1])
     return figures, intervals

@@ -128,8 +128,20 @@ def _value(limit: LimitVerdict) -> str:
 
 def bench_tables(bench: Bench) -> list[Table]:
     """Figures, times by depth, batches, the sustained run and other runtimes, as far as they were measured."""
-    tables = [_figures(bench), _depths(bench), _batches(bench), _sustained(bench), _peers(bench)]
+    tables = [_figures(bench), _depths(bench), _batches(bench), _sustained(bench), _peers(bench), _tasks(bench)]
     return [table for table in tables if table.rows or table.caption]
+
+
+def _tasks(bench: Bench) -> Table:
+    rows = [
+        (name, score.metric, str(score), str(bench.teacher_tasks.get(name, MISSING)), count(score.documents))
+        for name, score in bench.tasks.items()
+    ]
+    caption, ends = "", bench.accuracy_interval_points
+    if (points := bench.accuracy_loss_points) is not None:
+        between = "" if ends is None else f" (95% interval {ends[0]:+.2f} to {ends[1]:+.2f})"
+        caption = f"Accuracy: {points:+.2f} points below the teacher's{between}"
+    return Table("Tasks, ± standard error", ("task", "metric", "model", "teacher", "documents"), rows, (0, 1), caption)
 
 
 def _figures(bench: Bench) -> Table:

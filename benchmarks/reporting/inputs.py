@@ -72,6 +72,7 @@ class StageSummary:
             found["ttft_ms"] = bench.ttft_ms.get(str(BUDGET_DEPTH))
             found |= {} if times is None else {"tpot_p50_ms": times.p50, "tpot_p95_ms": times.p95}
             found["quality_loss_percent"] = bench.quality_loss_percent
+            found["accuracy_loss_points"] = bench.accuracy_loss_points
             found["peak_memory_mb"] = None if bench.peak_rss_bytes is None else bench.peak_rss_bytes / 1e6
         return {name: value for name, value in found.items() if value is not None}
 

@@ -13,6 +13,7 @@ from benchmarks.devices.verdict import LimitVerdict, Verdict
 from benchmarks.labels import LIMITS
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, read_json, validate
+from sportsllm.inference.scoring import TaskScore
 
 _ADVICE = "measure again with bench --out"
 
@@ -146,6 +147,10 @@ class Bench:
     quality_loss_percent: Figure = None
     quality_interval_percent: tuple[float, float] | None = None
     quality_documents: int | None = None
+    tasks: dict[str, TaskScore] = field(default_factory=dict)
+    teacher_tasks: dict[str, TaskScore] = field(default_factory=dict)
+    accuracy_loss_points: Figure = None
+    accuracy_interval_points: tuple[float, float] | None = None
     budget: Budget | None = None
 
     @property

@@ -49,7 +49,7 @@ def summary(search: Search, chosen: Candidate, teacher_bits_per_byte: float | No
     return {
         "target": search.device.name,
         "decided_by": "measurement" if search.decides else "prediction",
-        "limits": {name: getattr(search.device.limits, name) for name in LIMITS},
+        "limits": search.device.limits.given(),
         "candidates": records,
         "band": limit_band(search.device),
         "uncertain": bool(search.missed(chosen, sure=True)),

@@ -53,6 +53,8 @@ class Measured:
     bits_per_byte: float | None = None
     teacher: str | None = None
     teacher_bits_per_byte: float | None = None
+    tasks: dict[str, JsonObject] = field(default_factory=dict)
+    teacher_tasks: dict[str, JsonObject] = field(default_factory=dict)
     ttft_ms: dict[str, float | None] = field(default_factory=dict)
     tpot_ms: dict[str, dict[str, float | None]] = field(default_factory=dict)
     peak_rss_bytes: float | None = None
@@ -154,6 +156,7 @@ def render_card(
         stored=f"INT{bits}" if bits else manifest.results.get("precision") or manifest.text("dtype"),
         chain=[(_name(one), one.manifest) for one in chain],
         scores=list(dict.fromkeys([*_scores_of_training(chain, shown), *_scores(shown)])),
+        tasks=list(dict.fromkeys(_tasks(shown))),
         parity=manifest.results.get("parity"),
         benches=[each for each in shown if each.tpot_ms and each.is_of(place)],
         kind=kind,
@@ -234,6 +237,14 @@ def _scores(results: Sequence[Measured]) -> Iterator[tuple[str, float, str]]:
         for model, value in ((each.teacher, each.teacher_bits_per_byte), (each.directory, each.bits_per_byte)):
             if each.text and model and value is not None:
                 yield Path(model).name, value, _texts(each.text)
+
+
+def _tasks(results: Sequence[Measured]) -> Iterator[tuple[object, ...]]:
+    """Model, task, metric, its value and standard error."""
+    for one in results:
+        for model, scores in ((one.teacher, one.teacher_tasks), (one.directory, one.tasks)):
+            for name, score in scores.items():
+                yield Path(model or "").name, name, *(score.get(key) for key in ("metric", "value", "error"))
 
 
 def _scores_of_training(chain: Sequence[Ancestor], results: Sequence[Measured]) -> list[tuple[str, float, str]]:

@@ -21,7 +21,7 @@ from sportsllm.inference.decoder import Decoder
 from sportsllm.text.conversations import Document
 from sportsllm.text.tokenizer import TextTokenizer
 
-_ROWS_AT_ONCE = 64
+ROWS_AT_ONCE = 64
 LEAST_DOCUMENTS = 16
 """Fewer give no interval: resampling a handful of documents says little about others."""
 _RESAMPLES, _MOST_DRAWN = 4_000, 1_000_000  # draws of the bootstrap; documents drawn at a time, to bound the memory
@@ -136,8 +136,8 @@ def score_documents(
     text = document_windows(tokenizer, documents, context, first_window=first_window, max_tokens=max_tokens)
     nats = [0.0] * len(text.tokens)
     with progress_bar(description, len(text.rows)) as bar:
-        for begin in range(0, len(text.rows), _ROWS_AT_ONCE):
-            part = text.rows[begin : begin + _ROWS_AT_ONCE]
+        for begin in range(0, len(text.rows), ROWS_AT_ONCE):
+            part = text.rows[begin : begin + ROWS_AT_ONCE]
             for row, scores in zip(part, decoder.score([row.ids for row in part]), strict=True):
                 counted = scores[row.first - 1 :][row.scored[row.first :]]
                 nats[row.document] -= float(counted.sum(dtype=np.float64))
@@ -197,6 +197,27 @@ def _question(record: JsonObject) -> Question | None:
         return None
     whole = all(isinstance(choice, str) and choice for choice in choices)
     return Question(question, tuple(choices), answer) if whole and 0 <= answer < len(choices) > 1 else None
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """A task of lm-evaluation-harness.
+
+    Attributes:
+        metric, value, error: its first metric, and the standard error; None if the harness has none.
+        metrics: each with its standard error.
+        documents, shots: how many were scored, after how many examples each.
+    """
+
+    metric: str
+    value: float
+    error: float | None
+    metrics: dict[str, tuple[float, float | None]]
+    documents: int
+    shots: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f}" + ("" if self.error is None else f" ± {self.error:.4f}")
 
 
 def wilson_interval(share: float, count: int, z: float = 1.96) -> tuple[float, float]:

@@ -1,22 +1,24 @@
-"""The verb `eval`: perplexity, bits per byte and multiple-choice accuracy of a checkpoint or an export."""
+"""The verb `eval`: perplexity, bits per byte, multiple choice and tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sportsllm import options
 from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.settings import TEXT, parse_settings
+from sportsllm.settings import TASKS, TEXT, parse_settings
 
 if TYPE_CHECKING:
     from sportsllm.inference.decoder import Decoder
     from sportsllm.inference.divergence import Divergence
+    from sportsllm.inference.scoring import TaskScore
     from sportsllm.models.config import ModelConfig
+    from sportsllm.text.tokenizer import TextTokenizer
 
 UNSCALED = "none"
 """`--rope-scaling none`: longer windows with the rotary table continued as it is."""
@@ -46,6 +48,7 @@ class EvalResult(Result):
         against: the base model that was compared with, and `divergence`, how far the model is from it.
         accuracy, questions: of the questions, if there is one file of them.
         question_files: of each file.
+        tasks: of lm-evaluation-harness, by name.
         kernels, provider, placement: what ran an export, and where.
     """
 
@@ -63,6 +66,7 @@ class EvalResult(Result):
     accuracy: float | None = None
     questions: int | None = None
     question_files: dict[str, QuestionScore] = field(default_factory=dict)
+    tasks: dict[str, TaskScore] = field(default_factory=dict)
     kernels: str | None = None
     provider: str | None = None
     placement: dict[str, object] | None = None
@@ -84,6 +88,7 @@ def eval(
     questions: Annotated[
         list[Path] | None, typer.Option(help="Multiple-choice questions, .jsonl.", show_default="none")
     ] = None,
+    tasks: options.Tasks = None,
     context: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Tokens read at once.", show_default="the model's")
     ] = None,
@@ -101,11 +106,11 @@ def eval(
     settings: options.Settings = None,
 ) -> EvalResult:
     """Perplexity, bits per byte and multiple-choice accuracy of a checkpoint or an export."""
-    if not text and not questions:
-        raise UsageError("give --text FILE, --questions FILE, or both")
+    if not text and not questions and not tasks:
+        raise UsageError("give --text FILE, --questions FILE or --tasks NAME")
     if against is not None and not text:
         raise UsageError(f"--against {against}: needs --text FILE, which both models score")
-    found = parse_settings(settings, TEXT)
+    found = parse_settings(settings, TEXT, TASKS)
     for path in questions or []:
         if not path.exists():
             raise ArtifactError(f"{path}: not found; give an existing file")
@@ -156,6 +161,7 @@ def eval(
             f"{path}: {accuracy:.1%} of {len(items)} questions (95% interval {interval[0]:.1%} to {interval[1]:.1%}, "
             f"chance {chance:.1%})"
         )
+    tried = _run_tasks(decoder, tokenizer, tasks, found) if tasks else {}
     only = next(iter(asked.values())) if len(asked) == 1 else None
     return EvalResult(
         directory=directory,
@@ -172,10 +178,23 @@ def eval(
         accuracy=None if only is None else only.accuracy,
         questions=None if only is None else only.questions,
         question_files=asked,
+        tasks=tried,
         kernels=ran,
         provider=None if ran is None else provider,
         placement=placement,
     )
+
+
+def _run_tasks(
+    decoder: Decoder, tokenizer: TextTokenizer, names: list[str], settings: dict[str, Any]
+) -> dict[str, TaskScore]:
+    from sportsllm.console import output
+    from sportsllm.inference.harness import run_tasks
+
+    found = {name: score for name, (score, _) in run_tasks(decoder, tokenizer, names, settings).items()}
+    for name, score in found.items():
+        output().print(f"{name}: {score.metric} {score} ({score.documents:,} documents, {score.shots} shots)")
+    return found
 
 
 def _open(

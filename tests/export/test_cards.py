@@ -104,7 +104,9 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dic
     onnx = shutil.copytree(line["onnx"], line["onnx"].parent / "measured")
     before = digest(onnx)
     bench, scored = tmp_path / "bench.json", tmp_path / "eval.json"
-    bench.write_text(json.dumps({**BENCH, "directory": str(onnx), "teacher": "runs/large"}), encoding="utf-8")
+    score = {"metric": "acc", "error": 0.01, "metrics": {"acc": [0.25, 0.01]}, "documents": 99, "shots": 0}
+    tasks = {"tasks": {"quiz": score | {"value": 0.25}}, "teacher_tasks": {"quiz": score | {"value": 0.5}}}
+    bench.write_text(json.dumps({**BENCH, "directory": str(onnx), "teacher": "runs/large"} | tasks), encoding="utf-8")
     figures = {"bits_per_byte": 1.5, "text": ["wiki/valid.jsonl"]}
     scored.write_text(json.dumps({"directory": str(line["tuned"]), **figures}), encoding="utf-8")
     fields = write_card(onnx, [bench, scored], license="mit", base_model="me/mine", language=["en"])
@@ -115,6 +117,8 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dic
         "| `measured` | 1.2500 | `wiki/valid.jsonl` |" in card and "| `large` | 1.2000 | `wiki/valid.jsonl` |" in card
     )
     assert "| `tuned` | 1.5000 | `wiki/valid.jsonl` |" in card
+    assert "| `large` | quiz | acc | 0.5000 ± 0.0100 |" in card
+    assert "| `measured` | quiz | acc | 0.2500 ± 0.0100 |" in card
     assert "a part of" not in card, "a training's figure, on less text, makes way for a measurement"
     assert "Budget of raspberry-pi-5: fail, by prediction; it misses file_mb." in card
     assert (front(onnx)["license"], front(onnx)["base_model"], front(onnx)["language"]) == ("mit", "me/mine", ["en"])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.devices.load import load_device
+from benchmarks.devices.load import load_device, load_target, write_device
 from benchmarks.devices.verdict import (
     TIMED_STEPS,
     BudgetVerdict,
@@ -16,7 +16,6 @@ from benchmarks.devices.verdict import (
     limit_lengths,
     misses,
 )
-from benchmarks.labels import LIMITS
 from benchmarks.measure import bench
 from benchmarks.measure.worker import window_around
 from benchmarks.model_size import ModelFormat
@@ -37,7 +36,7 @@ def named(judged: BudgetVerdict, verdict: str) -> list[str]:
 
 def test_a_limit_is_kept_missed_or_open() -> None:
     limits = HOST.limits
-    exactly = {name: float(getattr(limits, name)) for name in LIMITS}
+    exactly = limits.given()
     kept = judge(HOST, exactly)
     assert kept.verdict == "pass" and not misses(exactly, HOST)
     assert {limit.source for limit in kept.limits} == {"measured"}
@@ -55,7 +54,7 @@ def test_a_limit_is_kept_missed_or_open() -> None:
 )
 def test_the_interval_of_a_measurement_decides(interval: tuple[float, float] | None, verdict: str) -> None:
     """The limit of the first token is 250 ms."""
-    exactly = {name: float(getattr(HOST.limits, name)) for name in LIMITS}
+    exactly = HOST.limits.given()
     value = 245.0 if interval is None else sum(interval) / 2
     result = judge(HOST, {**exactly, "ttft_ms": value}, intervals={"ttft_ms": interval})
     assert result.verdict == verdict and named(result, "pass")
@@ -113,3 +112,16 @@ def test_timed_steps_are_centred_on_their_depth(depth: int) -> None:
     positions = range(first, first + window.steps)
     assert sum(positions) / len(positions) == pytest.approx(depth, abs=1.0 if depth < 4 else 0.5)
     assert window.prompt >= 1 and window.steps == min(depth, bench.STEPS)
+
+
+def test_a_limit_of_accuracy_is_judged_where_it_is_set(tmp_path: Path) -> None:
+    """A file without it has none; the interval of the paired differences decides."""
+    assert "accuracy_loss_points" not in HOST.limits.given()
+    assert load_target("host", {"ttft_ms": 300.0}).limits.given()["ttft_ms"] == 300.0
+    exactly = {**HOST.limits.given(), "accuracy_loss_points": 1.0}
+    device = load_target("host", {"accuracy_loss_points": 2.0})
+    write_device(device, tmp_path / "own.toml", "a test")
+    assert load_device(str(tmp_path / "own.toml")) == device
+    for ends, verdict in (((0.5, 1.5), "pass"), ((0.0, 2.5), "uncertain"), ((2.1, 3.0), "fail"), (None, "uncertain")):
+        assert judge(device, exactly, intervals={"accuracy_loss_points": ends}).verdict == verdict
+    assert judge(HOST, exactly).verdict == "pass" and judge(device, HOST.limits.given()).verdict == "uncertain"

@@ -12,7 +12,7 @@ from benchmarks.measure.bench import parse_numbers, ragged_lengths, round_checks
 from benchmarks.measure.process import ChildFailure, Payloads, Turn, run_child, take_turns
 from benchmarks.measure.summary import summarise, summarise_sustained
 from benchmarks.measure.worker import decode_windows
-from benchmarks.spread import agree, quality_loss, spread
+from benchmarks.spread import accuracy_loss, agree, quality_loss, spread
 from sportsllm.errors import UsageError
 from sportsllm.inference.scoring import LEAST_DOCUMENTS
 from sportsllm.models.config import ModelConfig
@@ -261,3 +261,14 @@ def test_few_documents_give_no_interval() -> None:
     assert few == (pytest.approx(100.0), None)
     with pytest.raises(ValueError, match="the same ones"):
         quality_loss([1.0], [1.0, 2.0])
+
+
+def test_the_loss_of_accuracy_is_paired() -> None:
+    """Ten questions of 200 lost and two won: p = 0.04, and the variance of the differences is (12 - 200 p^2) / 199."""
+    teacher = np.array([1.0] * 120 + [0.0] * 80)
+    own = teacher.copy()
+    own[:10], own[-2:] = 0.0, 1.0
+    points, interval = accuracy_loss(own.tolist(), teacher.tolist())
+    reach = 196 * ((12 - 200 * 0.04**2) / 199 / 200) ** 0.5
+    assert points == pytest.approx(4.0) and interval == pytest.approx((4.0 - reach, 4.0 + reach))
+    assert accuracy_loss([1.0] * 15, [1.0] * 15) == (0.0, None)

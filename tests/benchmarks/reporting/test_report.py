@@ -172,6 +172,7 @@ def test_numbers_have_three_digits() -> None:
 def test_all_that_bench_measured_is_shown() -> None:
     peer = {"status": "measured", "ttft_ms": {"512": 236.0}, "generated_tokens_per_s": {"32": 50.0}, "steady": False}
     ratio = {"ratio": 2.0, "low": 1.5, "high": 2.5, "peer": "llama.cpp", "better": "higher"}
+    score = {"metric": "acc", "metrics": {"acc": [0.5, None]}, "documents": 99, "shots": 0}
     bench = measured(
         memory_split={"pss_bytes": 41_000_000},
         joules_per_token=0.25,
@@ -185,6 +186,10 @@ def test_all_that_bench_measured_is_shown() -> None:
         quality_loss_percent=2.0,
         quality_interval_percent=[1.0, 3.0],
         quality_documents=20,
+        tasks={"quiz": score | {"value": 0.25, "error": 0.01}},
+        teacher_tasks={"quiz": score | {"value": 0.5, "error": None}},
+        accuracy_loss_points=25.0,
+        accuracy_interval_points=[20.0, 30.0],
     )
     text = markdown("T", Inputs([], bench))
     for words in (
@@ -196,6 +201,8 @@ def test_all_that_bench_measured_is_shown() -> None:
         "| llama.cpp (noisy) | \u2013 | 50.0 | 236 | \u2013 |",
         "tokens\\_per\\_s.32: 2.00 (1.50 to 2.50; llama.cpp; higher is better) genai: not installed: pip install it",
         "Quality: 2.00% worse than the teacher in bits per byte (95% interval +1.00 to +3.00%, 20 documents)",
+        "| quiz | acc | 0.2500 ± 0.0100 | 0.5000 | 99 |",
+        "Accuracy: +25.00 points below the teacher's (95% interval +20.00 to +30.00)",
     ):
         assert words in text, words
     assert text.count("| 30.0 | 480 |") == 3
