@@ -117,7 +117,7 @@ class Server:
         gets = {"/v1/models": self._list, "/models": self._list, "/v1/models/{name:path}": self._show}
         gets |= {"/health": self._health, "/props": self._props, "/metrics": self._metrics, "/": self._index}
         routes += [Route(path, call) for path, call in gets.items()]
-        handlers = dict.fromkeys((ApiError, HTTPException, Exception), refusal)
+        handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), refusal)
         return self._access.guard(Starlette(routes=routes, exception_handlers=handlers))
 
     def _find(self, name: str) -> ServedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,7 @@ def serve(
     url = f"http://{_shown(host)}:{listening.getsockname()[1]}"
     app = Server(models, Access(host, api_key, tuple(allow_origin or ()))).app()
     quiet = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off", "ws": "none"}
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that leaves a stream
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=3, limit_concurrency=512, **quiet))
 
     def stop_server() -> None:
