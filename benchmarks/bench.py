@@ -249,18 +249,16 @@ def score_text(
 
 def advice(measured: Bench) -> str:
     """What to do about a budget that is not passed."""
-    budget, quality, accuracy = measured.budget, "quality_loss_percent", "accuracy_loss_points"
+    budget, qualities = measured.budget, {"quality_loss_percent", "accuracy_loss_points"}
     limits = budget.limits if budget else []
     failed = {limit.name for limit in limits if limit.verdict == "fail"}
-    if failed and failed <= {quality, accuracy}:
+    if failed and failed <= qualities:
         return "train or distil it longer, or prune less"
     if failed:
         noisy = failed <= {"ttft_ms", "tpot_p50_ms", "tpot_p95_ms"} and not measured.clean
         return "the run was noisy: repeat it on a quiet machine" if noisy else "compress it further"
-    if any(limit.name == quality and limit.verdict == "uncertain" for limit in limits):
-        return "give --teacher and more held-out --text, so that the quality is known more closely"
-    if any(limit.name == accuracy and limit.verdict == "uncertain" for limit in limits):
-        return "give --teacher and --tasks of more documents, so that the accuracy is known more closely"
+    if any(limit.name in qualities and limit.verdict == "uncertain" for limit in limits):
+        return "give --teacher and more held-out --text, or --tasks, so that the quality is known more closely"
     if budget and budget.decided_by == "prediction":
         return "measure it on the device (--on-device), which a prediction cannot replace"
     return "give more rounds (--set rounds=N), on a quiet machine"

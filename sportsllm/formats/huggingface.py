@@ -22,6 +22,7 @@ from sportsllm.files import JsonObject, clip, parse_json, read_json, write_json
 from sportsllm.formats.huggingface_families import FAMILIES, Fields
 from sportsllm.formats.manifest import MANIFEST, read_manifest
 from sportsllm.models.config import Experts, ModelConfig, Selection
+from sportsllm.models.kinds import block_tensors
 from sportsllm.models.rope import ROPE_TYPES, RopeScaling
 
 # Fields of config.json that do not change the model's output.
@@ -219,15 +220,12 @@ def load_config(directory: Path) -> ModelConfig:
     except ArtifactError as error:
         if data.get("model_type", "llama") in (OWN_MODEL_TYPE, *FAMILIES) or not _has_llama_names(directory):
             raise
-        difference = _unlike_llama(data, path) or "and so has config.json; if it is one, set model_type to 'llama'"
-        raise ArtifactError(f"{error}; its tensors have LLaMA's names, {difference}") from None
-
-
-_LLAMA_LAYER = {f"self_attn.{part}_proj.weight" for part in "qkvo"} | {
-    *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-}
+        found = f"{error}; its tensors have LLaMA's names"
+    try:
+        config_from_hf(data | {"model_type": "llama"}, str(path))
+    except ArtifactError as error:
+        raise ArtifactError(f"{found}, but its config.json differs: {str(error).removeprefix(f'{path}: ')}") from None
+    raise ArtifactError(f"{found}, and so has config.json; if it is one, set model_type to 'llama'")
 
 
 def _has_llama_names(directory: Path) -> bool:
@@ -237,18 +235,9 @@ def _has_llama_names(directory: Path) -> bool:
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")  # of the header, JSON
             names |= parse_json(stream.read(min(size, _MOST_HEADER_BYTES)), path).keys()
-    prefix = "model.layers.0."
-    layer = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-    return {name for name in layer if not name.endswith("_proj.bias")} == _LLAMA_LAYER
-
-
-def _unlike_llama(data: JsonObject, path: Path) -> str | None:
-    """The first field that LLaMA has not, or has with another meaning; None if there is none."""
-    try:
-        config_from_hf(data | {"model_type": "llama"}, str(path))
-    except ArtifactError as error:
-        return f"but its config.json differs: {str(error).removeprefix(f'{path}: ')}"
-    return None
+    first = {name.removeprefix("model.layers.0.") for name in names if name.startswith("model.layers.0.")}
+    llama = {item.name for item in block_tensors(ModelConfig(1, 1, 1, 1, 1, 1, 2))}
+    return {name for name in first if not name.endswith("_proj.bias")} == llama
 
 
 def packed_by_bitsandbytes(quantization: object) -> str | None:

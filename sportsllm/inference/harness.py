@@ -25,7 +25,7 @@ from sportsllm.errors import UsageError
 from sportsllm.files import clip
 from sportsllm.inference.decoder import Decoder, Sampling, generate, until
 from sportsllm.inference.scoring import ROWS_AT_ONCE, TaskScore, score_documents
-from sportsllm.text.chat import find_template, render_chat
+from sportsllm.text.chat import render_chat
 from sportsllm.text.tokenizer import TextTokenizer
 
 _YAML = (".yaml", ".yml")
@@ -90,10 +90,6 @@ class HarnessModel(LM):  # type: ignore[misc]
         """A conversation as text, up to where the answer begins."""
         assert self._tokenizer.directory is not None, "read from a directory"
         return render_chat(self._tokenizer.directory, chat_history)
-
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template itself, for the harness's records."""
-        return None if self._tokenizer.directory is None else find_template(self._tokenizer.directory)[0]
 
     @property
     def tokenizer_name(self) -> str:
