@@ -25,7 +25,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 from typer.models import ArgumentInfo
 
-from sportsllm import __version__
+from sportsllm import __version__, processes
 from sportsllm.commands import COMMANDS, GROUPS, Command, Result, load_command, types_in
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, ResourceError, SportsLLMError, UsageError
 
@@ -80,7 +80,7 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
             return
         from sportsllm.console import set_verbosity
 
-        set_verbosity(quiet, verbose)
+        set_verbosity(quiet or processes.rank() > 0, verbose)
 
     groups = {
         name: typer.Typer(help=text, rich_markup_mode=None, no_args_is_help=True) for name, text in GROUPS.items()
@@ -101,19 +101,22 @@ def _with_json(function: Command) -> Command:
 
     @functools.wraps(function)
     def wrapper(*args: object, json_output: bool = False, **kwargs: object) -> None:
-        from sportsllm.console import use_stderr
+        from sportsllm.console import silenced, use_stderr
 
         use_stderr(json_output)
+        if processes.count() > 1 and function.__name__ not in _TOGETHER:
+            raise UsageError(f"runs in one process, not under torchrun; {', '.join(_TOGETHER)} takes several")
         # Inside, since typer would end both on its own: Ctrl-C without a word, a closed pipe as a bug.
         try:
-            result = function(*args, **kwargs)
+            with silenced(processes.rank() > 0):
+                result = function(*args, **kwargs)
         except KeyboardInterrupt:
             raise InterruptedRun("interrupted; nothing was published") from None
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
         assert isinstance(result, Result)
-        if json_output:
+        if json_output and processes.rank() == 0:
             sys.stdout.write(json.dumps(result.to_json(), default=str) + "\n")
             sys.stdout.flush()
         if result.complaint:
@@ -130,6 +133,7 @@ def _with_json(function: Command) -> Command:
     return wrapper
 
 
+_TOGETHER = ("train",)  # commands that several processes run
 _METAVARS = {Path: "PATH", str: "TEXT", int: "INTEGER", float: "FLOAT"}
 
 
@@ -169,7 +173,8 @@ def _run(arguments: list[str]) -> int:
         _complain("interrupted")
         return InterruptedRun.exit_code
     except SportsLLMError as error:
-        _complain(str(error))
+        if processes.rank() == 0 or isinstance(error, ResourceError):  # all processes meet the others
+            _complain(str(error))
         return error.exit_code
     except ModuleNotFoundError as error:
         return _missing_module(error)
@@ -181,6 +186,9 @@ def _run(arguments: list[str]) -> int:
     except RuntimeError as error:
         if "can't allocate memory" in str(error) or "out of memory" in str(error):
             _complain("out of memory; use a smaller batch, sequence or model")
+            return ResourceError.exit_code
+        if processes.count() > 1 and "peer" in str(error):
+            _complain("another process has ended; its own line says why")
             return ResourceError.exit_code
         raise
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from threading import Barrier
 from typing import TYPE_CHECKING
 
+from sportsllm import processes
 from sportsllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def use_processor(threads: int | None = None, device: str = "auto") -> None:
     _device = device
     if threads:
         torch.set_num_threads(threads)
+    processes.join(training_device(quiet=True))
 
 
 def set_threads(threads: int | None) -> None:
@@ -62,7 +64,7 @@ def training_device(quiet: bool = False) -> torch.device:
 
         if not quiet:
             log(f"training on {torch.cuda.get_device_name()}")
-        return torch.device("cuda")
+        return torch.device("cuda", processes.local_rank())
     return torch.device("cpu")
 
 

@@ -22,7 +22,7 @@ ALLOWED = {
 }
 FLOORS: dict[str, list[set[str]]] = {
     "sportsllm": [
-        {"__init__", "errors", "console", "process_memory", "processors", "options", "settings", "slurm"},
+        {"__init__", "errors", "console", "process_memory", "processors", "options", "settings", "slurm", "processes"},
         {"files"},
         {"models"},
         {"formats", "text", "simulator"},
@@ -61,7 +61,7 @@ FLOORS: dict[str, list[set[str]]] = {
 }
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
-MOST_LINES = {"sportsllm": 16_121, "compress": 7_578, "export": 6_184, "benchmarks": 8_952, "tests": 22_067}
+MOST_LINES = {"sportsllm": 16_265, "compress": 7_580, "export": 6_185, "benchmarks": 8_955, "tests": 22_135}
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
 

@@ -16,10 +16,11 @@ from datetime import UTC, datetime
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from filelock import FileLock, Timeout
 
-from sportsllm import __version__
+from sportsllm import __version__, processes
 from sportsllm.console import log
 from sportsllm.errors import ConflictError, UsageError
 from sportsllm.files import JsonObject
@@ -167,6 +168,23 @@ def run_stage(out: Path, stage: Stage, make: Callable[[Path], JsonObject], resum
         results.setdefault("size_bytes", directory_bytes(partial))
         stage.results.update(results)
     return {"out": str(out), "cached": False, **results}
+
+
+def run_together(out: Path, stage: Stage, make: Callable[[Path], JsonObject], resume: bool = False) -> JsonObject:
+    """`run_stage` in the processes of `torchrun`: all call `make`, and the first one's directory becomes `out`."""
+
+    def make_together(directory: Path) -> JsonObject:
+        processes.wait()
+        return make(directory)
+
+    if processes.rank() == 0 or finished_manifest(out, stage) is not None:
+        return run_stage(out, stage, make_together, resume)
+    with TemporaryDirectory() as scratch:
+        directory, state = Path(scratch), partial_directory(out) / STATE_DIRECTORY
+        processes.wait()
+        if state.exists():
+            shutil.copytree(state, directory / STATE_DIRECTORY)
+        return {"out": str(out), "cached": False, "size_bytes": 0, **make(directory)}
 
 
 def _finish(partial: Path, out: Path, stage: Stage) -> None:

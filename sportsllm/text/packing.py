@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
+from sportsllm.processes import own_share
 from sportsllm.text.conversations import Document
 from sportsllm.text.tokenizer import TextTokenizer
 
@@ -194,6 +195,13 @@ class PackedSequences:
     def batch(self, index: int) -> Batch:
         """Batch number `index`, counted from 0 over all epochs."""
         return self.gather(range(index * self.batch_size, (index + 1) * self.batch_size), index)
+
+    def step(self, number: int, accumulation: int) -> list[Batch]:
+        """The batches of step `number`, counted from 0; of several processes, this one's."""
+        size = accumulation * self.batch_size
+        own = own_share(range(number * size, (number + 1) * size))
+        parts = [own[start : start + self.batch_size] for start in range(0, len(own), self.batch_size)]
+        return [self.gather(part, part.start // self.batch_size) for part in parts]
 
     def gather(self, numbers: Sequence[int], index: int = 0) -> Batch:
         """A batch of the given rows, counted from 0 over all epochs."""

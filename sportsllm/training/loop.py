@@ -15,6 +15,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from sportsllm import processes
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, DivergedError, UsageError
 from sportsllm.files import JsonObject, parse_json
@@ -136,7 +137,7 @@ def train_model(
     with (
         (directory / METRICS).open("a", buffering=1, encoding="utf-8") as run.metrics,
         progress_bar(description, (config.steps - first_step) * config.tokens_per_step) as bar,
-        _interrupt_flag() as interrupted,
+        _interrupt_flag() as run.interrupted,
         batch_threads(config.parallel_batches) as run.threads,
     ):
         if validation is not None and state.step == 0 and (score := state.start(validation)) is not None:
@@ -154,9 +155,9 @@ def train_model(
             bar.advance(config.tokens_per_step, f"{shown(step_loss)} · {rate:,.0f} tokens/s")
             pause = time.perf_counter()
             run.log_step(last, validation, lr=learning_rate, grad_norm=norm, tokens_per_s=round(rate, 1))
-            if interrupted.is_set() and not last:
+            if run.stopping and not last:
                 raise state.interrupted()
-            if time.perf_counter() - last_save > _SAVE_EVERY_S:
+            if time.perf_counter() - last_save > _SAVE_EVERY_S and processes.rank() == 0:
                 state.save()
                 last_save = time.perf_counter()
             paused += time.perf_counter() - pause
@@ -179,8 +180,11 @@ class _Run:
         self.state = RunState(directory, model, self.optimizers, self.scaler, identity, config)
         self.threads: ThreadPoolExecutor | None = None
         self.metrics: IO[str] | None = None
+        self.interrupted, self.stopping = threading.Event(), False  # this process, and any of them
         if config.parallel_batches > 1:
             _check_parallel(model, self.device)
+        if processes.count() > 1:
+            _check_together(model)
         torch.manual_seed(config.seed)
 
     def write(self, **record: float | list[list[float]] | None) -> None:
@@ -225,10 +229,9 @@ class _Run:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
-        first = self.state.step * config.accumulation
-        chosen = [batches.batch(first + i).to(self.device) for i in range(config.accumulation)]
-        scored = sum(int((batch.targets != IGNORE).sum()) for batch in chosen)
-        total = self._add_gradients(chosen, scored, loss)
+        chosen = [batch.to(self.device) for batch in batches.step(self.state.step, config.accumulation)]
+        (scored,) = self._summed(sum(int((batch.targets != IGNORE).sum()) for batch in chosen))
+        total = self._add_all_gradients(chosen, int(scored), loss)
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm))
@@ -243,6 +246,29 @@ class _Run:
         self.state.step += 1
         self.state.losses = [*self.state.losses, total][-config.log_every :]
         return total, config.learning_rate * factor, norm
+
+    def _summed(self, *values: float) -> list[float]:
+        """Sums over all processes."""
+        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
+        processes.add_up([sums])
+        return sums.tolist()
+
+    def _add_all_gradients(self, chosen: list[Batch], scored: int, loss: Loss) -> float:
+        """`_add_gradients` of all processes, which also agree here whether to stop."""
+        try:
+            total = self._add_gradients(chosen, scored, loss)
+        except DivergedError:
+            if processes.count() == 1:
+                raise
+            total = math.nan
+        total, stopping = self._summed(total, self.interrupted.is_set())
+        if not math.isfinite(total):
+            raise DivergedError(
+                f"step {self.state.step + 1}: the loss of a process is {total}; use a lower --learning-rate"
+            )
+        self.stopping = stopping > 0
+        processes.add_up([p.grad for p in self.model.parameters() if p.grad is not None])
+        return total
 
     def _add_gradients(self, chosen: list[Batch], scored: int, loss: Loss) -> float:
         """Add the gradient of each batch's share of the mean loss, in their order; returns the mean loss."""
@@ -307,6 +333,14 @@ def _check_parallel(model: SportsLLM, device: torch.device) -> None:
         raise UsageError("parallel_batches would draw dropout in another order each time; leave one of the two out")
     if model.config.experts is not None or model.config.selection is not None:
         raise UsageError("parallel_batches: experts and selection add a loss of one batch at a time; leave it out")
+
+
+def _check_together(model: SportsLLM) -> None:
+    """Raise UsageError if several processes would take another step than one."""
+    if model.config.dropout:
+        raise UsageError("dropout would be drawn in another order by several processes; leave --dropout out")
+    if model.config.experts is not None or model.config.selection is not None:
+        raise UsageError("experts and selection are balanced over the whole step; train them in one process")
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def train(
     model = _start(checkpoint, model, changes, tokenizer, lora_rank, found)
 
     from sportsllm.console import log, output
-    from sportsllm.formats.artifact import Stage, run_stage
+    from sportsllm.formats.artifact import Stage, run_together
     from sportsllm.formats.huggingface import load_config
     from sportsllm.models.presets import changed_shape
     from sportsllm.models.rope import with_rope_scaling
@@ -161,7 +161,7 @@ def train(
         words = load_tokenizer(source, start.config, reading)
         return _fit(start, words, texts, config, directory, stage, None if chat_template else checkpoint, resume)
 
-    result = TrainResult.of(run_stage(out, stage, make, resume))
+    result = TrainResult.of(run_together(out, stage, make, resume))
     output().print(result.line(), markup=False)
     return result
 

@@ -1,0 +1,67 @@
+"""Several processes that train one model, against one process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from sportsllm import processes
+from sportsllm.errors import UsageError
+from sportsllm.formats.artifact import partial_directory
+from sportsllm.formats.checkpoint import load_checkpoint
+from tests.support.command_line import CommandLine
+
+STEPS = 60
+MODEL = "layers=1 hidden=32 heads=2 intermediate=48 precision=fp32 optimizer=adamw accumulation=1 log_every=1"
+
+
+def arguments(corpus: Path, out: Path) -> list[str]:
+    settings = [word for pair in MODEL.split() for word in ("--set", pair)]
+    run = ["--steps", STEPS, "--batch-size", 4, "--sequence", 32, "--vocab-size", 300, "--context", 64]
+    return list(map(str, ["train", "--model", "tiny-300k", "--corpus", corpus, "--out", out, *settings, *run]))
+
+
+def losses(directory: Path) -> list[float]:
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def test_two_processes_take_the_steps_of_one_and_one_finishes_what_two_began(
+    cli: CommandLine, corpus_file: Path, tmp_path: Path
+) -> None:
+    """The order of the gradients' sums differs by float32 rounding, which 60 steps of AdamW enlarge below 1e-5."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert cli(*arguments(corpus_file, one))[0] == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    started = [*torchrun, "-m", "sportsllm.cli", *arguments(corpus_file, two)]
+    metrics = partial_directory(two) / "metrics.jsonl"
+    with subprocess.Popen(started, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE) as run:
+        while run.poll() is None and not (metrics.exists() and metrics.stat().st_size > 400):
+            time.sleep(0.01)
+        run.send_signal(signal.SIGTERM)
+        assert run.stderr is not None
+        said = run.stderr.read().decode()
+    assert said.count("the state is saved in") == 1, said
+    assert cli(*arguments(corpus_file, two), "--resume")[0] == 0
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert len(losses(two)) == STEPS
+    trained, expected = load_checkpoint(two).state_dict(), load_checkpoint(one).state_dict()
+    for name, weight in expected.items():
+        torch.testing.assert_close(trained[name], weight, rtol=1e-3, atol=1e-4)
+
+
+def test_what_several_processes_cannot_do_is_refused(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "3"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert processes.own_share(range(6, 12)) == range(8, 10)
+    with pytest.raises(UsageError, match="3 processes cannot share the 4 sequences"):
+        processes.own_share(range(4))
+    assert cli("verify", "nowhere")[0] == UsageError.exit_code
+    monkeypatch.setenv("RANK", "0")
+    cli.refuses(2, "not under torchrun; train takes several", "verify", "nowhere")
