@@ -43,9 +43,7 @@ def bench(
     *,
     target: options.Target = None,
     limit: options.Limit = None,
-    on_device: Annotated[
-        bool, typer.Option("--on-device", help="This machine is the target: its measurements decide, not predictions.")
-    ] = False,
+    on_device: options.OnDevice = False,
     text: options.Text = None,
     teacher: Annotated[
         Path | None,

@@ -98,9 +98,7 @@ def fit(
             show_default="none",
         ),
     ] = None,
-    on_device: Annotated[
-        bool, typer.Option("--on-device", help="This machine is the target: its measurements decide, not predictions.")
-    ] = False,
+    on_device: options.OnDevice = False,
     provider: options.Provider = "cpu",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be tried; needs no text.")] = False,
     seed: options.Seed = 0,

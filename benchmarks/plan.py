@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from benchmarks.devices.schema import Device
     from sportsllm.models.config import ModelConfig
 
+_training: Any = partial(typer.Option, rich_help_panel="Training")
 DEFAULT_LENGTH = 512
 _ZERO_POINTS = True  # of 4-bit blocks, as `quantize` rounds by default
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT])", re.IGNORECASE)
@@ -66,25 +68,11 @@ def plan(
     ] = False,
     tokens: Annotated[
         int | None,
-        typer.Option(
-            parser=options.count,
-            metavar="N",
-            help="With --training: FLOPs, time and energy of this many.",
-            show_default="none",
-            rich_help_panel="Training",
-        ),
+        _training(parser=options.count, metavar="N", help="FLOPs, time and energy of this many.", show_default="none"),
     ] = None,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Sequences of one training batch.", rich_help_panel="Training")
-    ] = 4,
+    batch_size: Annotated[int, _training(min=1, help="Sequences of one training batch.")] = 4,
     sequence: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens of one training sequence.",
-            show_default="512, or the context if shorter",
-            rich_help_panel="Training",
-        ),
+        int | None, _training(min=1, help="Tokens of one training sequence.", show_default="512, or the context")
     ] = None,
     group_size: Annotated[int, typer.Option(help="Weights per scale of a quantized matrix.")] = 32,
     kv_cache: Annotated[str, typer.Option(help="Format of the KV cache in predictions: fp32, fp16 or int8.")] = "fp32",
@@ -235,8 +223,6 @@ def _memory_in_use(config: ModelConfig, tokens: int, sequences: int, weights: Ma
     """Weights and cache together, by the precision of either."""
     from sportsllm.models import memory as size
 
-    if tokens < 1 or sequences < 1:
-        raise UsageError(f"cache_tokens={tokens} and cache_sequences={sequences} must be at least 1")
     if tokens > config.max_position_embeddings:
         raise UsageError(f"cache_tokens={tokens} is more than the context of {config.max_position_embeddings} tokens")
     states = size.state_bytes(config)

@@ -139,6 +139,8 @@ _LIMIT = "Replace a limit of the target, for example file_mb=60; may be repeated
 Limit = Annotated[
     list[str] | None, typer.Option("--limit", metavar="NAME=VALUE", help=_LIMIT, show_default="the target's")
 ]
+_HERE = "This machine is the target: its measurements decide, not predictions."
+OnDevice = Annotated[bool, typer.Option("--on-device", help=_HERE)]
 Device = Annotated[str, _runtime("--device", help="Processor: cpu, cuda, or auto.")]
 _KERNELS = "Kernels for exports: native (this program's), portable (ONNX Runtime's), or auto."
 Kernels = Annotated[str, _runtime("--kernels", help=_KERNELS)]

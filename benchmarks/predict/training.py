@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +35,6 @@ class Cost:
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 1:
             raise UsageError(f"--tokens {self.tokens} must be at least 1")
-        if self.price_per_hour is not None and not 0 <= self.price_per_hour < math.inf:
-            raise UsageError(f"price_per_hour={self.price_per_hour} must be 0 or more")
         if not 0 < self.utilization <= 1:
             raise UsageError(f"--set utilization={self.utilization} must be above 0 and at most 1")
         if self.price_per_hour is not None and self.tokens is None:
