@@ -74,15 +74,12 @@ def plan(
     sequence: Annotated[
         int | None, _training(min=1, help="Tokens of one training sequence.", show_default="512, or the context")
     ] = None,
-    group_size: Annotated[int, typer.Option(help="Weights per scale of a quantized matrix.")] = 32,
-    kv_cache: Annotated[str, typer.Option(help="Format of the KV cache in predictions: fp32, fp16 or int8.")] = "fp32",
     shapes: Annotated[bool, typer.Option("--shapes", help="Also list every tensor of a training step.")] = False,
     settings: options.Settings = None,
 ) -> PlanResult:
     """Parameters, memory, KV cache and predicted speed, or what a training takes. Nothing is run."""
     from benchmarks.console_plan import print_plan
     from benchmarks.devices.load import load_target
-    from benchmarks.model_size import CACHES
     from benchmarks.predict.training import UTILIZATION, Cost, plan_training
     from sportsllm.console import output
     from sportsllm.formats.manifest import directory_bytes
@@ -93,7 +90,8 @@ def plan(
     rare, limits = parse_settings(settings, TRAINING_STEP), parse_settings(limit, LIMITS, option="--limit")
     if limits and target is None:
         raise UsageError(f"--limit {next(iter(limits))}: give --target NAME too, whose limit it replaces")
-    head_bits, cached, sequences = rare.get("head_bits", 8), rare.get("cache_tokens"), rare.get("cache_sequences")
+    group_size, head_bits, kv_cache = rare.get("group_size", 32), rare.get("head_bits", 8), rare.get("kv_cache", "fp32")
+    cached, sequences = rare.get("cache_tokens"), rare.get("cache_sequences")
     optimizer, precision, price = rare.get("optimizer", "adamw"), rare.get("precision"), rare.get("price_per_hour")
     cost = {"tokens": tokens, "price_per_hour": price, "utilization": rare.get("utilization")}
     given = [name for name, value in cost.items() if value is not None]
@@ -101,8 +99,6 @@ def plan(
         raise UsageError(f"{', '.join(given)}: belongs to --training; add it, or leave it out")
     if sequences is not None and cached is None:
         raise UsageError("--set cache_sequences belongs to cache_tokens; give that too, or leave it out")
-    if kv_cache not in CACHES:
-        raise UsageError(f"--kv-cache {kv_cache}: no export has such a cache; use one of {', '.join(CACHES)}")
     count = parameter_count(model)
     if count is not None and model not in PLANNED and not Path(model).is_dir():
         if target or training or shapes or precision or sequence or cached or (batch_size, optimizer) != (4, "adamw"):

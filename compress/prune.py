@@ -23,7 +23,7 @@ from sportsllm.commands import TrainingResult
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
-from sportsllm.settings import DISTILLATION, LORA, PRUNING, STEPS, TEXT, TRAINING, parse_settings
+from sportsllm.settings import DISTILLATION, LORA, PRUNING, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
 
 if TYPE_CHECKING:
     from compress.distillation.student import StudentTraining
@@ -121,13 +121,6 @@ def prune(
         Path | None, _recovery(help="Teacher of --recover.", show_default="the checkpoint itself"), options.BY_NAME
     ] = None,
     valid: options.Valid = None,
-    signals: Annotated[
-        Path | None,
-        _recovery(
-            help="Directory of the teacher's cached predictions; made if missing.",
-            show_default="the teacher runs in every step",
-        ),
-    ] = None,
     lora_rank: options.LoraRank = None,
     settings: options.Settings = None,
     resume: options.Resume = False,
@@ -135,7 +128,7 @@ def prune(
     threads: options.Threads = None,
 ) -> PruneResult:
     """Cut width, depth, experts, key/value cache or vocabulary; the result is an ordinary checkpoint."""
-    given = parse_settings(settings, PRUNING, STEPS, TRAINING, DISTILLATION, LORA, TEXT)
+    given = parse_settings(settings, PRUNING, STEPS, TRAINING, DISTILLATION, SIGNALS, LORA, TEXT)
     sizes = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads}
     sizes |= {"layers": layers, "head_dim": head_dim}
     target = Target(params, size_mb, sizes, search, given.get("finalists", 3))
@@ -153,7 +146,7 @@ def prune(
     set_threads(threads)
     reading = take_reading(given, checkpoint, teacher)
     if recover is None:
-        taught = {"corpus": corpus, "teacher": teacher, "signals": signals, "lora_rank": lora_rank}
+        taught = {"corpus": corpus, "teacher": teacher, "lora_rank": lora_rank}
         names = [f"--{name.replace('_', '-')}" for name, value in taught.items() if value is not None]
         names += [f"--set {name}" for name in given if name not in PRUNING]
         if names:
@@ -170,7 +163,7 @@ def prune(
         if not same_tokenizer(source, checkpoint):
             raise ArtifactError(f"{source}: its tokenizer differs from {checkpoint}'s; recovery needs the same one")
         run = Run(Start.PRUNED, load_config(checkpoint), lora_rank is not None)
-        taught = given | {"signals": signals, "lora_rank": lora_rank}
+        taught = given | {"lora_rank": lora_rank}
         recovery = plan_training(run, source, recover, taught, corpus, valid, seed, reading, holdouts)
     elif valid is not None:
         raise UsageError("--valid scores a recovery or a smaller vocabulary: add --recover or --vocab-size, or omit it")

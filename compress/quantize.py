@@ -107,15 +107,6 @@ def quantize(
             rich_help_panel=_SIZE,
         ),
     ] = None,
-    uniform: Annotated[
-        bool,
-        typer.Option(
-            "--uniform",
-            help="Give every matrix of the layers --bits; by default --bits 4 spends 5% more bytes on 8 bits for those "
-            "that lose most.",
-            rich_help_panel=_SIZE,
-        ),
-    ] = False,
     calibration: options.Calibration = None,
     qad: Annotated[
         int | None,
@@ -161,8 +152,9 @@ def quantize(
         granularity=Granularity.PER_CHANNEL if per_row else Granularity.BLOCK,
     )
     budget: SizeBudget | None = SizeBudget(bits_per_weight, size_mb)
+    uniform = found.get("uniform", False)
     if uniform and budget != SizeBudget():
-        raise UsageError("--uniform is one precision for all; leave --bits-per-weight and --size-mb out")
+        raise UsageError("--set uniform=true is one precision for all; leave --bits-per-weight and --size-mb out")
     if budget == SizeBudget() and (uniform or per_row or bits != 4):
         budget = None
     recovery = None

@@ -147,6 +147,8 @@ TRAINING_STEP: Group = {
     "cache_tokens": Setting(int, "Also weights and cache together, with this many tokens cached", "not shown", 1),
     "cache_sequences": Setting(int, "Sequences in the cache, for cache_tokens", "1", 1),
     "head_bits": Setting(int, "Bits of embedding and head at int8 and int4", "8"),
+    "group_size": Setting(int, "Weights per scale at int8 and int4", "32"),
+    "kv_cache": Setting(str, "Format of the KV cache in predictions", "fp32", choices=("fp32", "fp16", "int8")),
     "optimizer": Setting(str, "Optimizer; muon is Muon and AdamW", "adamw", choices=OPTIMIZERS),
     "precision": Setting(
         str, "Compute dtype of training", "bf16; fp32 with --shapes", choices=("auto", "fp32", "bf16", "fp16")
@@ -157,6 +159,7 @@ QUANTIZATION: Group = {
     "samples": Setting(int, "Calibration samples", "64; 16 for balance", 1),
     "head_bits": Setting(int, "Bits of embedding and head: 4, 8, or 32 for float32", "8"),
     "symmetric": Setting(bool, "No zero point in 4-bit blocks", "false at 4 bits"),
+    "uniform": Setting(bool, "Give every matrix of the layers --bits, none 8", "false: 5% more bytes at 4 bits"),
 }
 FIT: Group = {
     "finalists": Setting(int, "Candidates to recover for longer, after each was recovered briefly", "3", 1),
@@ -276,7 +279,7 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Tasks": ("eval, bench --tasks", TASKS),
     "Limits of a target": ("bench, fit, plan --limit", LIMITS),
     "Plan": ("plan", TRAINING_STEP),
-    "Teacher signals": ("quantize --qad", SIGNALS),
+    "Teacher signals": ("prune --recover, quantize --qad", SIGNALS),
     "Token selection (experimental)": ("distill --select-tokens", SELECTION),
     "LoRA": ("train, distill, prune --recover with --lora-rank", LORA),
     "Export": ("export", EXPORT),

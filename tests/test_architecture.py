@@ -61,7 +61,7 @@ FLOORS: dict[str, list[set[str]]] = {
 }
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
-MOST_LINES = {"sportsllm": 16_267, "compress": 7_578, "export": 6_184, "benchmarks": 8_931, "tests": 22_134}
+MOST_LINES = {"sportsllm": 16_270, "compress": 7_563, "export": 6_184, "benchmarks": 8_927, "tests": 22_136}
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
 

@@ -99,7 +99,7 @@ def test_plan_refuses_what_it_cannot_mean() -> None:
         plan(model="tiny-1m", length=5_000)
     with pytest.raises(UsageError, match="raspberry-pi-5-8gb"):
         plan(model="small", device="toaster")
-    with pytest.raises(UsageError, match="--kv-cache int4: no export has such a cache"):
+    with pytest.raises(UsageError, match="kv_cache=int4: use one of fp32, fp16, int8"):
         plan(model="small", device="raspberry-pi-5", kv_cache="int4")
     with pytest.raises(UsageError, match=r"'7X' is no directory, no number of parameters such as 7B .* 70b"):
         plan(shape="7X")

@@ -29,6 +29,7 @@ from sportsllm.formats.huggingface import load_config, to_hf
 from sportsllm.formats.manifest import directory_bytes
 from sportsllm.models.config import Experts, ModelConfig
 from sportsllm.models.presets import preset
+from sportsllm.verbs.run import load_recipe
 from tests.support.models import tiny_config
 
 TEACHER = tiny_config(
@@ -317,6 +318,7 @@ def test_the_recipe_is_toml_whatever_the_paths_and_export_gets_the_threads(tmp_p
     first, tuned, *_ = tomllib.loads((odd / "recipe.toml").read_text(encoding="utf-8"))["stage"]
     assert first["vocab_size"] == 320 and first["valid"] == [str(odd)]  # held-out text chooses no tokens
     assert (tuned["command"], tuned["checkpoint"], tuned["learning_rate"]) == ("train", first["out"], 1e-3)
+    assert len(load_recipe(odd / "recipe.toml").stages) == 6  # every stage has settings that its command takes
 
 
 @dataclass

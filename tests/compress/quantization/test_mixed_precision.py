@@ -156,15 +156,15 @@ def test_a_size_counts_everything(checkpoint: Path, corpus_file: Path, tmp_path:
 def test_four_bits_spend_five_percent_more_by_default(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = {"checkpoint": checkpoint, "calibration": [corpus_file], "settings": {"samples": 2}}
-    mixed = load_command("quantize")(out=tmp_path / "mixed", group_size=16, **few)
-    uniform = load_command("quantize")(out=tmp_path / "uniform", group_size=16, uniform=True, **few)
+    few = {"checkpoint": checkpoint, "calibration": [corpus_file], "group_size": 16}
+    mixed = load_command("quantize")(out=tmp_path / "mixed", settings={"samples": 2}, **few)
+    uniform = load_command("quantize")(out=tmp_path / "uniform", settings={"samples": 2, "uniform": True}, **few)
     assert any(group["bits"] == 8 for group in mixed.sensitivity) and not uniform.sensitivity
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("uniform", "mixed")]
     assert sizes[0] < sizes[1] <= 1.05 * sizes[0]
     assert not load_command("quantize")(checkpoint=checkpoint, out=tmp_path / "rtn", method="rtn").sensitivity
-    with pytest.raises(UsageError, match="--uniform is one precision for all"):
-        load_command("quantize")(checkpoint=checkpoint, out=tmp_path / "no", uniform=True, size_mb=1.0)
+    with pytest.raises(UsageError, match="uniform=true is one precision for all"):
+        load_command("quantize")(checkpoint=checkpoint, out=tmp_path / "no", settings={"uniform": True}, size_mb=1.0)
 
 
 def test_budgets_that_cannot_be_kept() -> None:
