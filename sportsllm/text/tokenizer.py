@@ -26,6 +26,12 @@ from sportsllm.text.conversations import Conversation, Document, plain_text
 from sportsllm.text.reading import USUAL, Reading
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
+# By transformers. Without input names its tokenizers add token types, which its models refuse.
+LOADED_AS: JsonObject = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "model_input_names": ["input_ids", "attention_mask"],
+    "clean_up_tokenization_spaces": False,
+}
 _BYTES = 256  # every byte is a token, so any text can be written
 MIN_VOCAB_SIZE = _BYTES + 3
 _MOST_IDS = 2**22
@@ -226,13 +232,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digi
         tokenizer.add_special_tokens([f"<|reserved_{number}|>" for number in range(missing)])
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BEGIN,
-        "eos_token": END,
-        "pad_token": PAD,
-        "clean_up_tokenization_spaces": False,
-    }
+    config = LOADED_AS | {"bos_token": BEGIN, "eos_token": END, "pad_token": PAD}
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return TextTokenizer(tokenizer, begin_id=0, end_id=1, directory=directory)
 

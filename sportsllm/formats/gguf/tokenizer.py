@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from sportsllm.files import write_json
 from sportsllm.formats.gguf.config import GGUFFile
+from sportsllm.text.tokenizer import LOADED_AS
 from sportsllm.text.tokenizer import PRE_TOKENIZERS as BY_DIGITS
 
 PREFIX = "tokenizer.ggml."
@@ -77,10 +77,9 @@ def write_tokenizer(file: GGUFFile, directory: Path) -> None:
             single=[begin, "$A"], pair=[begin, "$A", begin, "$B:1"], special_tokens=[(begin, vocabulary[begin])]
         )
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     template = file.value_or(None, "tokenizer.chat_template", str)
     write_json(
-        directory / "tokenizer_config.json", settings | named | ({"chat_template": template} if template else {})
+        directory / "tokenizer_config.json", LOADED_AS | named | ({"chat_template": template} if template else {})
     )
 
 
