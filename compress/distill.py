@@ -168,7 +168,7 @@ def distill_student(
     from compress.distillation.starts import check_no_larger
     from compress.distillation.student import RunState, StudentText, train_student
     from sportsllm.files import atomic_write_text, read_json
-    from sportsllm.formats.artifact import Stage, run_stage
+    from sportsllm.formats.artifact import Stage, run_together
     from sportsllm.formats.checkpoint import copy_tokenizer, save_checkpoint
     from sportsllm.formats.huggingface import load_config
     from sportsllm.models.language_model import SportsLLM
@@ -202,4 +202,4 @@ def distill_student(
         save_checkpoint(directory, model)
         return results
 
-    return DistillResult.of(run_stage(out, stage, make, resume))
+    return DistillResult.of(run_together(out, stage, make, resume))

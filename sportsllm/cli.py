@@ -105,7 +105,7 @@ def _with_json(function: Command) -> Command:
 
         use_stderr(json_output)
         if processes.count() > 1 and function.__name__ not in _TOGETHER:
-            raise UsageError(f"runs in one process, not under torchrun; {', '.join(_TOGETHER)} takes several")
+            raise UsageError(f"runs in one process, not under torchrun; {' and '.join(_TOGETHER)} take several")
         # Inside, since typer would end both on its own: Ctrl-C without a word, a closed pipe as a bug.
         try:
             with silenced(processes.rank() > 0):
@@ -133,7 +133,7 @@ def _with_json(function: Command) -> Command:
     return wrapper
 
 
-_TOGETHER = ("train",)  # commands that several processes run
+_TOGETHER = ("train", "distill")  # commands that several processes run
 _METAVARS = {Path: "PATH", str: "TEXT", int: "INTEGER", float: "FLOAT"}
 
 

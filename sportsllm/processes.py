@@ -7,7 +7,7 @@ same step. The first process alone writes. torch is imported inside functions.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from sportsllm.errors import UsageError
@@ -58,6 +58,14 @@ def own_share(rows: range) -> range:
         raise UsageError(f"{count()} processes cannot share the {len(rows)} sequences of a step; change --batch-size")
     size = len(rows) // count()
     return rows[rank() * size : (rank() + 1) * size]
+
+
+def share(tensors: Iterable[Tensor]) -> None:
+    """Replace tensors by those of the first process."""
+    import torch.distributed
+
+    for tensor in tensors if count() > 1 else ():
+        torch.distributed.broadcast(tensor.detach(), 0)
 
 
 def add_up(tensors: Sequence[Tensor]) -> None:

@@ -13,7 +13,9 @@ from compress.distillation.make_teacher_cache import make_teacher_cache
 from compress.distillation.settings import DistillationConfig
 from compress.distillation.teacher import load_teacher
 from compress.distillation.teacher_cache import SIGNALS, TeacherCache, open_teacher_cache, wanted_info
+from sportsllm import processes
 from sportsllm.console import log
+from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.artifact import STATE_DIRECTORY
 from sportsllm.formats.huggingface import load_config
@@ -109,6 +111,8 @@ class StudentTraining:
         directory = self.distillation.signals
         if directory is None:
             return None
+        if processes.count() > 1:
+            raise UsageError("--signals is read by one process, not under torchrun; leave it out")
         wanted = wanted_info(self)
         if not (directory / SIGNALS).exists():
             make_teacher_cache(self, wanted, directory)

@@ -120,6 +120,7 @@ def train_model(
         state.load()
         _drop_metrics_after(directory / METRICS, state.step)
         log(f"resumed at step {state.step:,} of {config.steps:,}")
+    processes.share(model.parameters())
     validation = validation if config.steps else None
     first_step, paused = state.step, 0.0  # seconds of scoring and saving
     last_save = started = time.perf_counter()

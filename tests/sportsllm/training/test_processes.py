@@ -64,4 +64,4 @@ def test_what_several_processes_cannot_do_is_refused(cli: CommandLine, monkeypat
         processes.own_share(range(4))
     assert cli("verify", "nowhere")[0] == UsageError.exit_code
     monkeypatch.setenv("RANK", "0")
-    cli.refuses(2, "not under torchrun; train takes several", "verify", "nowhere")
+    cli.refuses(2, "not under torchrun; train and distill take several", "verify", "nowhere")
