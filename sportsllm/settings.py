@@ -298,7 +298,7 @@ def settings_page() -> str:
         "given as `--limit name=value`.",
     ]
     for title, (commands, group) in GROUPS.items():
-        lines += ["", f"## {title}", "", f"For `{commands}`.", "", "| name | meaning | default |", "|---|---|---|"]
+        lines += ["", f"## {title}", "", f"| of `{commands}` | meaning | default |", "|---|---|---|"]
         for name, setting in group.items():
             choices = f" ({', '.join(setting.choices)})" if setting.choices else ""
             lines.append(f"| `{name}` | {setting.help}{choices} | {setting.default} |")

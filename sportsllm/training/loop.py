@@ -339,7 +339,7 @@ def _check_parallel(model: SportsLLM, device: torch.device) -> None:
 def _check_together(model: SportsLLM) -> None:
     """Raise UsageError if several processes would take another step than one."""
     if model.config.dropout:
-        raise UsageError("dropout would be drawn in another order by several processes; leave --dropout out")
+        raise UsageError("dropout would be drawn in another order by several processes; leave --set dropout out")
     if model.config.experts is not None or model.config.selection is not None:
         raise UsageError("experts and selection are balanced over the whole step; train them in one process")
 
