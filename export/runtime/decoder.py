@@ -18,6 +18,7 @@ from export.runtime.session import Kernels, choose_kernels, open_session, portab
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import LOGITS_AT_ONCE, Logits, log_softmax
+from sportsllm.models.kinds import block_state
 
 # Prompts are read in pieces of this many tokens, so that memory does not grow with the prompt. Time for 512 tokens
 # and peak memory of a 97M INT4 model, 2 threads: 405 ms and 179 MB at 64, 342 and 186 at 128, 340 and 200 at 256.
@@ -43,6 +44,7 @@ class OnnxDecoder:
         config: the model's shape.
         prefill_chunk: tokens of a prompt that are read at once.
         kernels: what runs the graph.
+        exact_rows: see `sportsllm.inference.decoder.Verifier`.
         placement: where its nodes run; None on the CPU provider, which takes all of them.
     """
 
@@ -67,6 +69,9 @@ class OnnxDecoder:
         self._make_cache = cache_maker(self._session, directory, self.config.vocab_size, provider)
         self._cache: Cache | None = None
         self._read: list[list[int]] = []  # tokens of the cache's sequences
+        # The kernels round up to 8 tokens like one; a recurrent state cannot go back.
+        recurrent = not all(state.per_token for state in block_state(self.config))
+        self.exact_rows = 8 if self.kernels.whole and not recurrent else 1
         self.placement = None if provider.is_cpu else placement(self._session, provider)
         self._keeps_last = provider.is_cpu or self._computes_kept_positions()
 
@@ -138,6 +143,22 @@ class OnnxDecoder:
         for read, token in zip(self._read, tokens, strict=True):
             read.append(int(token))
         return logits_BV
+
+    def read(self, tokens: Sequence[int]) -> Logits:
+        """See `sportsllm.inference.decoder.Verifier.read`."""
+        if self._cache is None:
+            raise UsageError("read without a prompt; call prefill first")
+        ids = self._checked(tokens, self._cache.length - self._cache.lengths[0])
+        logits_TV = np.empty((len(ids), self.config.vocab_size), dtype=np.float32)
+        self._run(self._cache, slice(0, 1), ids[None], logits_TV[None], keep=0)
+        self._read[0] += ids.tolist()
+        return logits_TV
+
+    def rewind(self, count: int) -> None:
+        """See `sportsllm.inference.decoder.Verifier.rewind`."""
+        assert self._cache is not None and self.exact_rows > 1
+        self._cache.lengths[0] -= count
+        del self._read[0][len(self._read[0]) - count :]
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """See `Decoder.score`; uses a cache of its own, and holds the logits of at most `LOGITS_AT_ONCE` tokens.

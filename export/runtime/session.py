@@ -46,11 +46,13 @@ class Kernels:
         name: `native` or `portable`.
         library: to be registered; None for `portable`.
         reason: why, for people.
+        whole: it runs all layers, each in one call, and the head.
     """
 
     name: str
     library: Path | None
     reason: str
+    whole: bool = False
 
     def __str__(self) -> str:
         return f"kernels: {self.name} ({self.reason})"
@@ -93,7 +95,8 @@ def choose_kernels(graph: Path, wanted: str = "auto", provider: Provider = CPU) 
         return portable(problem)
     if wanted == "auto" and variant_of(library) == SLOW_VARIANT:
         return portable("the others would run as plain C++ here, which is slower")
-    return Kernels("native", library, f"version {version}: {_called_parts(graph)}")
+    parts, whole = _called_parts(graph)
+    return Kernels("native", library, f"version {version}: {parts}", whole)
 
 
 def kernels_of_directory(directory: Path, wanted: str = "auto", provider: Provider = CPU) -> Kernels:
@@ -138,8 +141,8 @@ def called_version(graph: Path) -> str | None:
     return value.decode()
 
 
-def _called_parts(graph: Path) -> str:
-    """The parts of a graph that the kernels run, in words."""
+def _called_parts(graph: Path) -> tuple[str, bool]:
+    """The parts of a graph that the kernels run, in words, and whether those are whole layers, all, and the head."""
     data = graph.read_bytes()
     calls: list[bytes] = _CALL.findall(data)
     attention, feed_forward = (
@@ -147,7 +150,9 @@ def _called_parts(graph: Path) -> str:
         for kinds in ((b"Layer", b"Attention", b"Tokens"), (b"Layer", b"FeedForward"))
     )
     layers = 1 + max(map(int, _LAYER.findall(data)), default=0)
-    return parts_in_words(layers, attention, feed_forward, any(call.endswith(b"Head") for call in calls))
+    head = any(call.endswith(b"Head") for call in calls)
+    whole = head and sum(call.endswith(b"Layer") for call in calls) == layers
+    return parts_in_words(layers, attention, feed_forward, head), whole
 
 
 def parts_in_words(layers: int, attention: int, feed_forward: int, head: bool) -> str:

@@ -37,7 +37,7 @@ class SlotDecoder(OnnxDecoder):
         """Forget what a slot holds."""
         self._slots.keep([0 if row == slot else length for row, length in enumerate(self._slots.lengths)])
 
-    def read(self, slot: int, tokens: Sequence[int], every: bool = False) -> Logits:
+    def read_slot(self, slot: int, tokens: Sequence[int], every: bool = False) -> Logits:
         """Read further tokens of one slot; returns the logits after the last, (1, V), or after `every` one, (T, V)."""
         ids = self._checked(tokens, self.room - self.length(slot))
         logits_TV = np.empty((len(ids) if every else 1, self.config.vocab_size), dtype=np.float32)
@@ -75,6 +75,10 @@ class SlotDecoder(OnnxDecoder):
                 buffer[slot] = array
             else:
                 buffer[slot, ..., :length, :] = array[..., :length, :]
+        self._slots.lengths[slot] = length
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first tokens of a slot."""
         self._slots.lengths[slot] = length
 
     def move(self, source: int, target: int) -> None:

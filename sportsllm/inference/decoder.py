@@ -8,13 +8,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject, require_directory
+from sportsllm.inference.lookup import PromptLookup
 from sportsllm.models.config import ModelConfig
 
 Logits = npt.NDArray[np.float32]
@@ -49,6 +50,22 @@ class Decoder(Protocol):
 
         The next array may overwrite the one before. Neither reads nor changes the cache.
         """
+
+
+class Verifier(Decoder, Protocol):
+    """A decoder that reads several tokens of one sequence at once and can take the last ones back.
+
+    Attributes:
+        exact_rows: so many tokens have the same logits, bit by bit, as if they were read one by one.
+    """
+
+    exact_rows: int
+
+    def read(self, tokens: Sequence[int]) -> Logits:
+        """Read further tokens of the only sequence; returns the logits after each, (T, V)."""
+
+    def rewind(self, count: int) -> None:
+        """Forget the last tokens of the only sequence."""
 
 
 def is_onnx_directory(directory: Path) -> bool:
@@ -224,17 +241,31 @@ def generate(
     if len(prompt) >= context:
         raise UsageError(f"the prompt has {len(prompt)} tokens, the model's context is {context}; shorten the prompt")
     rng = np.random.default_rng(sampling.seed)
-    seen = list(prompt)
-    room = min(max_new_tokens, context - len(prompt))
-    logits = decoder.prefill([prompt], max_length=len(prompt) + room)[0]
-    for position in range(room):
-        token = choose(logits, seen, sampling, rng)
-        if token in stop_tokens:
-            return
-        yield token
-        seen.append(token)
-        if position + 1 < room:
-            logits = decoder.step([token])[0]
+    seen, room = list(prompt), min(max_new_tokens, context - len(prompt))
+    verifier = cast(Verifier, decoder) if getattr(decoder, "exact_rows", 1) > 1 and room > 1 else None
+    lookup = PromptLookup(prompt) if verifier is not None else None
+    logits_TV, proposed = decoder.prefill([prompt], max_length=len(prompt) + room), list[int]()
+    while True:
+        for place, logits_V in enumerate(logits_TV):
+            token = choose(logits_V, seen, sampling, rng)
+            if token in stop_tokens:
+                return
+            yield token
+            seen.append(token)
+            if len(seen) - len(prompt) == room:
+                return
+            if proposed[place : place + 1] != [token]:
+                break
+        if verifier is None or lookup is None:
+            logits_TV = decoder.step([token])
+            continue
+        if proposed:
+            lookup.learn(len(proposed), place)
+            verifier.rewind(len(proposed) - place)
+        lookup.extend(seen[len(lookup) :])
+        proposed = lookup.propose(min(verifier.exact_rows, room - len(seen) + len(prompt)) - 1)
+        logits_TV = verifier.read([token, *proposed]) if proposed else decoder.step([token])
+        lookup.read(len(proposed))
 
 
 class StopSearch:

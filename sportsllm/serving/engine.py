@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sportsllm.inference.decoder import Logits, StopSearch, log_softmax
+from sportsllm.inference.lookup import PromptLookup
 from sportsllm.models.config import ModelConfig
 from sportsllm.serving.prefixes import PrefixCache, shared_length
 from sportsllm.serving.sampler import Sampler, TokenScore, score_token
@@ -40,14 +41,16 @@ class Slots(Protocol):
     slots: int
     room: int
     prefill_chunk: int
+    exact_rows: int
     recurrent: bool
 
     def length(self, slot: int) -> int: ...
     def clear(self, slot: int) -> None: ...
-    def read(self, slot: int, tokens: Sequence[int], every: bool = False) -> Logits: ...
+    def read_slot(self, slot: int, tokens: Sequence[int], every: bool = False) -> Logits: ...
     def step_slots(self, first: int, tokens: Sequence[int]) -> Logits: ...
     def view(self, slot: int) -> list[Array]: ...
     def restore(self, slot: int, saved: Sequence[Array], length: int) -> None: ...
+    def truncate(self, slot: int, length: int) -> None: ...
     def move(self, source: int, target: int) -> None: ...
 
 
@@ -95,6 +98,7 @@ class Job:
     first: float = 0.0
     ended: float = 0.0
     finish: str | None = None
+    lookup: PromptLookup | None = None
     before: Logits | None = None  # log probabilities after the last chunk of an echoed prompt
 
     def __post_init__(self) -> None:
@@ -216,7 +220,7 @@ class Engine:
         size = left if not self._ready or left <= PROMPT_CHUNK + STEP_ROWS else PROMPT_CHUNK
         chunk = job.prompt[job.read : job.read + size]
         with self._turn:
-            logits_TV = self.slots.read(slot, chunk, job.echo)
+            logits_TV = self.slots.read_slot(slot, chunk, job.echo)
         scores = self._prompt_scores(job, chunk, logits_TV) if job.echo else ()
         job.read += len(chunk)
         self.counts["prompt_tokens"] += len(chunk)
@@ -255,7 +259,10 @@ class Engine:
         ]
 
     def _step(self) -> None:
-        """Decode a token of each job that has read its prompt."""
+        """Decode a token of each job that has read its prompt; more if one runs alone and repeats earlier text."""
+        if self._ready == 1 and self.slots.exact_rows > 1:
+            self._step_alone(self.running[0])
+            return
         ended = list[tuple[Job, str]]()
         for first in range(0, self._ready, STEP_ROWS):
             jobs = self.running[first : min(first + STEP_ROWS, self._ready)]
@@ -265,6 +272,24 @@ class Engine:
                 if (finish := self._take(job, logits_V)) is not None:
                     ended.append((job, finish))
         for job, finish in ended:
+            self._leave(job, finish)
+
+    def _step_alone(self, job: Job) -> None:
+        job.lookup = lookup = job.lookup or PromptLookup(job.ids)
+        lookup.extend(job.ids[len(lookup) :])
+        with self._turn:
+            proposed = lookup.propose(min(self.slots.exact_rows, job.most - job.generated) - 1)
+            tokens = [job.ids[-1], *proposed]
+            logits_TV = self.slots.read_slot(0, tokens, True) if proposed else self.slots.step_slots(0, tokens)
+            lookup.read(len(proposed))
+        for place, logits_V in enumerate(logits_TV):
+            finish = self._take(job, logits_V)
+            if finish is not None or proposed[place : place + 1] != job.ids[-1:]:
+                break
+        lookup.learn(len(proposed), place)
+        self.slots.truncate(0, len(job.ids) - 1)
+        self.counts["proposed_tokens_accepted"] += place
+        if finish is not None:
             self._leave(job, finish)
 
     def _take(self, job: Job, logits_V: Logits) -> str | None:

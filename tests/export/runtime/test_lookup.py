@@ -1,0 +1,112 @@
+"""Prompt lookup over native kernels: the same tokens, in fewer passes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from export.kernels import library as built
+from export.runtime.decoder import OnnxDecoder
+from export.runtime.slots import open_slots
+from sportsllm.inference import decoder as decoder_module
+from sportsllm.inference import lookup
+from sportsllm.inference.decoder import Sampling, generate
+from sportsllm.inference.lookup import PromptLookup
+from tests.support.export_models import Exports
+
+PATTERN = [5, 9, 2, 7, 7, 1, 3]
+SETTINGS: list[dict[str, Any]] = [
+    {"bits": 4, "asymmetric": True},
+    {"bits": 8, "block": 64, "int8_cache": True},
+    {"bits": 4, "half_cache": True, "head_dim": 8, "qk_norm": True},
+]
+
+
+@pytest.fixture(autouse=True)
+def _always(library: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels from the tests' own build, and proposals whatever they cost."""
+    monkeypatch.setattr(built, "HERE", library.parent)
+    monkeypatch.setattr(PromptLookup, "_cost", lambda self, rows: 1.0)
+    yield
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("temperature", [0, 0.3])
+def test_tokens_are_the_same_in_fewer_passes(
+    settings: dict[str, Any], temperature: float, exports: Exports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = OnnxDecoder(exports(**settings).directory, 1, kernels="native")
+    assert decoder.exact_rows == 8
+    made = list[PromptLookup]()
+    monkeypatch.setattr(decoder_module, "PromptLookup", lambda ids: made.append(PromptLookup(ids)) or made[-1])
+    for prompt in (PATTERN * 4, [1, 2, 3]):
+        for length in (1, 2, 40, 200):
+            sampling = Sampling(temperature, top_k=5, seed=1)
+            ours = list(generate(decoder, prompt, length, sampling))
+            decoder.exact_rows = 1
+            assert list(generate(decoder, prompt, length, sampling)) == ours
+            decoder.exact_rows = 8
+    assert sum(each.accepted for each in made) > 20
+    full = list(generate(decoder, [1, 2, 3], 10**6, Sampling(0)))
+    assert len(full) == decoder.config.max_position_embeddings - 3
+
+
+def test_the_same_in_slots(exports: Exports) -> None:
+    from threading import Lock, Thread
+
+    from sportsllm.inference.decoder import StopSearch
+    from sportsllm.serving.engine import Engine, Job, Piece
+    from sportsllm.serving.sampler import Sampler
+
+    directory = exports(**SETTINGS[0]).directory
+    decoder, engine = OnnxDecoder(directory, 1), Engine(open_slots(directory, 2, None, 1), 10**6, 9, Lock())
+    thread, ended = Thread(target=engine.run), list[Job]()
+    thread.start()
+
+    def deliver(piece: Piece) -> None:
+        if piece.finish:
+            ended.append(piece.job)
+
+    stop = frozenset(list(generate(decoder, PATTERN * 4, 60, Sampling(0)))[50:51])
+    for seed in (0, 1):
+        for stops in (frozenset[int](), stop):
+            sampling = Sampling(0.3 * seed, top_k=5, seed=seed)
+            job = Job(PATTERN * 4, 60, Sampler(sampling), str, StopSearch([]), stops, deliver)
+            engine.submit([job])
+            while job not in ended:
+                pass
+            decoder.exact_rows = 1
+            assert job.ids[28:] == list(generate(decoder, PATTERN * 4, 60, sampling, list(stops)))
+    assert engine.counts["proposed_tokens_accepted"] > 20
+    engine.close()
+    thread.join()
+
+
+def test_other_graphs_read_token_by_token(exports: Exports) -> None:
+    """Their operators round several tokens in another way than one."""
+    assert OnnxDecoder(exports(bits=4).directory, 1, kernels="portable").exact_rows == 1
+    assert OnnxDecoder(exports().directory, 1).exact_rows == 1
+
+
+def test_proposals_follow_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    clock, cost = [0.0], {1: 1.0, 2: 1.3, 4: 2.0, 8: 3.5}
+    monkeypatch.setattr(lookup.time, "perf_counter", lambda: clock[0])
+
+    def widths(accepted: float, rounds: int = 60) -> list[int]:
+        text, found = PromptLookup(PATTERN * 3), []
+        for _ in range(rounds):
+            proposed = text.propose(7)
+            assert proposed == (PATTERN * 2)[: len(proposed)]
+            clock[0] += cost[len(proposed) + 1]
+            text.read(len(proposed))
+            text.learn(len(proposed), round(accepted * len(proposed)))
+            found.append(len(proposed) + 1)
+        return found
+
+    assert widths(1.0)[-1] == 8
+    assert sum(width == 1 for width in widths(0.0)) > 45
+    monkeypatch.setitem(cost, 2, 9.0)
+    monkeypatch.setitem(cost, 4, 9.0)
+    monkeypatch.setitem(cost, 8, 9.0)
+    assert widths(1.0)[-1] == 1
