@@ -343,5 +343,6 @@ def _download(name: str, model: str, revision: str | None, patterns: list[str]) 
         if isinstance(error, OSError) and error.errno is not None:  # a full disk, no permission
             raise
         raise ResourceError(
-            f"{name}: no directory here, and it cannot be downloaded ({type(error).__name__}: {clip(error, 200)})"
+            f"{name}: no directory here, and it cannot be downloaded ({type(error).__name__}: {clip(error, 120)}); "
+            "without a network give a directory or a GGUF file"
         ) from None
