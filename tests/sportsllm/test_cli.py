@@ -252,3 +252,10 @@ def test_defaults_in_the_help_are_those_of_training() -> None:
     assert TRAINING["accumulation"].default.endswith(f"{config.accumulation} with --steps")
     assert LORA["lora_alpha"].default == f"{ALPHA:g}"
     assert set(TRAINING) - {"documented"} <= {field.name for field in dataclasses.fields(TrainConfig)}
+
+
+def test_there_are_at_most_200_options() -> None:
+    """Those of the program count once; --help, --json, --version and completion do not."""
+    usual = {"json_output", "version", "install_completion", "show_completion"}
+    flags = [flag for command in ("", *COMMANDS) for flag in flags_of(command) if flag.param_type_name == "option"]
+    assert len([flag for flag in flags if flag.name not in usual]) <= 200

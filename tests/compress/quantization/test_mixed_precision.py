@@ -183,13 +183,8 @@ def test_budgets_that_cannot_be_kept() -> None:
 def test_a_mixture_says_what_it_is(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mixed = load_command("quantize")(
-        checkpoint=checkpoint,
-        out=tmp_path / "mixed",
-        calibration=[corpus_file],
-        settings={"samples": 4},
-        bits_per_weight=6.5,
-    )
+    few = {"calibration": [corpus_file], "settings": {"samples": 4}}
+    mixed = load_command("quantize")(checkpoint=checkpoint, out=tmp_path / "mixed", bits_per_weight=6.5, **few)
     raised = sum(group["bits"] == 8 for group in mixed.sensitivity)
     assert 0 < raised < len(mixed.sensitivity)
     assert f"8 bits for {raised} of {len(mixed.sensitivity)} groups of matrices" in capsys.readouterr().out
