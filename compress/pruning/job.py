@@ -144,8 +144,8 @@ class Calibration:
         """`prune_model`; which layers stay is tried once for each depth, on the same text for all cuts."""
         count = smaller.num_hidden_layers
         if count not in self._layers:
-            samples = self.samples[: -(-len(self.samples) // _PART_FOR_LAYERS)]
-            self._layers[count] = kept_layers(self.model, self.scores, count, samples)
+            few = self.samples[: -(-len(self.samples) // _PART_FOR_LAYERS)]
+            self._layers[count] = kept_layers(self.model, self.scores, count, few)
         return prune_model(self.model, self.scores, smaller, samples, refit, self._layers[count])
 
     @cached_property

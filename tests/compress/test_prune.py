@@ -172,6 +172,13 @@ def test_a_search_leaves_finished_stages_behind(
             run(tmp_path / "out", **given | other)
 
 
+def test_the_first_cut_reads_all_its_samples(run: Pruning) -> None:
+    """Which layers stay is tried on fewer of them, and then known for the cuts that follow."""
+    work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], PruneConfig(samples=8)))
+    first, second = (work.cut(tiny_config(num_hidden_layers=1), work.samples, True).model for _ in range(2))
+    assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
+
+
 def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning) -> None:
     work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], PruneConfig(samples=4)))
     shapes = [Shape.of(tiny_config(intermediate_size=32)), Shape.of(tiny_config(num_hidden_layers=1))]
