@@ -149,8 +149,8 @@ def test_refusals_before_anything_is_measured(tmp_path: Path) -> None:
         device_commands.calibrate(tmp_path / "mine.txt")
     with pytest.raises(UsageError, match="shipped device"):
         device_commands.calibrate(tmp_path / "host.toml")
-    with pytest.raises(UsageError, match="small letters"):
-        device_commands.calibrate(tmp_path / "mine.toml", name="My machine")
+    with pytest.raises(UsageError, match="use letters, digits"):
+        device_commands.calibrate(tmp_path / "--.toml")
     with pytest.raises(UsageError, match="toaster"):
         device_commands.calibrate(tmp_path / "mine.toml", limits_from="toaster")
     (tmp_path / "mine.toml").write_text("", encoding="utf-8")
