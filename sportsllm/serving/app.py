@@ -34,6 +34,7 @@ from sportsllm.serving.sampler import TokenScore
 
 MOST_BODY_BYTES = 2_000_000
 BODY_S = 30.0
+_SAMPLING = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 Record = TypeVar("Record")
 
 
@@ -102,18 +103,12 @@ class Server:
 
     def app(self) -> Any:
         """The ASGI application."""
-        posts = {
-            "/chat/completions": partial(self._generate, kind=ChatRequest),
-            "/completions": partial(self._generate, kind=CompletionRequest),
-        }
-        routes = [
-            Route(f"{root}{path}", call, methods=["POST"]) for root in ("/v1", "") for path, call in posts.items()
-        ]
-        routes += [
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/apply-template", self._apply_template, methods=["POST"]),
-        ]
+        chat, complete = (partial(self._generate, kind=kind) for kind in (ChatRequest, CompletionRequest))
+        posts: dict[str, Any] = {f"{root}{path}": call for root in ("/v1", "")
+                 for path, call in (("/chat/completions", chat), ("/completions", complete))}  # fmt: skip
+        posts |= {"/tokenize": self._tokenize, "/detokenize": self._detokenize}
+        posts |= {"/apply-template": self._apply_template}
+        routes = [Route(path, call, methods=["POST"]) for path, call in posts.items()]
         gets = {"/v1/models": self._list, "/models": self._list, "/v1/models/{name:path}": self._show}
         gets |= {"/health": self._health, "/props": self._props, "/metrics": self._metrics, "/": self._index}
         routes += [Route(path, call) for path, call in gets.items()]
@@ -150,25 +145,15 @@ class Server:
     async def _props(self, request: Request) -> Response:
         model = self._find(request.query_params.get("model", ""))
         slots = model.engine.slots
-        fields = (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        )
-        defaults = {name: CompletionRequest.model_fields[name].default for name in fields}
+        defaults = {name: CompletionRequest.model_fields[name].default for name in _SAMPLING}
         settings = {"n_ctx": slots.room, "params": defaults}
-        more = {"chat_template": model.template, "peak_rss_bytes": peak_rss_bytes()}
-        return _json(
-            {"model_alias": model.name, "total_slots": slots.slots, "default_generation_settings": settings} | more
-        )
+        answer = {"model_alias": model.name, "total_slots": slots.slots, "default_generation_settings": settings}
+        return _json(answer | {"chat_template": model.template, "peak_rss_bytes": peak_rss_bytes()})
 
     async def _metrics(self, _: Request) -> Response:
         lines = list[str]()
-        for name, kind, text, value in METRICS:
+        for name, (text, value) in METRICS.items():
+            kind = "counter" if name.endswith("_total") else "gauge"
             lines += [f"# HELP sportsllm_{name} {text}", f"# TYPE sportsllm_{name} {kind}"]
             for model in self._models.values():
                 if model.ready:
@@ -253,23 +238,19 @@ class Server:
             model.engine.cancel(jobs)
 
 
-METRICS: tuple[tuple[str, str, str, Callable[[Engine], float]], ...] = (
-    ("prompt_tokens_total", "counter", "Prompt tokens read.", lambda engine: engine.counts["prompt_tokens"]),
-    (
-        "cached_tokens_total",
-        "counter",
-        "Prompt tokens taken from the cache.",
-        lambda engine: engine.counts["cached_tokens"],
-    ),
-    ("generated_tokens_total", "counter", "Tokens generated.", lambda engine: engine.counts["generated_tokens"]),
-    ("sequences_total", "counter", "Sequences ended.", lambda engine: engine.counts["finished"]),
-    ("refused_total", "counter", "Sequences refused, since too many waited.", lambda engine: engine.counts["refused"]),
-    ("busy_seconds_total", "counter", "Time in which the model ran.", lambda engine: engine.counts["busy_us"] / 1e6),
-    ("running", "gauge", "Sequences that have a slot.", lambda engine: len(engine.running)),
-    ("waiting", "gauge", "Sequences that wait for a slot.", lambda engine: len(engine.waiting)),
-    ("prefix_cache_bytes", "gauge", "Size of the prefix cache.", lambda engine: engine.prefixes.size_bytes),
-)
-"""Name, kind, explanation and value of what `/metrics` reports for each model."""
+METRICS: dict[str, tuple[str, Callable[[Engine], float]]] = {
+    "prompt_tokens_total": ("Prompt tokens read.", lambda engine: engine.counts["prompt_tokens"]),
+    "cached_tokens_total": ("Prompt tokens from the cache.", lambda engine: engine.counts["cached_tokens"]),
+    "generated_tokens_total": ("Tokens generated.", lambda engine: engine.counts["generated_tokens"]),
+    "lookup_tokens_total": ("Of these, proposed by prompt lookup.", lambda engine: engine.counts["lookup_tokens"]),
+    "sequences_total": ("Sequences ended.", lambda engine: engine.counts["finished"]),
+    "refused_total": ("Sequences refused, as too many waited.", lambda engine: engine.counts["refused"]),
+    "busy_seconds_total": ("Time in which the model ran.", lambda engine: engine.counts["busy_us"] / 1e6),
+    "running": ("Sequences that have a slot.", lambda engine: len(engine.running)),
+    "waiting": ("Sequences that wait for a slot.", lambda engine: len(engine.waiting)),
+    "prefix_cache_bytes": ("Size of the prefix cache.", lambda engine: engine.prefixes.size_bytes),
+}
+"""What `/metrics` reports of each model: an explanation and the value."""
 
 
 def _described(model: ServedModel) -> Json:

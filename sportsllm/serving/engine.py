@@ -288,7 +288,7 @@ class Engine:
                 break
         lookup.learn(len(proposed), place)
         self.slots.truncate(0, len(job.ids) - 1)
-        self.counts["proposed_tokens_accepted"] += place
+        self.counts["lookup_tokens"] += place
         if finish is not None:
             self._leave(job, finish)
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Thread
 
 from sportsllm.console import log
 from sportsllm.errors import SportsLLMError
 from sportsllm.inference.decoder import StopSearch
-from sportsllm.serving.engine import Engine, Job, Piece, Slots
+from sportsllm.serving.engine import Engine, Job, Piece
 from sportsllm.serving.requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, Message
 from sportsllm.serving.sampler import Constraints, Sampler
 from sportsllm.text.chat import ChatRenderer, find_template
@@ -26,8 +26,7 @@ class ServedModel:
 
     Args:
         name, directory: what requests call it, and where it is.
-        open_slots: loads it.
-        cache_bytes, most_waiting, turn: see `Engine`.
+        make_engine: loads it.
 
     Attributes:
         created, template: when it was made, and its chat template.
@@ -35,19 +34,10 @@ class ServedModel:
         worker: a thread for templates and the tokenizer, which block for as long as a text is long.
     """
 
-    def __init__(
-        self,
-        name: str,
-        directory: Path,
-        open_slots: Callable[[Path], Slots],
-        cache_bytes: int,
-        most_waiting: int,
-        turn: Lock,
-    ) -> None:
-        self.name, self.directory = name, directory
+    def __init__(self, name: str, directory: Path, make_engine: Callable[[], Engine]) -> None:
+        self.name, self.directory, self._make_engine = name, directory, make_engine
         self.problem: BaseException | None = None
         self._loaded: tuple[Engine, TextTokenizer] | None = None
-        self._make_engine: Callable[[], Engine] = lambda: Engine(open_slots(directory), cache_bytes, most_waiting, turn)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix=f"text of {name}")
         self.created = int((directory / "config.json").stat().st_mtime)
         self.template = find_template(directory)[0]
@@ -184,21 +174,14 @@ class ServedModel:
                 constraint = self._constraints.regex(body.regex)
         except SportsLLMError as error:
             raise ApiError(400, str(error), param="response_format" if schema else "regex") from None
-        config, room = self.engine.slots.config, self.engine.slots.room - len(prompt)
+        slots, penalties = self.engine.slots, (body.presence_penalty, body.frequency_penalty)
+        room, biases = slots.room - len(prompt), body.biases(slots.config.vocab_size)
         if isinstance(body, ChatRequest) and self._renderer is None:
             stops = [*stops, _TURN_END]
         return Job(
             prompt=prompt,
             most=room if body.max_tokens in (None, -1) else min(room, int(body.max_tokens or 0)),
-            sampler=Sampler(
-                body.sampling(seed),
-                choice,
-                body.min_p,
-                body.presence_penalty,
-                body.frequency_penalty,
-                body.biases(config.vocab_size),
-                constraint,
-            ),
+            sampler=Sampler(body.sampling(seed), choice, body.min_p, penalties, biases, constraint),
             decode=self.tokenizer.decoder(prompt),
             search=StopSearch(stops),
             stop_tokens=frozenset() if body.ignore_eos else self._stop_tokens,

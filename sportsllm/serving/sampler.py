@@ -34,7 +34,7 @@ class Sampler:
         sampling: temperature, filters, repetition penalty and seed.
         stream: number of the sequence among those of one seed; the first draws as `generate` does.
         min_p: smallest probability kept, as a fraction of the largest.
-        presence, frequency: subtracted from the logits of tokens generated before, once and for each time.
+        penalties: for presence and frequency: subtracted from logits of tokens generated before, once and each time.
         bias: added to logits by token id.
         constraint: of the text, see `Constraints`.
     """
@@ -44,12 +44,11 @@ class Sampler:
         sampling: Sampling,
         stream: int = 0,
         min_p: float = 0.0,
-        presence: float = 0.0,
-        frequency: float = 0.0,
+        penalties: tuple[float, float] = (0.0, 0.0),
         bias: Mapping[int, float] | None = None,
         constraint: Any = None,
     ) -> None:
-        self._sampling, self._min_p, self._presence, self._frequency = sampling, min_p, presence, frequency
+        self._sampling, self._min_p, (self._presence, self._frequency) = sampling, min_p, penalties
         self._bias, self._constraint = dict(bias or {}), constraint
         self._random = np.random.default_rng([sampling.seed, stream] if stream else sampling.seed)
         self._generated = Counter[int]()

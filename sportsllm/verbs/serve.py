@@ -6,15 +6,22 @@ import errno
 import logging
 import socket
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from sportsllm import options
 from sportsllm.commands import Result, load_function
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
+
+if TYPE_CHECKING:
+    from sportsllm.serving.engine import Slots
+
+WAITING = 16
+"""Sequences that may wait for each that runs, so that none waits for minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +68,7 @@ def serve(
     from sportsllm.inference.decoder import is_onnx_directory
     from sportsllm.serving.access import Access
     from sportsllm.serving.app import Server
+    from sportsllm.serving.engine import Engine
     from sportsllm.serving.models import ServedModel
 
     names = [path.resolve().name for path in directories]
@@ -73,15 +81,14 @@ def serve(
             raise ArtifactError(f"{path}: not an export; make one of a checkpoint with `export`")
     open_slots, turn = load_function("export.runtime.slots", "open_slots"), Lock()
 
-    def loaded(path: Path) -> object:
-        return open_slots(path, parallel, context, threads, kernels)
+    def engine(path: Path) -> Engine:
+        slots = cast("Slots", open_slots(path, parallel, context, threads, kernels))
+        return Engine(slots, cache_mb * 1_000_000, WAITING * parallel, turn)
 
-    models = [
-        ServedModel(name, path, loaded, cache_mb * 1_000_000, _waiting(parallel), turn)  # type: ignore[arg-type]
-        for name, path in zip(names, directories, strict=True)
-    ]
+    models = [ServedModel(path.resolve().name, path, partial(engine, path)) for path in directories]
     listening = _listen(host, port)
-    url = f"http://{_shown(host)}:{listening.getsockname()[1]}"
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://{f'[{reached}]' if ':' in reached else reached}:{listening.getsockname()[1]}"
     app = Server(models, Access(host, api_key, tuple(allow_origin or ()))).app()
     quiet = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off", "ws": "none"}
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that leaves a stream
@@ -108,11 +115,6 @@ def serve(
     return ServeResult(url=url, models=names, sequences=sequences, tokens=tokens)
 
 
-def _waiting(parallel: int) -> int:
-    """Sequences that may wait: a few for each that runs, so that none waits for minutes."""
-    return 16 * parallel
-
-
 def _listen(host: str, port: int) -> socket.socket:
     """A listening socket.
 
@@ -133,9 +135,3 @@ def _listen(host: str, port: int) -> socket.socket:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
         raise ResourceError(f"--port {port} {reason}; give another") from None
     return listening
-
-
-def _shown(host: str) -> str:
-    """A host as a URL has it; where every network is meant, this machine."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{host}]" if ":" in host else host

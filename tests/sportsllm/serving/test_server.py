@@ -28,6 +28,7 @@ from export.runtime.slots import open_slots
 from sportsllm.serving import app as app_module
 from sportsllm.serving.access import Access
 from sportsllm.serving.app import Server
+from sportsllm.serving.engine import Engine
 from sportsllm.serving.models import ServedModel
 from tests.support.command_line import CommandLine
 from tests.support.models import STORIES
@@ -67,7 +68,7 @@ def client(served: ServedModel) -> Iterator[httpx.Client]:
 def start(
     export: Path, slots: int = 4, waiting: int = 64, cache_bytes: int = 10**7, name: str = "stories"
 ) -> ServedModel:
-    model = ServedModel(name, export, lambda path: open_slots(path, slots, None, 1), cache_bytes, waiting, Lock())
+    model = ServedModel(name, export, lambda: Engine(open_slots(export, slots, None, 1), cache_bytes, waiting, Lock()))
     model.start(lambda: None)
     deadline = time.monotonic() + 30
     while not model.ready and time.monotonic() < deadline:
@@ -318,7 +319,7 @@ def test_helpers_and_several_models(served: ServedModel, client: httpx.Client, e
 
 
 def test_health_says_when_the_model_is_there(export: Path) -> None:
-    model = ServedModel("slow", export, lambda path: open_slots(path, 1, None, 1), 0, 1, Lock())
+    model = ServedModel("slow", export, lambda: Engine(open_slots(export, 1, None, 1), 0, 1, Lock()))
     with served_by(model) as client:
         assert client.get("/health").status_code == client.post("/v1/completions", json=ONCE).status_code == 503
         assert client.get("/v1/models").status_code == 200
