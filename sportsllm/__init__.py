@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_COMMANDS = ("train", "distill", "prune", "quantize", "export", "generate", "eval", "bench", "fit", "plan", "report")
+_COMMANDS = ("train", "distill", "prune", "quantize", "export", "generate", "serve", "eval", "bench", "fit", "plan",
+             "report")  # fmt: skip
 __all__ = ["load", *_COMMANDS]
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from benchmarks.measure.probes import EnergyMeter, drop_files, measure_bandwidth, read_sensors
 from sportsllm.errors import ResourceError, SportsLLMError
-from sportsllm.inference.decoder import Decoder, is_onnx_directory, kernels_of, open_decoder, placement_of
+from sportsllm.inference.decoder import Decoder, Verifier, is_onnx_directory, kernels_of, open_decoder, placement_of
 from sportsllm.process_memory import peak_rss_bytes
 
 STABLE_WITHIN = 0.10  # warm-up ends when the last three times agree this well
@@ -29,6 +29,7 @@ LONGEST_S = 4.0  # a slow model gets fewer repeats rather than more time than th
 LEAST_STEPS, MOST_SWEEPS = 16, 4
 ENERGY_S = 2.0  # counters move in steps of milliseconds, so a figure needs a while
 METER_EVERY_STEPS = 8  # a power sensor is integrated over time and needs many readings
+PASSES = (1, 2, 4, 8)  # tokens that prompt lookup reads at once
 WINDOWS, LEAST_WINDOW_S, MOST_WINDOW_S = 30, 1.0, 30.0  # of a sustained run
 Specification = Mapping[str, Any]
 StepSweeps = list[list[float]]
@@ -59,8 +60,10 @@ def measure_speed(asked: Specification) -> dict[str, Any]:
     first = milliseconds(lambda: decoder.prefill([tokens[:32]], max_length=min(64, len(tokens))))
     ttft = {str(prompt): time_prompt(decoder, tokens, prompt, asked) for prompt in asked["prompts"]}
     steps = {str(depth): time_depth(decoder, tokens, depth, asked) for depth in asked["depths"]}
-    energy = measure_energy(decoder, tokens, asked.get("energy_depth", 0), asked["steps"])
-    return {**loaded, "first_prefill_ms": first, "ttft_ms": ttft, "step_ms": steps, "energy": energy}
+    depth = asked.get("energy_depth", 0)
+    passes, energy = time_passes(decoder, tokens, depth, asked), measure_energy(decoder, tokens, depth, asked["steps"])
+    figures = {"first_prefill_ms": first, "ttft_ms": ttft, "step_ms": steps, "pass_ms": passes, "energy": energy}
+    return {**loaded, **figures}
 
 
 def measure_batch(asked: Specification) -> dict[str, Any]:
@@ -209,6 +212,22 @@ def time_steps(decoder: Decoder, tokens: Sequence[int], lengths: Sequence[int], 
             if len(sweeps[-1]) >= LEAST_STEPS and time.perf_counter() - sweep_started > LONGEST_S:
                 break
     return sweeps
+
+
+def time_passes(decoder: Decoder, tokens: Sequence[int], depth: int, asked: Specification) -> dict[int, list[float]]:
+    """Times to read 1, 2, 4 and 8 tokens in a pass at `depth`, in turns; empty if the decoder reads one by one."""
+    if not depth or getattr(decoder, "exact_rows", 1) == 1:
+        return {}
+    verifier = cast(Verifier, decoder)
+    rows = [count for count in PASSES if count <= min(verifier.exact_rows, len(tokens) - depth)]
+    times, started = {count: list[float]() for count in rows}, time.perf_counter()
+    decoder.prefill([tokens[:depth]], max_length=depth + rows[-1])
+    while len(times[1]) < asked["repeats"] or time.perf_counter() - started < asked["seconds_per_figure"]:
+        for count, samples in times.items():
+            read = decoder.step if count == 1 else verifier.read
+            samples.append(milliseconds(functools.partial(read, tokens[depth : depth + count])))
+            verifier.rewind(count)
+    return times
 
 
 def decode_for(

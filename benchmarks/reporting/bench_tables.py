@@ -128,7 +128,15 @@ def _value(limit: LimitVerdict) -> str:
 
 def bench_tables(bench: Bench) -> list[Table]:
     """Figures, times by depth, batches, the sustained run and other runtimes, as far as they were measured."""
-    tables = [_figures(bench), _depths(bench), _batches(bench), _sustained(bench), _peers(bench), _tasks(bench)]
+    tables = [
+        _figures(bench),
+        _depths(bench),
+        _passes(bench),
+        _batches(bench),
+        _sustained(bench),
+        _peers(bench),
+        _tasks(bench),
+    ]
     return [table for table in tables if table.rows or table.caption]
 
 
@@ -182,6 +190,17 @@ def _depths(bench: Bench) -> Table:
         rows.append((depth, median, *map(number, rest)))
     headers = ("after tokens", "p50 ms", "p90 ms", "p95 ms", "p99 ms", "memory floor ms", "tokens/s")
     return Table("Time per token", headers, rows, ())
+
+
+def _passes(bench: Bench) -> Table:
+    """What reading ahead gains if each proposed token is accepted with some chance, as `inference.lookup` counts it."""
+    chances = (0.5, 0.8, 1.0)
+    rows = []
+    for tokens, time_ms in bench.pass_ms.items():
+        made = [sum(chance**place for place in range(int(tokens))) for chance in chances]
+        rows.append((tokens, *map(number, (time_ms, *(1000 * each / time_ms if time_ms else None for each in made)))))
+    headers = ("tokens read at once", "ms", *(f"tokens/s at {chance:.0%} accepted" for chance in chances))
+    return Table("Reading ahead (prompt lookup)", headers, rows, ())
 
 
 def _batches(bench: Bench) -> Table:

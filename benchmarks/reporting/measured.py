@@ -114,6 +114,7 @@ class Bench:
     tpot_ms: dict[_Tokens, Percentiles]
     ttft_ms: ByTokens = field(default_factory=dict)
     decode_tokens_per_s: ByTokens = field(default_factory=dict)
+    pass_ms: ByTokens = field(default_factory=dict)
     memory_floor: MemoryFloor = field(default_factory=lambda: MemoryFloor({}))
     prefill_tokens_per_s: Figure = None
     load_s: Figure = None

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.measure.worker import time_passes
+from benchmarks.reporting.bench_tables import bench_tables
+from benchmarks.reporting.measured import as_bench
 from export.kernels import library as built
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.slots import open_slots
@@ -110,3 +113,16 @@ def test_proposals_follow_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cost, 4, 9.0)
     monkeypatch.setitem(cost, 8, 9.0)
     assert widths(1.0)[-1] == 1
+
+
+def test_bench_times_passes_and_says_what_they_would_gain(exports: Exports) -> None:
+    decoder = OnnxDecoder(exports(**SETTINGS[0]).directory, 1, kernels="native")
+    asked = {"repeats": 3, "seconds_per_figure": 0.0}
+    times = time_passes(decoder, [1] * 60, 40, asked)
+    assert list(times) == [1, 2, 4, 8] and all(len(samples) == 3 for samples in times.values())
+    assert list(time_passes(decoder, [1] * 44, 40, asked)) == [1, 2, 4]
+    decoder.exact_rows = 1
+    assert time_passes(decoder, [1] * 60, 40, asked) == {}
+    bench = as_bench({"directory": "x", "tpot_ms": {}, "pass_ms": {"1": 2.0, "4": 4.0}})
+    (table,) = (table for table in bench_tables(bench) if "prompt lookup" in table.title)
+    assert table.rows == [("1", "2.00", "500", "500", "500"), ("4", "4.00", "469", "738", "1,000")]
