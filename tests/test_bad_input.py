@@ -21,6 +21,7 @@ CASES: list[tuple[str, int, str]] = [
     (f"quantize {MISSING} --out {NEW}", ARTIFACT, "missing"),
     (f"export {MISSING} --out {NEW}", ARTIFACT, "missing"),
     (f"generate {MISSING}", ARTIFACT, "missing"),
+    (f"serve {MISSING}", ARTIFACT, "missing"),
     (f"eval {MISSING} --text {TEXT}", ARTIFACT, "missing"),
     (f"eval {MODEL} --text {MISSING}", ARTIFACT, "missing"),
     (f"eval {MODEL} --text {TEXT} --against {MISSING}", ARTIFACT, "missing"),

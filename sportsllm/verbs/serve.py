@@ -62,14 +62,7 @@ def serve(
     threads: options.Threads = None,
 ) -> ServeResult:
     """Serve exports by OpenAI's API, with a page."""
-    import uvicorn
-
-    from sportsllm.console import log
     from sportsllm.inference.decoder import is_onnx_directory
-    from sportsllm.serving.access import Access
-    from sportsllm.serving.app import Server
-    from sportsllm.serving.engine import Engine
-    from sportsllm.serving.models import ServedModel
 
     names = [path.resolve().name for path in directories]
     if len(set(names)) < len(names):
@@ -79,6 +72,14 @@ def serve(
     for path in directories:
         if not is_onnx_directory(path):
             raise ArtifactError(f"{path}: not an export; make one of a checkpoint with `export`")
+    import uvicorn
+
+    from sportsllm.console import log
+    from sportsllm.serving.access import Access
+    from sportsllm.serving.app import Server
+    from sportsllm.serving.engine import Engine
+    from sportsllm.serving.models import ServedModel
+
     open_slots, turn = load_function("export.runtime.slots", "open_slots"), Lock()
 
     def engine(path: Path) -> Engine:
