@@ -235,7 +235,8 @@ def score_text(
     """Score of `directory` on the documents of `text`, as `eval` computes it."""
     from sportsllm.inference.decoder import open_decoder
     from sportsllm.inference.scoring import score_documents
-    from sportsllm.text.documents import read_documents, warn_if_trained_on
+    from sportsllm.text.documents import read_documents
+    from sportsllm.text.split import warn_if_trained_on
     from sportsllm.text.tokenizer import load_tokenizer
 
     decoder = open_decoder(directory, threads, kernels, provider)

@@ -170,7 +170,6 @@ def run_fit(
     from sportsllm.files import atomic_write_text
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.safetensors import quantization_config
-    from sportsllm.text.packing import kept_tokens
 
     clock = clock or Clock(effort.minutes)
     device = load_target(target.device, target.limits)
@@ -197,9 +196,8 @@ def run_fit(
         made = _make(out / candidate.name, candidate, source, effort, target, text.reporting, clock)
         return {**summary(search, candidate, trials.bits_per_byte(source.teacher)), **made}
 
-    with kept_tokens(out / "trials" / "tokens"):
-        ranking = run_rounds(search, trials, effort, clock)
-        result = finish_best(ranking[: effort.finalists], finish, clock)
+    ranking = run_rounds(search, trials, effort, clock)
+    result = finish_best(ranking[: effort.finalists], finish, clock)
     documents = {"trials": trials.documents(), "final": text.reported}
     found = FitResult.of({**result, "documents": documents, "seconds": round(clock.seconds, 1)})
     atomic_write_text(out / RESULT, json.dumps(found.to_json(), indent=1, default=str) + "\n")

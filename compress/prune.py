@@ -170,7 +170,7 @@ def prune(
     config = PruneConfig(importance, given.get("refit", True), given.get("samples"))
     scores = Path(given["scores"]) if "scores" in given else None
     job = PruneJob(checkpoint, text, config, scores, recovery, experts, experts_per_token, reading)
-    read = None if recovery is None else cache(partial(StudentText.read, recovery, load_config(checkpoint)))
+    read = None if recovery is None else cache(partial(StudentText.read, recovery, load_config(checkpoint), out))
     work = Calibration(job, text=read)
     shape, found = choose_shape(work, target, out, partial(_recovered, work))
     begun = search_directory(out) / shape.name if found and found[0].bits_per_byte is not None else None
@@ -237,7 +237,7 @@ def prune_checkpoint(
         network, cut = _cut(job, work, shape, directory, resume, begun)
         training: JsonObject = {}
         if recovery is not None:
-            text = (work.text or partial(StudentText.read, recovery, smaller))()
+            text = (work.text or partial(StudentText.read, recovery, smaller, out))()
             known = {} if begun is None else manifest_of(begun).results
             mapped = recovery if begun is None else after_search(recovery, known["tokens"])
             if recovery.teacher == job.checkpoint:  # another one has layers of its own

@@ -16,8 +16,9 @@ from compress.quantize import quantize_checkpoint
 from sportsllm import console
 from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.simulator import simulate
-from sportsllm.text.packing import PackedSequences, tokenize
+from sportsllm.text.packing import PackedSequences
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+from sportsllm.text.tokens import tokenize
 from tests.support import gelu_kind
 from tests.support.command_line import CommandLine
 from tests.support.models import STORIES, TINY_VOCAB, tiny_model
@@ -115,6 +116,7 @@ def stories() -> Path:
 
 
 @pytest.fixture
-def batches(texts: list[str], tokenizer_directory: Path) -> PackedSequences:
+def batches(texts: list[str], tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedSequences:
     """Two packed rows of 32 tokens at a time."""
-    return PackedSequences(tokenize(texts, load_tokenizer(tokenizer_directory)), 32, 2, seed=0)
+    tokens = tokenize(texts, load_tokenizer(tokenizer_directory), tmp_path_factory.mktemp("tokens"))
+    return PackedSequences(tokens, 32, 2, seed=0)

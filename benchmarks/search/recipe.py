@@ -86,7 +86,8 @@ def held_out_text(source: Source, directory: Path) -> HeldOut:
     Raises:
         ArtifactError: the corpus is empty or a single document.
     """
-    from sportsllm.text.documents import held_out_files, load_corpus
+    from sportsllm.text.documents import held_out_files
+    from sportsllm.text.split import load_corpus
 
     known, field = held_out_files(source.teacher), source.reading.text_field
     parts = load_corpus(source.corpus, source.valid, known, field).parts()

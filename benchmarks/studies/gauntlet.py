@@ -23,7 +23,7 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.manifest import MANIFEST, read_manifest
 from sportsllm.inference.scoring import TextScore, score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
-from sportsllm.text.documents import load_corpus
+from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 
 KINDS = ("two-thirds", "half", "narrowed", "narrowed-fresh", "int8", "int4", "int4-trained")

@@ -29,7 +29,8 @@ from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.processors import set_threads
 from sportsllm.text.conversations import plain_text
-from sportsllm.text.documents import left_out, load_corpus
+from sportsllm.text.documents import left_out
+from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 
 RATES = (4e-4, 1e-3, 3e-3)

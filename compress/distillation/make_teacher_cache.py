@@ -25,8 +25,9 @@ from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import directory_bytes
 from sportsllm.text.documents import held_out_setting
-from sportsllm.text.packing import Batch, tokenize
+from sportsllm.text.packing import Batch
 from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.text.tokens import token_cache, tokenize
 
 if TYPE_CHECKING:
     from compress.distillation.loss import TeacherLogits
@@ -65,7 +66,7 @@ def make_teacher_cache(training: StudentTraining, info: CacheInfo, out: Path) ->
     def make(directory: Path) -> JsonObject:
         started = time.perf_counter()
         tokenizer = load_tokenizer(training.teacher, load_config(training.teacher), training.reading)
-        documents = tokenize(training.read_corpus().train, tokenizer)
+        documents = tokenize(training.read_corpus().train, tokenizer, token_cache(directory))
         batches = CachedBatches(documents, info.sequence, training.config.batch_size, info.seed, info.rows)
         if info.rows > batches.rows_per_epoch:
             log(

@@ -22,10 +22,12 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.processors import training_device
-from sportsllm.text.documents import TextSplit, held_out_setting, left_out, load_corpus
-from sportsllm.text.packing import PackedSequences, TokenizedDocuments, tokenize
+from sportsllm.text.documents import held_out_setting, left_out
+from sportsllm.text.packing import PackedSequences
 from sportsllm.text.reading import USUAL, Reading
+from sportsllm.text.split import TextSplit, load_corpus
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
+from sportsllm.text.tokens import TokenizedDocuments, token_cache, tokenize
 from sportsllm.training.loop import train_model
 from sportsllm.training.lora import add_adapters, merge_adapters
 from sportsllm.training.rate_trial import choose_rates
@@ -128,11 +130,11 @@ class StudentText:
     tokenizer: TextTokenizer
 
     @staticmethod
-    def read(training: StudentTraining, student: ModelConfig) -> StudentText:
-        """Read and tokenize the training's files, with the teacher's tokenizer."""
+    def read(training: StudentTraining, student: ModelConfig, out: Path) -> StudentText:
+        """Read and tokenize the training's files, with the teacher's tokenizer, for a run that writes `out`."""
         tokenizer = load_tokenizer(training.teacher, student, training.reading)
         split = training.read_corpus()
-        return StudentText(split, tokenize(split.train, tokenizer), tokenizer)
+        return StudentText(split, tokenize(split.train, tokenizer, token_cache(out)), tokenizer)
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ def recover(
     text: StudentText | None = None,
 ) -> JsonObject:
     """Train a model that was cut or rounded, in place: `train_student`, the score before under its own name."""
-    text = text or StudentText.read(training, model.config)
+    text = text or StudentText.read(training, model.config, state.directory)
     results = train_student(model, training, text, cache, state, "recover")
     return {"bits_per_byte_before_recovery": results.pop("bits_per_byte_before"), **results}
 

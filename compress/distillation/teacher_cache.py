@@ -33,7 +33,8 @@ from sportsllm.files import read_json, validate
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import digest, file_sha256, read_manifest
 from sportsllm.processors import training_device
-from sportsllm.text.packing import Batch, PackedSequences, TokenizedDocuments
+from sportsllm.text.packing import Batch, PackedSequences
+from sportsllm.text.tokens import TokenizedDocuments
 from sportsllm.training.loss import ChunkLoss, cross_entropy_chunk, scored_sum_
 
 if TYPE_CHECKING:

@@ -44,13 +44,15 @@ from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.kinds import EMBEDDING, HEAD
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.conversations import Document
-from sportsllm.text.documents import held_out_files, manifest_setting, read_documents, training_side
-from sportsllm.text.packing import TokenizedDocuments, tokenize
+from sportsllm.text.documents import held_out_files, manifest_setting, read_documents
 from sportsllm.text.reading import USUAL, Reading
+from sportsllm.text.split import training_side
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
+from sportsllm.text.tokens import TokenizedDocuments, token_cache, tokenize
 
 _STEP = 32  # rows come in multiples of this, the smallest block of the integer kernels
 _SCORED_TOKENS = 65_536
+_COUNTED_AT_ONCE = 2**22  # tokens
 
 
 def saved_tokens(vocabulary: Vocabulary, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -158,14 +160,16 @@ def prune_vocabulary(
         fixed = with_halves(vocabulary, vocabulary.fixed | named_ids(checkpoint, config, vocabulary))
         model = load_checkpoint(checkpoint)
         documents = training_side(calibration, [*held_out_files(checkpoint), *valid], reading.text_field)
-        before = tokenize(documents, tokenizer)
-        saved = saved_tokens(vocabulary, np.bincount(before.ids, minlength=config.vocab_size))
+        before = tokenize(documents, tokenizer, token_cache(directory))
+        parts = np.array_split(before.ids, 1 + before.ids.size // _COUNTED_AT_ONCE)
+        counts = sum(np.bincount(part, minlength=config.vocab_size) for part in parts)
+        saved = saved_tokens(vocabulary, np.asarray(counts))
         kept = kept_tokens(vocabulary, saved, target_size(vocab_size, len(fixed), config.vocab_size), fixed)
         pruned = prune_embedding(model, kept)
         save_checkpoint(directory, pruned, checkpoint)
         write_tokenizer(checkpoint, directory, vocabulary, kept)
         fewer = load_tokenizer(directory, pruned.config, reading)
-        after = tokenize(documents, fewer)
+        after = tokenize(documents, fewer, token_cache(directory))
         _check_round_trip(where, (tokenizer, before), (fewer, after))
         if valid:
             figures = _held_out(((model, tokenizer), (pruned, fewer)), list(read_documents(valid, reading.text_field)))

@@ -5,8 +5,9 @@ It is given, known from training, or written by the model itself.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.conversations import Document, plain_text
-from sportsllm.text.documents import cut_document, held_out_files, manifest_setting, training_side
+from sportsllm.text.documents import cut_document, held_out_files, manifest_setting
 from sportsllm.text.reading import USUAL, Reading
+from sportsllm.text.split import training_side
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
 SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16
@@ -32,6 +34,7 @@ JUDGED_SAMPLES = 8  # for `check_familiar`
 GENERAL_TEXT = Path(__file__).parents[1] / "text" / "general.jsonl"
 """70 texts of many subjects, formats and languages, written for this package and dedicated to the public domain."""
 _GENERAL_PART = 4  # of calibration text, one part is GENERAL_TEXT
+_RESERVOIR_CHARACTERS, _CHARACTERS_A_TOKEN = 2**26, 16  # of text to draw from, in memory
 _LEAST_TOKENS = 8  # shorter remainders of a document are dropped
 
 
@@ -66,10 +69,11 @@ def calibration_samples(
     if most is None:
         most = usual_samples(config, length)
     documents = training_side(files, valid, tokenizer.reading.text_field) if files else []
-    tokenizer.warn_if_special(documents)
     samples: list[Tensor] = []
-    tokens = 0
-    for sample in _drawn(documents, tokenizer, length, np.random.default_rng(seed)):
+    tokens, rng = 0, np.random.default_rng(seed)
+    reservoir = max(_RESERVOIR_CHARACTERS, _CHARACTERS_A_TOKEN * length * (count or most))
+    parts = _drawn(tokenizer.warn_if_special(documents), reservoir, rng)
+    for sample in _cut_samples(parts, tokenizer, length, rng):
         if len(samples) == count or (count is None and tokens >= most * length):
             break
         samples.append(sample)
@@ -114,16 +118,30 @@ def check_familiar(samples: Sequence[Tensor], nats: float) -> None:
         )
 
 
-def _drawn(
-    documents: Sequence[Document], tokenizer: TextTokenizer, length: int, rng: np.random.Generator
-) -> Iterator[Tensor]:
-    """A random chunk of each document, in an order that prefers long ones; then another chunk of each, and so on."""
-    parts = [(part, not place) for text in documents for place, part in enumerate(cut_document(text))]
+def _drawn(documents: Iterable[Document], characters: int, rng: np.random.Generator) -> list[tuple[Document, bool]]:
+    """Parts of documents in a random order that prefers long ones, and whether a document begins with the part.
+
+    Only the first of them are in memory, about so many `characters`.
+    """
     # The largest of u ** (1 / w) is drawn with probability w / sum of w, and so on (doi.org/10.1016/j.ipl.2005.11.003).
-    keys = rng.random(len(parts)) ** (1 / np.array([max(1, len(plain_text(text))) for text, _ in parts]))
+    heap, size, number = list[tuple[float, int, Document, bool]](), 0, 0
+    for document in documents:
+        for place, part in enumerate(cut_document(document)):
+            number, weight = number + 1, max(1, len(plain_text(part)))
+            heapq.heappush(heap, (rng.random() ** (1 / weight), -number, part, not place))
+            size += weight
+            while size - (smallest := len(plain_text(heap[0][2]))) > characters:
+                heapq.heappop(heap)
+                size -= smallest
+    return [(part, begins) for _, _, part, begins in sorted(heap, reverse=True)]
+
+
+def _cut_samples(
+    parts: Sequence[tuple[Document, bool]], tokenizer: TextTokenizer, length: int, rng: np.random.Generator
+) -> Iterator[Tensor]:
+    """A random chunk of each part, in their order; then another chunk of each, and so on."""
     left: list[list[Tensor]] = []
-    chosen = [parts[number] for number in np.argsort(-keys)]
-    for (part, begins), encoded in zip(chosen, tokenizer.encode_documents(part for part, _ in chosen), strict=True):
+    for (part, begins), encoded in zip(parts, tokenizer.encode_documents(part for part, _ in parts), strict=True):
         ids = encoded.ids[isinstance(part, str) and not begins :]
         cut = [torch.tensor([ids[start : start + length]]) for start in range(0, len(ids), length)]
         cut = [chunk for chunk in cut if chunk.numel() >= min(_LEAST_TOKENS, len(ids), length) > 1]

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.processes import own_share
-from sportsllm.text.conversations import Document
-from sportsllm.text.tokenizer import TextTokenizer
+from sportsllm.text.tokens import Id, TokenizedDocuments
 
 IGNORE = -100  # a target that is not scored
-_DOCUMENTS_A_STEP = 1_000  # of the progress bar
 
 
 @dataclass(frozen=True)
@@ -46,94 +37,6 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
         return Batch(self.tokens.to(device), self.targets.to(device), self.documents, self.index)
-
-
-@dataclass(frozen=True)
-class TokenizedDocuments:
-    """All documents' ids in one row, each as begin token, text, end token, or as a chat template writes it.
-
-    Attributes:
-        ids: (total,) uint32.
-        ends: (documents,) int64, where each document ends in `ids`.
-        text_bytes: UTF-8 bytes of all scored text.
-        scored: (total,) bool, which tokens are learned; None for all, if no document is a conversation.
-    """
-
-    ids: npt.NDArray[np.uint32]
-    ends: npt.NDArray[np.int64]
-    text_bytes: int
-    scored: npt.NDArray[np.bool_] | None = None
-
-    @property
-    def scored_tokens(self) -> int:
-        """How many tokens are learned, begin and end tokens included."""
-        return int(self.ids.size if self.scored is None else self.scored.sum())
-
-
-def tokenize(documents: Sequence[Document], tokenizer: TextTokenizer) -> TokenizedDocuments:
-    """Turn texts into ids, on all cores, or read them from the directory of `kept_tokens`.
-
-    Raises:
-        ArtifactError: there are no documents.
-    """
-    if not documents:
-        raise ArtifactError("the corpus is empty; give files with text in them")
-    tokenizer.warn_if_special(documents)
-    if _kept is None:
-        return _tokenize(documents, tokenizer)
-    digest = hashlib.sha256(tokenizer.fingerprint().encode())
-    for text in map(str, documents):
-        digest.update(f"{len(text)}:{text}".encode())
-    path = _kept / f"{digest.hexdigest()}.safetensors"
-    if path.exists():
-        try:
-            tensors = load_file(str(path))
-            return TokenizedDocuments(tensors["ids"], tensors["ends"], int(tensors["bytes"][0]), tensors.get("scored"))
-        except (SafetensorError, KeyError, OSError) as error:
-            log(f"{path}: damaged ({error}); the corpus is tokenized again")
-    found = _tokenize(documents, tokenizer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two runs may write the same at once
-    try:
-        tensors = {"ids": found.ids, "ends": found.ends, "bytes": np.array([found.text_bytes])}
-        save_file(tensors | ({} if found.scored is None else {"scored": found.scored}), str(fresh))
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
-    return found
-
-
-_kept: Path | None = None
-
-
-@contextmanager
-def kept_tokens(directory: Path) -> Iterator[None]:
-    """Keep the tokens in `directory`, so that runs on one corpus tokenize it only once.
-
-    Inside another `kept_tokens` the outer one's directory is used.
-    """
-    global _kept
-    before = _kept
-    _kept = before or directory
-    try:
-        yield
-    finally:
-        _kept = before
-
-
-def _tokenize(documents: Sequence[Document], tokenizer: TextTokenizer) -> TokenizedDocuments:
-    rows, scored, size = list[npt.NDArray[np.uint32]](), list[npt.NDArray[np.bool_]](), 0
-    chats = not all(isinstance(document, str) for document in documents)
-    with progress_bar("tokenize", len(documents)) as bar:
-        for encoded in tokenizer.encode_documents(documents, end=True):
-            rows.append(np.array(encoded.ids, dtype=np.uint32))
-            if chats:
-                scored.append(np.ones(len(encoded.ids), bool) if encoded.scored is None else np.array(encoded.scored))
-            size += encoded.bytes
-            if len(rows) % _DOCUMENTS_A_STEP == 0:
-                bar.advance(_DOCUMENTS_A_STEP)
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    return TokenizedDocuments(np.concatenate(rows), np.cumsum(lengths), size, np.concatenate(scored) if chats else None)
 
 
 def whole_rows(documents: TokenizedDocuments, length: int) -> list[list[tuple[int, int]]]:
@@ -214,9 +117,10 @@ class PackedSequences:
             ends += [offset + end for end in inside if end < self.length] + [offset + self.length]
             rows.append(ids[:-1].astype(np.int64))
             targets.append(target)
+        self._documents.unload()
         return Batch(torch.from_numpy(np.stack(rows)), torch.from_numpy(np.stack(targets)), tuple(ends), index)
 
-    def _row(self, epoch: int, row: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], list[int]]:
+    def _row(self, epoch: int, row: int) -> tuple[npt.NDArray[Id], npt.NDArray[np.int64], list[int]]:
         """`length` + 1 ids, the target of each but the last, and the document ends among them."""
         if epoch != self._epoch:
             rng = np.random.default_rng([self.seed, epoch])
@@ -243,7 +147,7 @@ class PackedSequences:
         ids = np.concatenate(chunks)
         return ids, ids[1:].astype(np.int64), boundaries
 
-    def _filled(self, parts: list[tuple[int, int]]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], list[int]]:
+    def _filled(self, parts: list[tuple[int, int]]) -> tuple[npt.NDArray[Id], npt.NDArray[np.int64], list[int]]:
         """A row of `whole_rows`; what is left of it is a document of its own without targets."""
         assert self._documents.scored is not None, "there are conversations"
         places = np.concatenate([np.arange(begin, end) for begin, end in parts])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers.decoders import DecodeStream
@@ -37,6 +37,8 @@ MIN_VOCAB_SIZE = _BYTES + 3
 _MOST_IDS = 2**22
 _PROBE = "A Δ 1 \U0001f600"
 _DOCUMENTS_AT_ONCE = 256
+_CHARACTERS_AT_FIRST, _CHARACTERS_AT_ONCE = 2**13, 2**20
+Item = TypeVar("Item")
 _SPACE = "▁"  # SentencePiece's
 
 _WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -60,6 +62,14 @@ class EncodedDocument(NamedTuple):
     ids: list[int]
     scored: list[bool] | None
     bytes: int
+
+
+def take(items: Iterator[Item], most: int, size: Callable[[Item], int]) -> Iterator[Item]:
+    """The next items, until their sizes add up to `most` or more."""
+    taken = 0
+    while taken < most and (item := next(items, None)) is not None:
+        taken += size(item)
+        yield item
 
 
 class TextTokenizer:
@@ -117,8 +127,8 @@ class TextTokenizer:
         Raises:
             ArtifactError: a conversation cannot be rendered, or has no assistant turn to score.
         """
-        rest, count = iter(documents), 4  # few at first: not every caller reads on
-        while part := list(islice(rest, count := min(2 * count, _DOCUMENTS_AT_ONCE))):
+        rest, size = iter(documents), _CHARACTERS_AT_FIRST  # few: not every caller reads on
+        while part := list(take(rest, size := min(2 * size, _CHARACTERS_AT_ONCE), lambda each: len(plain_text(each)))):
             yield from self._encode_some(part, [self.end_id] if end and self.end_id is not None else [])
 
     def _encode_some(self, documents: Sequence[Document], last: list[int]) -> Iterator[EncodedDocument]:
@@ -168,11 +178,12 @@ class TextTokenizer:
             return [last] if self._tokenizer.id_to_token(last) in self.special_texts else []
         return []
 
-    def warn_if_special(self, documents: Iterable[Document]) -> None:
-        """Log how often documents spell a special token, and what becomes of it."""
+    def warn_if_special(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """The documents; then log how often they spell a special token, and what becomes of it."""
         spelled, counts = re.compile("|".join(map(re.escape, self.special_texts)) or "(?!)"), Counter[bool]()
         for document in documents:
             counts[isinstance(document, str)] += len(spelled.findall(plain_text(document)))
+            yield document
         if counts[True] and not self.reading.parse_special:
             meant = "read as ordinary characters; give --set parse_special=true to mean the tokens"
             log(f"the text spells special tokens {counts[True]:,} times, which are {meant}")

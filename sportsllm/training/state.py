@@ -25,7 +25,7 @@ from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.conversations import Document
-from sportsllm.text.documents import TextSplit
+from sportsllm.text.split import TextSplit
 from sportsllm.text.tokenizer import TextTokenizer
 from sportsllm.training.settings import TrainConfig
 

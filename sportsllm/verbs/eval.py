@@ -121,8 +121,9 @@ def eval(
     from sportsllm.inference.divergence import compare_documents
     from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents, wilson_interval
     from sportsllm.text.conversations import Conversation
-    from sportsllm.text.documents import read_documents, warn_if_trained_on
+    from sportsllm.text.documents import read_documents
     from sportsllm.text.reading import take_reading
+    from sportsllm.text.split import warn_if_trained_on
     from sportsllm.text.tokenizer import load_tokenizer
 
     for each in [directory] if against is None else [directory, against]:
@@ -134,9 +135,8 @@ def eval(
     base = None if against is None else _open(against, context, rope_scaling, threads)
     score, trained, divergence, chats = None, None, None, None
     if text:
-        documents = list(read_documents(text, reading.text_field))
+        documents = list(tokenizer.warn_if_special(read_documents(text, reading.text_field)))
         chats = sum(isinstance(document, Conversation) for document in documents)
-        tokenizer.warn_if_special(documents)
         trained = warn_if_trained_on(directory, documents)
         if against is None or base is None:
             score = score_documents(decoder, tokenizer, documents)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib.util
 import inspect
 import json
 import os
@@ -30,7 +29,6 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -117,29 +115,23 @@ def run(
         raise UsageError(f"--only {only}: no such stage; it has {', '.join(stage.name for stage in checked.stages)}")
     if slurm is not None:
         return _write_jobs(slurm, recipe, checked, chosen, threads)
-    tokens: AbstractContextManager[None] = nullcontext()
-    if importlib.util.find_spec("torch") is not None:  # stages that train on one corpus tokenize it once
-        from sportsllm.text.packing import kept_tokens
-
-        tokens = kept_tokens(checked.out / "tokens")
     rows, missed, bench, began = list[StageRow](), dict[str, int](), None, time.perf_counter()
-    with tokens:
-        for number, stage in enumerate(chosen, start=1):
-            log(f"[{number}/{len(chosen)}] {stage.name}: {stage.command}")
-            started = time.perf_counter()
-            try:
-                with silenced(stage.command == "bench"):  # the report's table has its figures
-                    result = _run_stage(checked, stage, threads)
-            except SportsLLMError as error:
-                error.args = (f"stage {stage.name!r}: {error}",)
-                raise
-            if result["complaint"]:
-                log(str(result["complaint"]))
-            if result["exit_code"] and not stage.optional:
-                missed[stage.name] = result["exit_code"]
-            bench = result if stage.command == "bench" else bench
-            seconds, cached = round(time.perf_counter() - started, 2), result.get("cached", False)
-            rows.append(StageRow(stage.name, stage.command, result.get("out"), cached, seconds))
+    for number, stage in enumerate(chosen, start=1):
+        log(f"[{number}/{len(chosen)}] {stage.name}: {stage.command}")
+        started = time.perf_counter()
+        try:
+            with silenced(stage.command == "bench"):  # the report's table has its figures
+                result = _run_stage(checked, stage, threads)
+        except SportsLLMError as error:
+            error.args = (f"stage {stage.name!r}: {error}",)
+            raise
+        if result["complaint"]:
+            log(str(result["complaint"]))
+        if result["exit_code"] and not stage.optional:
+            missed[stage.name] = result["exit_code"]
+        bench = result if stage.command == "bench" else bench
+        seconds, cached = round(time.perf_counter() - started, 2), result.get("cached", False)
+        rows.append(StageRow(stage.name, stage.command, result.get("out"), cached, seconds))
     seconds = time.perf_counter() - began
     output().print(f"{checked.name}: {len(rows)} stages in {seconds:.0f} s")
     return RunResult(

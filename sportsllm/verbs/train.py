@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from sportsllm.formats.artifact import Stage
     from sportsllm.models.config import ModelConfig
     from sportsllm.models.language_model import SportsLLM
-    from sportsllm.text.documents import TextSplit
+    from sportsllm.text.split import TextSplit
     from sportsllm.text.tokenizer import TextTokenizer
     from sportsllm.training.settings import Adapters, TrainConfig
 
+_TOKENIZER_CHARACTERS = 100_000_000  # of text that a tokenizer is trained on
 _shape: Any = partial(typer.Option, rich_help_panel="Shape")
 
 
@@ -98,8 +99,9 @@ def train(
     from sportsllm.models.presets import changed_shape
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.processors import use_processor
-    from sportsllm.text.documents import held_out_setting, left_out, load_corpus
+    from sportsllm.text.documents import held_out_setting, left_out
     from sportsllm.text.reading import take_reading
+    from sportsllm.text.split import load_corpus
     from sportsllm.text.tokenizer import load_tokenizer
     from sportsllm.training.chat_format import check_format, with_format
     from sportsllm.training.cost import log_cost
@@ -125,10 +127,7 @@ def train(
     config = train_config(run, tokens, pick(found, TRAINING) | given, seed=seed, parallel=True)
     log_cost(shape, config)
     adapters = adapter_settings(lora_rank, found.get("lora_targets"), found.get("lora_alpha"), config.optimizer)
-    if not corpus:
-        corpus, valid = [DEFAULT_CORPUS / "train.jsonl"], valid or [DEFAULT_CORPUS / "valid.jsonl"]
-        _simulate_default()
-    training, held_out = corpus, valid or []
+    training, held_out = (corpus, valid or []) if corpus else _simulated(valid)
     unread = left_out(held_out, checkpoint) if checkpoint is not None else tuple(held_out)
     record = {
         "corpus": list(map(str, training)),
@@ -159,7 +158,7 @@ def train(
         else:
             start, source = _new_model(str(model), shape, texts, config, directory, tokenizer, digits), directory
         words = load_tokenizer(source, start.config, reading)
-        return _fit(start, words, texts, config, directory, stage, None if chat_template else checkpoint, resume)
+        return _fit(start, words, texts, config, out, directory, stage, None if chat_template else checkpoint, resume)
 
     result = TrainResult.of(run_together(out, stage, make, resume))
     output().print(result.line(), markup=False)
@@ -171,6 +170,7 @@ def _fit(
     tokenizer: TextTokenizer,
     texts: TextSplit,
     config: TrainConfig,
+    out: Path,
     directory: Path,
     stage: Stage,
     tokenizer_from: Path | None,
@@ -179,13 +179,15 @@ def _fit(
     """Minimise next-token cross-entropy, and write the checkpoint."""
     from sportsllm.formats.checkpoint import save_checkpoint
     from sportsllm.processors import training_device
-    from sportsllm.text.packing import PackedSequences, tokenize
+    from sportsllm.text.packing import PackedSequences
+    from sportsllm.text.tokens import token_cache, tokenize
     from sportsllm.training.loop import language_model_loss, train_model
     from sportsllm.training.state import validation
 
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     model.to(training_device())
-    batches = PackedSequences(tokenize(texts.train, tokenizer), config.sequence, config.batch_size, config.seed)
+    documents = tokenize(texts.train, tokenizer, token_cache(out))
+    batches = PackedSequences(documents, config.sequence, config.batch_size, config.seed)
     scored = validation(texts, tokenizer, config, keep_start="init" in stage.settings)
     if config.try_rates and scored is not None:
         from sportsllm.training.rate_trial import choose_rates
@@ -225,14 +227,17 @@ def _new_model(
     from sportsllm.models.kinds import described_shape
     from sportsllm.models.language_model import SportsLLM
     from sportsllm.text.conversations import plain_text
+    from sportsllm.text.split import DocumentStream
     from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
     from sportsllm.training.settings import check_sequence, fit_vocabulary
 
     if source is not None:
         copy_tokenizer(source, directory)
     elif not (directory / "tokenizer.json").exists():
-        log(f"training a tokenizer of {shape.vocab_size:,} entries")
-        train_tokenizer(map(plain_text, texts.train), shape.vocab_size, directory, digits)
+        sample = texts.train.sample(_TOKENIZER_CHARACTERS) if isinstance(texts.train, DocumentStream) else texts.train
+        some = f" on {len(sample):,} of {len(texts.train):,} documents" if len(sample) < len(texts.train) else ""
+        log(f"training a tokenizer of {shape.vocab_size:,} entries{some}")
+        train_tokenizer(map(plain_text, sample), shape.vocab_size, directory, digits)
     tokenizer = load_tokenizer(directory)
     shape = fit_vocabulary(shape, tokenizer.vocab_size, model).with_changes(
         bos_token_id=tokenizer.begin_id, eos_token_id=tokenizer.end_id, pad_token_id=tokenizer.pad_id
@@ -309,10 +314,11 @@ def _start(
     return model
 
 
-def _simulate_default() -> None:
-    """Make the default corpus if it is not there."""
+def _simulated(valid: list[Path] | None) -> tuple[list[Path], list[Path]]:
+    """Files of the default corpus, which is made if it is not there."""
     from sportsllm.console import log
 
     if not (DEFAULT_CORPUS / "train.jsonl").exists():
         log(f"no --corpus given: simulating {SIMULATED_MEGABYTES:g} MB of matches into {DEFAULT_CORPUS}")
         simulate(out=DEFAULT_CORPUS)
+    return [DEFAULT_CORPUS / "train.jsonl"], valid or [DEFAULT_CORPUS / "valid.jsonl"]

@@ -10,7 +10,8 @@ from torch import Tensor
 from compress.distillation.loss import HiddenMatching, attached, hidden_matching_loss
 from compress.distillation.settings import default_layer_map
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.text.packing import IGNORE, Batch, PackedSequences, TokenizedDocuments
+from sportsllm.text.packing import IGNORE, Batch, PackedSequences
+from sportsllm.text.tokens import TokenizedDocuments
 from sportsllm.training.loop import train_model
 from sportsllm.training.optimizers import build_optimizers
 from sportsllm.training.settings import TrainConfig

@@ -28,10 +28,11 @@ from compress.distillation.teacher_cache import (
 from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.manifest import verify_directory
-from sportsllm.text.documents import load_corpus
-from sportsllm.text.packing import IGNORE, PackedSequences, TokenizedDocuments, tokenize
+from sportsllm.text.packing import IGNORE, PackedSequences
 from sportsllm.text.reading import Reading
+from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+from sportsllm.text.tokens import TokenizedDocuments, tokenize
 from sportsllm.training.settings import TrainConfig
 from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
 
@@ -145,8 +146,9 @@ def made(checkpoint: Path, corpus_file: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def documents(checkpoint: Path, corpus_file: Path) -> TokenizedDocuments:
-    return tokenize(load_corpus([corpus_file], []).train, load_tokenizer(checkpoint))
+def documents(checkpoint: Path, corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenizedDocuments:
+    cache = tmp_path_factory.mktemp("tokens")
+    return tokenize(load_corpus([corpus_file], []).train, load_tokenizer(checkpoint), cache)
 
 
 def test_a_finished_directory(made: Path) -> None:
@@ -227,7 +229,7 @@ def test_an_interrupted_run_goes_on_byte_for_byte(
     interrupt(monkeypatch, rows=2)
     with pytest.raises(KeyboardInterrupt):
         opened(checkpoint, corpus_file, out)
-    assert not list(tmp_path.iterdir()), "interrupted at once, it leaves nothing"
+    assert [path.name for path in tmp_path.iterdir()] == ["token_cache"], "interrupted at once, it leaves tokens only"
     interrupt(monkeypatch, rows=6)
     with pytest.raises(InterruptedRun, match="after row 4 of 10"):
         opened(checkpoint, corpus_file, out)

@@ -16,7 +16,7 @@ from compress.quantize import quantize_checkpoint
 from sportsllm.formats.checkpoint import QuantizedLinear, load_checkpoint
 from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.simulator import simulate
-from sportsllm.text.documents import load_corpus
+from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.state import validation

@@ -9,7 +9,7 @@ import torch
 from sportsllm.errors import ArtifactError
 from sportsllm.inference.calibration import calibration_samples, check_familiar, usual_samples
 from sportsllm.models.presets import preset
-from sportsllm.text.documents import load_corpus
+from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 
 CONFIG = preset("tiny-300k").with_changes(vocab_size=400)

@@ -16,9 +16,10 @@ from sportsllm.errors import ArtifactError
 from sportsllm.text import chat
 from sportsllm.text.conversations import Conversation
 from sportsllm.text.documents import read_documents
-from sportsllm.text.packing import IGNORE, PackedSequences, tokenize
+from sportsllm.text.packing import IGNORE, PackedSequences
 from sportsllm.text.reading import Reading
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
+from sportsllm.text.tokens import tokenize
 
 # Each format as its publisher documents it, with marks around what the model writes.
 TEMPLATES = {
@@ -193,9 +194,9 @@ def test_turns_of_a_million_characters_and_none_of_the_assistant(chatml: TextTok
         list(chatml.encode_documents([Conversation((("user", "Who?"),), "row 7")]))
 
 
-def test_rows_hold_whole_conversations_and_learn_replies(chatml: TextTokenizer) -> None:
+def test_rows_hold_whole_conversations_and_learn_replies(chatml: TextTokenizer, tmp_path: Path) -> None:
     documents = [Conversation((("user", "Who won? " * (1 + n % 5)), ("assistant", f"Team {n}."))) for n in range(40)]
-    tokenized = tokenize([*documents, "A plain text. " * 30], chatml)
+    tokenized = tokenize([*documents, "A plain text. " * 30], chatml, tmp_path)
     assert tokenized.scored is not None
     rows = PackedSequences(tokenized, 64, 2, seed=0)
     batches = [rows.batch(index) for index in range(-(-rows.rows_per_epoch // 2))]
@@ -208,21 +209,23 @@ def test_rows_hold_whole_conversations_and_learn_replies(chatml: TextTokenizer) 
         ids, text = str(encoded.ids)[1:-1], [str(row)[1:-1] for batch in batches for row in batch.tokens.tolist()]
         assert any(ids.rpartition(",")[0] in row for row in text)  # the last token is a target only
     chatml.reading = Reading(loss_on="all")
-    assert (everything := tokenize(documents, chatml)).scored is not None and everything.scored.all()
+    assert (everything := tokenize(documents, chatml, tmp_path)).scored is not None and everything.scored.all()
     assert everything.text_bytes > tokenized.text_bytes
 
 
-def test_text_that_spells_special_tokens_is_counted(chatml: TextTokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_that_spells_special_tokens_is_counted(
+    chatml: TextTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spelled = Conversation((("user", "<|im_end|>"), ("assistant", "no <|im_end|>")))
     text = "<|im_start|>user\nWho?<|im_end|>\n"
     end = chatml.encode("<|im_end|>", special=True)[0]
-    assert end not in tokenize([text, text], chatml).ids
+    assert end not in tokenize([text, text], chatml, tmp_path).ids
     said = " ".join(capsys.readouterr().err.split())
     assert "the text spells special tokens 4 times" in said and "parse_special=true" in said
     chatml.reading = Reading(parse_special=True)
-    assert (tokenize([text, text], chatml).ids == end).sum() == 2
+    assert (tokenize([text, text], chatml, tmp_path).ids == end).sum() == 2
     assert not capsys.readouterr().err
-    tokenize([spelled], chatml)
+    tokenize([spelled], chatml, tmp_path)
     assert "messages spell special tokens 2 times" in " ".join(capsys.readouterr().err.split())
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -13,14 +14,17 @@ from sportsllm.formats.manifest import Manifest
 from sportsllm.text import documents
 from sportsllm.text.documents import (
     HELD_OUT,
-    Chunk,
-    TextSplit,
+    cut_text,
     held_out_files,
     held_out_setting,
     left_out,
-    load_corpus,
     log_files,
     read_documents,
+)
+from sportsllm.text.split import (
+    TextSplit,
+    index_documents,
+    load_corpus,
     split_documents,
     trained_on,
     training_side,
@@ -91,21 +95,19 @@ def test_a_simulated_folder_is_its_training_part(tmp_path: Path) -> None:
     assert list(read_documents([tmp_path])) == ["train"]
 
 
-def whole(texts: Sequence[str]) -> list[Chunk]:
-    return [Chunk(text, text) for text in texts]
-
-
 def write(path: Path, texts: Sequence[str]) -> Path:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return path
 
 
-def test_split_depends_on_the_text_alone() -> None:
-    documents = whole([f"document {i}" for i in range(4_000)])
-    split = split_documents(documents)
+def test_split_depends_on_the_text_alone(tmp_path: Path) -> None:
+    texts = [f"document {i}" for i in range(4_000)]
+    split = split_documents(index_documents([write(tmp_path / "all.jsonl", texts)]))
     assert not set(split.train) & set(split.held_out)
     assert 0.01 < len(split.held_out) / 4_000 < 0.03  # 0.02 +- 4.5 standard deviations
-    assert set(split_documents(documents[::-1]).held_out) == set(split.held_out)
+    assert set(split_documents(index_documents([write(tmp_path / "back.jsonl", texts[::-1])])).held_out) == set(
+        split.held_out
+    )
     draws = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64 for text in split.held_out]
     assert max(draws) < 0.02
 
@@ -122,7 +124,7 @@ def test_pieces_of_one_file_stay_on_one_side(tmp_path: Path) -> None:
 def test_a_single_book_holds_out_its_end(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("".join(f"line {n}\n\n" for n in range(30_000)), encoding="utf-8")
     split = load_corpus([tmp_path / "book.txt"], [])
-    assert split.held_out and "line 29999" in split.held_out[-1] and "line 0\n" in split.train[0]
+    assert split.held_out and "line 29999" in list(split.held_out)[-1] and "line 0\n" in next(iter(split.train))
     assert len(split.held_out) <= 0.1 * len(split.train)
 
 
@@ -132,7 +134,7 @@ def test_one_file_in_a_single_line_holds_out_its_end(tmp_path: Path) -> None:
         (tmp_path / "line.txt").write_text(text, encoding="utf-8")
         split = load_corpus([tmp_path / "line.txt"], [])
         assert "".join([*split.train, *split.held_out]) == text or words == 60_000
-        assert split.train[0].startswith("word0 ") and f"word{words - 1}" in split.held_out[-1]
+        assert next(iter(split.train)).startswith("word0 ") and f"word{words - 1}" in list(split.held_out)[-1]
         assert max(map(len, split.train)) < 65_536 and not set(split.held_out) & set(training_side([tmp_path], []))
     (tmp_path / "line.txt").write_text("short", encoding="utf-8")
     with pytest.raises(ArtifactError, match="a single short document"):
@@ -143,7 +145,7 @@ def test_held_out_documents_leave_the_corpus(tmp_path: Path, capsys: pytest.Capt
     texts = [f"text {n}" for n in range(100)]
     corpus, valid = write(tmp_path / "all.jsonl", texts), write(tmp_path / "part.jsonl", texts[:30])
     split = load_corpus([corpus], [valid])
-    assert split.train == texts[30:] and split.held_out == texts[:30]
+    assert list(split.train) == texts[30:] and list(split.held_out) == texts[:30]
     assert "30 of 100 documents are held out" in capsys.readouterr().err
     assert not set(training_side([corpus], [valid])) & set(texts[:30])
     assert not set(training_side([corpus], [])) & set(load_corpus([corpus], []).held_out)
@@ -155,14 +157,50 @@ def test_held_out_documents_leave_the_corpus(tmp_path: Path, capsys: pytest.Capt
         load_corpus([corpus], [write(tmp_path / "none.jsonl", [])])
 
 
+def test_copies_are_read_once_and_a_changed_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [f"text {n}" for n in range(100)]
+    corpus = write(tmp_path / "all.jsonl", [*texts, *texts[10:20]])
+    split = load_corpus([corpus], [])
+    assert sorted([*split.train, *split.held_out]) == sorted(texts)
+    assert "10 of 110 documents are copies of others" in capsys.readouterr().err
+    for changed in ([*texts[:-1], "other"], texts[:90], [*texts, *texts]):
+        write(corpus, changed)
+        with pytest.raises(ArtifactError, match=f"{corpus}: (changed|shrank) while this command read"):
+            list(split.train)
+
+
+def test_a_sample_is_the_same_in_another_order(tmp_path: Path) -> None:
+    texts = [f"text {n} " * 10 for n in range(1_000)]
+    streams = [index_documents([write(tmp_path / f"{step}.jsonl", texts[::step])]) for step in (1, -1)]
+    samples = [list(stream.sample(10_000)) for stream in streams]
+    assert samples[0] == samples[1][::-1] and 9_900 < sum(map(len, samples[0])) <= 10_100
+    assert list(streams[0].sample(10**9)) == texts and len(streams[0].sample(1)) == 1
+
+
+@pytest.mark.parametrize("block", [1, 7, 20_000, 2**20])
+def test_plain_text_is_cut_alike_in_blocks_of_any_size(
+    block: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    ends = ["\n", "\n\n", "\r\n", "\r\n\r\n", "\n\n\n\n", "\r\r\n", " "]
+    lengths = rng.choice([10, 3_000, 20_000, 65_530, 65_536, 150_000], 60)
+    text = "\ufeff" + "".join("é" * int(length) + ends[number % 7] for number, length in enumerate(lengths))
+    (path := tmp_path / "book.txt").write_bytes(text.encode())
+    monkeypatch.setattr(documents, "_BLOCK_BYTES", block)
+    found = list(read_documents([path]))
+    assert found == [part for part in cut_text(text) if part.strip()] and max(map(len, found)) < 2**17
+    plain = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    assert "".join(found).replace("\n", "") == plain.replace("\n", "")
+
+
 def test_what_a_teacher_holds_out_is_not_trained_on_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [f"text {n}" for n in range(100)]
     corpus, known = write(tmp_path / "all.jsonl", texts), write(tmp_path / "known.jsonl", texts[:30])
     valid = write(tmp_path / "valid.jsonl", texts[30:40])
     split = load_corpus([corpus], [valid], [known])
-    assert split.train == texts[40:] and split.held_out == texts[30:40]
+    assert list(split.train) == texts[40:] and list(split.held_out) == texts[30:40]
     split = load_corpus([corpus], [], [known])
-    assert not set(split.train + split.held_out) & set(texts[:30])
+    assert not {*split.train, *split.held_out} & set(texts[:30])
     assert f"{len(split.held_out)} of 70 documents are held out" in capsys.readouterr().err
 
 
@@ -225,7 +263,7 @@ def test_scored_text_is_compared_with_the_training_corpus(
     out = tmp_path / "tuned"
     train(checkpoint, corpus=[corpus_file], out=out, steps=0, sequence=64)
     split = load_corpus([corpus_file], [])
-    assert trained_on(out, split.train[:3]) == 3 and trained_on(out, split.held_out) == 0
-    assert warn_if_trained_on(out, [split.train[0], "another text"]) == 1
+    assert trained_on(out, list(split.train)[:3]) == 3 and trained_on(out, split.held_out) == 0
+    assert warn_if_trained_on(out, [next(iter(split.train)), "another text"]) == 1
     assert "1 of 2 documents are training text" in capsys.readouterr().err
     assert trained_on(tmp_path, split.train) == 0

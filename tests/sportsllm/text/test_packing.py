@@ -1,11 +1,18 @@
+import errno
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sportsllm.errors import ArtifactError
-from sportsllm.text.packing import IGNORE, PackedSequences, TokenizedDocuments, kept_tokens, tokenize
-from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.text import tokens
+from sportsllm.text.conversations import Document
+from sportsllm.text.packing import IGNORE, PackedSequences
+from sportsllm.text.tokenizer import EncodedDocument, TextTokenizer, load_tokenizer
+from sportsllm.text.tokens import TokenizedDocuments, tokenize
 from tests.support.models import tiny_config
 
 
@@ -61,24 +68,65 @@ def test_a_book_does_not_fill_batch_after_batch() -> None:
     assert sum(len(both) == 2 for both in books) >= 6  # by chance a batch of four is of one book in one case of eight
 
 
-def test_kept_tokens_are_those_of_this_text_and_tokenizer_only(
+def test_cached_tokens_are_those_of_this_text_and_tokenizer_only(
     texts: list[str], tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    words, cache = load_tokenizer(tokenizer_directory, tiny_config()), tmp_path / "tokens"
+    rows = [encoded.ids for encoded in words.encode_documents(texts, end=True)]
+    first = tokenize(texts, words, cache)
+    assert first.ids.tolist() == list(chain(*rows)) and first.ends.tolist() == np.cumsum(list(map(len, rows))).tolist()
+    assert first.ids.dtype == np.uint16 and first.text_bytes == len("".join(texts).encode())
+    (kept,) = cache.iterdir()
+    encode = words.encode_documents
+    with monkeypatch.context() as patch:
+        patch.setattr(words, "encode_documents", lambda *_, **__: pytest.fail("tokenized again"))
+        again = tokenize(texts, words, cache)
+    assert (again.ids == first.ids).all() and (again.ends == first.ends).all() and again.text_bytes == first.text_bytes
+    # The same letters in other documents, and damaged files, are tokenized again.
+    assert len(tokenize(["".join(texts)], words, cache).ends) == 1
+    assert len(list(cache.iterdir())) == 2
+    whole = (ids := kept / "ids").read_bytes()
+    for damaged in (whole[:100], bytes([whole[0] ^ 1]) + whole[1:], None, b""):
+        ids.unlink()  # `first` still reads the old file
+        if damaged is not None:
+            ids.write_bytes(damaged)
+        assert tokenize(texts, words, cache).ids.tolist() == list(chain(*rows))
+    (kept / "tokens.json").write_text("{", encoding="utf-8")
+    assert tokenize(texts, words, cache).ids.tolist() == list(chain(*rows))
+    assert encode == words.encode_documents
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_an_interrupted_run_goes_on_where_it_was(
+    chats: bool, tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fills up, or the process dies, after any of the writes; the next run has the same tokens."""
     words = load_tokenizer(tokenizer_directory, tiny_config())
-    plain = tokenize(texts, words)
-    with kept_tokens(tmp_path / "tokens"):
-        tokenize(texts, words)
-        kept = list((tmp_path / "tokens").iterdir())
-        encode = words.encode_documents
-        monkeypatch.setattr(words, "encode_documents", lambda *_, **__: pytest.fail("tokenized again"))
-        again = tokenize(texts, words)
-        assert (again.ids == plain.ids).all() and (again.ends == plain.ends).all()
-        assert again.text_bytes == plain.text_bytes and len(kept) == 1
-        monkeypatch.setattr(words, "encode_documents", encode)
-        # The same letters in other documents, and a damaged file, are tokenized again.
-        assert len(tokenize(["".join(texts)], words).ends) == 1
-        kept[0].write_bytes(kept[0].read_bytes()[:100])
-        assert (tokenize(texts, words).ids == plain.ids).all()
-    assert len(list((tmp_path / "tokens").iterdir())) == 2
-    tokenize(texts[:1], words)
-    assert len(list((tmp_path / "tokens").iterdir())) == 2
+    monkeypatch.setattr(tokens, "_TOKENS_AT_ONCE", 50)
+    texts = [f"line {n} of the book" for n in range(40)]
+    whole = tokenize(texts, words, tmp_path / "whole")
+
+    def encoded(documents: Iterable[Document], end: bool) -> Iterator[EncodedDocument]:
+        for each in TextTokenizer.encode_documents(words, documents, end):
+            number = int(words.decode(each.ids).split()[1])
+            yield each._replace(scored=[True] * len(each.ids)) if chats and number > 20 else each
+
+    monkeypatch.setattr(words, "encode_documents", encoded)
+    write, writes = tokens.atomic_write_text, 0
+
+    def fail(path: Path, text: str) -> None:
+        nonlocal writes
+        writes += 1
+        if writes % 2 == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(tokens, "atomic_write_text", fail)
+    for _ in range(100):
+        with suppress(OSError):
+            found = tokenize(texts, words, tmp_path / "cache")
+            break
+    assert writes > 8
+    assert found.ids.tolist() == whole.ids.tolist() and found.ends.tolist() == whole.ends.tolist()
+    assert found.text_bytes == whole.text_bytes
+    assert (found.scored is not None and found.scored.all() and len(found.scored) == len(found.ids)) == chats

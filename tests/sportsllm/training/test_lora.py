@@ -12,8 +12,9 @@ from torch.nn.functional import cross_entropy
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.text.documents import TextSplit, read_documents
+from sportsllm.text.documents import read_documents
 from sportsllm.text.packing import IGNORE, Batch
+from sportsllm.text.split import TextSplit
 from sportsllm.training.loop import language_model_loss
 from sportsllm.training.lora import LoRALinear, add_adapters, merge_adapters
 from sportsllm.training.settings import ALPHA, Adapters, TrainConfig, adapter_settings
