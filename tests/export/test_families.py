@@ -62,7 +62,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3-sliding", "smollm3", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma3", "phi3-sliding", "smollm3", "gpt2", "granite"])
 def test_int8_passes_the_gate_in_kernels(
     name: str, tokenizer_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
