@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import socket
@@ -16,6 +17,7 @@ from starlette.responses import Response
 from sportsllm.serving.replies import encode_json
 from sportsllm.serving.requests import ApiError
 
+STALLED_S = 60.0  # that a client may take to read a part of its reply
 _PUBLIC = ("/", "/health", "/models", "/v1/models")  # without a key
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -89,7 +91,8 @@ class Access:
             async def send_with_headers(message: Any) -> None:
                 if message["type"] == "http.response.start":
                     message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in added.items())]
-                await send(message)
+                async with asyncio.timeout(STALLED_S):  # else clients that never read would hold all connections
+                    await send(message)
 
             await inner(scope, receive, send_with_headers)
 

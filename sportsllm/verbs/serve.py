@@ -57,7 +57,7 @@ def serve(
     context: Annotated[
         int | None, typer.Option(min=2, help="Most tokens of a request.", show_default="the model's context")
     ] = None,
-    cache_mb: Annotated[int, typer.Option(min=0, help="Memory for beginnings that prompts share, per model.")] = 256,
+    cache_mb: Annotated[int, typer.Option(min=0, help="Memory for beginnings that prompts share, per model.")] = 128,
     kernels: options.Kernels = "auto",
     threads: options.Threads = None,
 ) -> ServeResult:

@@ -25,6 +25,7 @@ import httpx
 import uvicorn
 
 from export.runtime.slots import open_slots
+from sportsllm.serving import access as access_module
 from sportsllm.serving import app as app_module
 from sportsllm.serving.access import Access
 from sportsllm.serving.app import Server
@@ -299,6 +300,19 @@ def test_strangers_are_kept_out(served: ServedModel) -> None:
         assert reply.status_code == 200 and reply.headers["Access-Control-Allow-Origin"] == friend["Origin"]
         assert client.post(path, json=ONCE, headers=right | friend).headers["Vary"] == "Origin"
         assert "Access-Control-Allow-Origin" not in client.get("/health").headers
+
+
+def test_a_client_that_never_reads_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.body"})
+
+    async def never(*_: Any) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(access_module, "STALLED_S", 0.01)
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"localhost")]}
+    with pytest.raises(TimeoutError):
+        asyncio.run(Access().guard(answer)(scope, never, never))
 
 
 def test_helpers_and_several_models(served: ServedModel, client: httpx.Client, export: Path) -> None:
