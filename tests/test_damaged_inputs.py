@@ -228,7 +228,8 @@ def _targets(root: Path) -> dict[str, Target]:
         convert_gguf(root / "model.gguf", root / "converted")
 
     def report() -> None:
-        run_report([root / "next", root / "bench.json"], root / "r.html", "t", "html,md,csv")
+        for kind in ("html", "md", "csv"):
+            run_report([root / "next", root / "bench.json"], root / f"r.{kind}")
         card()
 
     state = root / "partial" / STATE_DIRECTORY
