@@ -16,6 +16,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.settings import TRAINING, check_optimizer_bits, check_value
 
 SCHEDULES = ("cosine", "wsd")
+_LEAST_TOKENS_PER_STEP, _MOST_TOKENS_PER_STEP = 1_024, 8_192
 ALPHA = 32.0
 """LoRA's scale, divided by the rank."""
 
@@ -132,7 +133,6 @@ DOCUMENTED_DROPOUT = 0.1
 LEAST_STEPS = 200
 """Least steps of a run that reads 1,024 tokens a step: at equal tokens, more steps help most (docs/results)."""
 _MANY_STEPS = 800
-_TOKENS_PER_STEP = (1_024, 8_192)
 _WARMUP_FRACTION, _MOST_WARMUP = 0.05, 50
 _RATE_PARAMETERS, _LEAST_PARAMETERS = 1e8, 1e6
 _MUON_TOKENS_PER_CHANNEL = 8
@@ -159,6 +159,7 @@ def train_config(
 
     With `tokens`, which are rounded up to whole steps, the tokens of a step follow from the length of the run: a
     two-hundredth, for random and pruned weights down to an eight-hundredth if Muon stays cheap, from 1,024 to 8,192.
+    Pruned weights of at most 64 channels get 512.
     With steps, a step has 4 x 4 x 512 tokens. The warm-up takes a twentieth of the steps, at most 50. With
     `documented`, `TrainConfig` has what is not given.
 
@@ -220,12 +221,12 @@ def _derived(run: Run, tokens: int | None, given: JsonObject) -> JsonObject:
 
 def _batches(tokens: int, sequence: int, run: Run, given: JsonObject) -> dict[str, int]:
     """Sequences of a batch and batches of a step, for a run of `tokens` in sequences of `sequence`."""
-    least, most = _TOKENS_PER_STEP
     wanted = tokens / LEAST_STEPS
+    cheap = 2 ** math.ceil(math.log2(_MUON_TOKENS_PER_CHANNEL * run.model.hidden_size))
     if _DEFAULTS[run.start].short_steps:
-        cheap = 2 ** math.ceil(math.log2(_MUON_TOKENS_PER_CHANNEL * run.model.hidden_size))
         wanted = min(wanted, max(tokens / _MANY_STEPS, cheap))
-    rows = max(1, 2 ** math.floor(math.log2(min(most, max(least, wanted)))) // sequence)
+    least = min(_LEAST_TOKENS_PER_STEP, cheap) if run.start is Start.PRUNED else _LEAST_TOKENS_PER_STEP
+    rows = max(1, 2 ** math.floor(math.log2(min(_MOST_TOKENS_PER_STEP, max(least, wanted)))) // sequence)
     batch_size = given.get("batch_size", max(1, min(TrainConfig.batch_size, rows // given.get("accumulation", 1))))
     return {"batch_size": batch_size, "accumulation": max(1, rows // batch_size)}
 
