@@ -35,7 +35,8 @@ Kind = Literal["spec", "measured", "estimated"]
 Text = Annotated[str, Field(min_length=1)]
 Rate = Annotated[float, Field(ge=1e-3, le=1e7)]
 Microseconds = Annotated[float, Field(ge=0, le=100_000)]
-Factor = Annotated[float, Field(ge=1, le=10)]
+MOST_BAND = 10.0
+Factor = Annotated[float, Field(ge=1, le=MOST_BAND)]
 
 
 class Strict(BaseModel):

@@ -27,7 +27,7 @@ import psutil
 from pydantic import ValidationError
 
 from benchmarks.devices.load import load_device
-from benchmarks.devices.schema import FORMAT, Coefficients, Device
+from benchmarks.devices.schema import FORMAT, MOST_BAND, Coefficients, Device
 from benchmarks.devices.verdict import limit_lengths
 from benchmarks.measure.bench import LARGEST_WORKING_SET_BYTES, short_bench
 from benchmarks.measure.machine import choose_cpus, machine, this_machine
@@ -221,6 +221,11 @@ def calibrate(threads: int, rounds: int) -> tuple[Coefficients, float]:
     host = load_device("host").model_copy(update={"hardware": this_machine(threads)})
     fitted, noisy = fit(figures, resolve(host)), ", other programs running" if busiest > QUIET_CORES else ""
     within = {kind: max(each, getattr(CALIBRATED_BAND, kind)) for kind, each in band_of(fitted, figures).items()}
+    if (worst := max(within.values())) > MOST_BAND:
+        raise UsageError(
+            f"the measurements are off by a factor of {worst:.0f}{noisy}: nothing is written; calibrate again on a "
+            "quiet machine, with more --rounds"
+        )
     source = f"`calibrate`: {len(wanted)} models, {threads} threads{noisy}"
     changes = {"source": source, "date": datetime.now(UTC).date(), "kind": "measured"}
     return fitted.model_copy(update={**changes, "band": CALIBRATED_BAND.model_copy(update=within)}), busiest
