@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 _shape = partial(typer.Option, rich_help_panel="Shape")
 _recovery = partial(typer.Option, rich_help_panel="Recovery")
 _CUT = "cut.json"  # in an unfinished directory: what a resumed run need not find again
-_BEFORE = "bits_per_byte_before_recovery"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +136,7 @@ def prune(
     from compress.distillation.student import StudentText
     from compress.pruning.cut import PruneConfig
     from compress.pruning.job import Calibration, PruneJob
-    from compress.pruning.search import choose_shape, search_directory
+    from compress.pruning.search import choose_shape
     from sportsllm.processors import set_threads
     from sportsllm.text.reading import take_reading
     from sportsllm.text.tokenizer import same_tokenizer
@@ -173,8 +172,7 @@ def prune(
     read = None if recovery is None else cache(partial(StudentText.read, recovery, load_config(checkpoint), out))
     work = Calibration(job, text=read)
     shape, found = choose_shape(work, target, out, partial(_recovered, work))
-    begun = search_directory(out) / shape.name if found and found[0].bits_per_byte is not None else None
-    result = prune_checkpoint(job, shape, out, work, resume=resume, search=found, begun=begun)
+    result = prune_checkpoint(job, shape, out, work, resume=resume, search=found)
     _print_result(result)
     return result
 
@@ -203,7 +201,6 @@ def prune_checkpoint(
     *,
     resume: bool = False,
     search: Sequence[Finalist] = (),
-    begun: Path | None = None,
 ) -> PruneResult:
     """Prune a checkpoint directory to a shape: calibrate, score, cut, refit, recover, write.
 
@@ -211,8 +208,7 @@ def prune_checkpoint(
         job, shape, out: what is pruned to what, and the directory to write.
         work: what a search has calibrated and scored already.
         resume: continue an interrupted recovery, if there is one; nothing before it is done again.
-        search: the finalists of the search that found the shape, for the results.
-        begun: the checkpoint that the search recovered briefly; the recovery goes on from it.
+        search: the finalists of the search that found the shape; the recovery goes on from the first one's.
     """
     from compress.pruning.job import Calibration
     from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory, run_stage
@@ -224,11 +220,12 @@ def prune_checkpoint(
     full, config, recovery = load_config(job.checkpoint), job.model_config(), job.recovery
     smaller = shape.applied_to(config)
     resume = resume and (partial_directory(out) / STATE_DIRECTORY).exists()
-    signals = None
+    signals = begun = None
     if recovery is not None:
         from compress.distillation.student import RunState, StudentText, recover
-        from compress.pruning.search import after_search
+        from compress.pruning.search import after_search, search_directory
 
+        begun = search_directory(out) / shape.name if search else None
         signals = recovery.prepare(smaller)
     stage = job.stage(shape)
 
@@ -244,10 +241,10 @@ def prune_checkpoint(
                 mapped = mapped.matching_kept(cut["kept_layers"])
             state = RunState(directory, stage.fingerprint(), resume)
             training = recover(network, mapped, signals, state, text)
-            for name in ("tokens", "tokens_per_parameter", "epochs") if known else ():
-                training[name] = round(training[name] + known[name], 2)
             if known:
-                training[_BEFORE] = known[_BEFORE]
+                both = ("tokens", "tokens_per_parameter", "epochs")
+                training |= {name: round(training[name] + known[name], 2) for name in both}
+                training["bits_per_byte_before_recovery"] = known["bits_per_byte_before_recovery"]
         (directory / _CUT).unlink()
         seconds = time.perf_counter() - started
         save_checkpoint(directory, network, job.checkpoint)

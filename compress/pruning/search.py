@@ -206,7 +206,7 @@ def recovered_finalists(
     brief, stage = brief_recovery(job.recovery, sought["search"]), job.stage(even)
     identity = Stage("search", {**stage.settings, **sought}, stage.inputs).fingerprint()
     known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
-    if known.get("fingerprint") == identity:
+    if known.get("fingerprint") == identity and (directory / Shape(**known["tried"][0]["shape"]).name).is_dir():
         log(f"{directory}: the shape was found there before")
         found = [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in known["tried"]]
         stored = directory / found[0].shape.name / SCORES_FILE
