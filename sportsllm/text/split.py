@@ -69,14 +69,9 @@ class DocumentStream:
         """The documents' keys."""
         return np.asarray(self.table[self.chosen, 0])
 
-    @property
-    def sources(self) -> Keys:
-        """Keys of the texts that they were cut from."""
-        return np.asarray(self.table[self.chosen, 1])
-
     def without(self, known: Keys) -> DocumentStream:
         """The documents that are not known, by their text or by the text that they were cut from."""
-        return self[~(np.isin(self.keys, known) | np.isin(self.sources, known))]
+        return self[np.asarray(~np.isin(self.table[self.chosen, :2], known).any(axis=1))]
 
     def distinct(self) -> DocumentStream:
         """Without copies of earlier documents."""
@@ -173,9 +168,7 @@ def load_corpus(
     split = split_documents(train)
     if not split.held_out:
         raise ArtifactError("the corpus is a single short document; give more text, or --valid FILE too")
-    held = (
-        f"{len(split.held_out):,} of {len(train):,} documents are" if len(train) > 1 else "the end of the document is"
-    )
+    held = f"{len(split.held_out):,} of {len(train):,} documents are" if len(train) > 1 else "the document's end is"
     log(f"no held-out text was given: {held} held out")
     return split
 
@@ -204,7 +197,7 @@ def split_documents(documents: DocumentStream) -> TextSplit:
     if count == 1 and isinstance(text := next(iter(documents)), str) and len(text) >= _LEAST_TO_CUT:
         place = place_to_cut(text, len(text) - max(round(HELD_OUT_FRACTION * len(text)), 200))
         return TextSplit([text[:place]], [text[place:]])
-    drawn = documents.sources < np.uint64(HELD_OUT_FRACTION * 2**64)
+    drawn = documents.table[documents.chosen, 1] < np.uint64(HELD_OUT_FRACTION * 2**64)
     train, held_out = documents[~drawn], documents[drawn]
     least = 2 if count >= _ENOUGH_FOR_TWO else 1
     if (not train or len(held_out) < least) and count > 1:
@@ -225,10 +218,8 @@ def trained_on(directory: Path, documents: Documents) -> int:
     Documents are compared by hash. Training text that is gone is not compared.
     """
     asked, manifest = document_keys(documents), manifest_of(directory)
-    found, manifests = (
-        np.zeros(len(asked), bool),
-        [manifest, *(each.manifest for each in ancestors(manifest, directory))],
-    )
+    found = np.zeros(len(asked), bool)
+    manifests = [manifest, *(each.manifest for each in ancestors(manifest, directory))]
     for made in {str(each.settings): each for each in manifests}.values():
         corpus = [path for path in map(Path, made.paths("corpus")) if path.exists()]
         named = made.paths(HELD_OUT) or made.paths("valid")
