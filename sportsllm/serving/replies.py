@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from sportsllm import __version__
@@ -87,7 +88,7 @@ class Reply:
             "tokens": pieces,
             "token_logprobs": [each.log_probability for each in scores],
             "top_logprobs": likeliest,
-            "text_offset": [sum(map(len, pieces[:place])) for place in range(len(pieces))],
+            "text_offset": [0, *accumulate(map(len, pieces))][:-1],
         }
 
     def _token(self, token: int, log_probability: float | None) -> Json:
