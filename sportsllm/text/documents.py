@@ -9,9 +9,8 @@ import gzip
 import hashlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
@@ -122,9 +121,9 @@ def read_chunks(paths: Sequence[Path], field: str = USUAL.text_field) -> Iterato
             texts = _jsonl(path, field)
         else:
             whole = hashlib.sha256()
-            for block in _blocks(path):
-                whole.update(block)
-            texts, source = _cut_blocks(_decoded(path)), whole.digest()
+            for block in _decoded(path, _BLOCK_BYTES):
+                whole.update(block.encode())
+            texts, source = cut_text(_decoded(path, _BLOCK_BYTES)), whole.digest()
         for text in texts:
             if plain_text(text).strip():
                 digest = document_digest(text)
@@ -136,49 +135,30 @@ def document_digest(document: Document) -> bytes:
     return hashlib.sha256(str(document).encode()).digest()
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def _decoded(path: Path, least: int = 0) -> Iterator[str]:
+    """A file's text in pieces of `least` bytes and the line that these end in."""
+    read = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            yield cast("IO[bytes]", file)
+            while data := file.read(least) + file.readline():
+                yield data.decode("utf-8")
+                read += len(data)
+    except UnicodeDecodeError as error:
+        raise ArtifactError(f"{path}: not UTF-8 at byte {read + error.start}; convert the file to UTF-8") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ArtifactError(f"{path}: damaged gzip file ({error}); copy it again") from None
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    """A file's bytes in blocks that end with a line, so that no character is cut."""
-    with _opened(path) as file:
-        while block := file.read(_BLOCK_BYTES):
-            yield block + file.readline()
-
-
-def _decoded(path: Path) -> Iterator[str]:
-    read = 0
-    for block in _blocks(path):
-        yield _decode(block, path, read)
-        read += len(block)
-
-
-def _decode(data: bytes, path: Path, before: int) -> str:
-    """Text of bytes that `before` others of the file precede."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ArtifactError(f"{path}: not UTF-8 at byte {before + error.start}; convert the file to UTF-8") from None
-
-
 def cut_document(document: Document) -> Iterable[Document]:
     """`cut_text` of a text; a conversation stays whole."""
-    return cut_text(document) if isinstance(document, str) else [document]
+    return cut_text([document]) if isinstance(document, str) else [document]
 
 
-def cut_text(text: str) -> Iterator[str]:
-    """Chunks of about 16 KB, cut at blank lines, and inside paragraphs of four times that size at white space."""
-    return _cut_blocks([text])
+def cut_text(blocks: Iterable[str]) -> Iterator[str]:
+    """Chunks of about 16 KB, cut at blank lines, and inside paragraphs of four times that size at white space.
 
-
-def _cut_blocks(blocks: Iterable[str]) -> Iterator[str]:
-    """`cut_text` of a text in blocks that end with a line."""
+    The text comes in blocks that end with a line.
+    """
     chunk: list[str] = []
     size = 0
     for part, goes_on in _paragraphs(blocks):
@@ -230,13 +210,9 @@ def place_to_cut(text: str, place: int) -> int:
 
 
 def _jsonl(path: Path, asked: str) -> Iterator[Document]:
-    field, read = "", 0
-    with _opened(path) as file:
-        for number, data in enumerate(file, start=1):
-            line = _decode(data, path, read)
-            read += len(data)
-            if not line.strip():
-                continue
+    field = ""
+    for number, line in enumerate(_decoded(path), start=1):
+        if line.strip():
             record = parse_json(line, where := f"{path}: line {number}", "fix or delete the line")
             names = list(record) if isinstance(record, dict) else []
             field = field or _field_of(tuple(names), path, asked)

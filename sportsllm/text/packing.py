@@ -16,6 +16,7 @@ from sportsllm.processes import own_share
 from sportsllm.text.tokens import Id, TokenizedDocuments
 
 IGNORE = -100  # a target that is not scored
+_BATCHES_IN_MEMORY = 16  # of the mapped ids that were read for them
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ class PackedSequences:
             ends += [offset + end for end in inside if end < self.length] + [offset + self.length]
             rows.append(ids[:-1].astype(np.int64))
             targets.append(target)
-        self._documents.unload()
+        if index % _BATCHES_IN_MEMORY == 0:
+            self._documents.unload()
         return Batch(torch.from_numpy(np.stack(rows)), torch.from_numpy(np.stack(targets)), tuple(ends), index)
 
     def _row(self, epoch: int, row: int) -> tuple[npt.NDArray[Id], npt.NDArray[np.int64], list[int]]:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import mmap
 import zlib
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -75,7 +75,6 @@ class _Written:
     tokens: int = 0
     text_bytes: int = 0
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    finished: bool = False
 
 
 def token_cache(out: Path) -> Path:
@@ -94,21 +93,22 @@ def tokenize(documents: Documents, tokenizer: TextTokenizer, cache: Path) -> Tok
     names = hashlib.sha256(tokenizer.fingerprint().encode() + document_keys(documents).tobytes())
     directory = cache / names.hexdigest()[:32]
     directory.mkdir(parents=True, exist_ok=True)
-    kind: type[Id] = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    largest = max(tokenizer.vocab_size - 1, tokenizer.begin_id, tokenizer.end_id or 0)
+    kind: type[Id] = np.uint16 if largest < 2**16 else np.uint32
     with FileLock(str(directory / "lock")):  # another run that tokenizes the same text is waited for
         written = _found(directory)
-        if not written.finished:
+        if written.documents < len(documents):
             written = _write(directory, documents, tokenizer, kind, written)
-    maps = {name: _mapped(directory / name) for name in written.files}
+    maps = {name: _mapped(directory / name, size) for name, (size, _) in written.files.items()}
     ids: npt.NDArray[Any] = np.frombuffer(maps["ids"], kind)
     scored = np.frombuffer(maps["scored"], np.bool_) if "scored" in maps else None
     ends = np.frombuffer(maps["ends"], np.int64)
     return TokenizedDocuments(ids, ends, written.text_bytes, scored, tuple(maps.values()))
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _mapped(path: Path, size: int) -> mmap.mmap:
     with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
 
 
 def _found(directory: Path) -> _Written:
@@ -123,8 +123,6 @@ def _found(directory: Path) -> _Written:
     except (ArtifactError, OSError) as error:
         log(f"{error}; the corpus is tokenized again")
         return _Written()
-    if not written.finished:
-        log(f"{directory}: going on after {written.tokens:,} tokens that an earlier run wrote")
     return written
 
 
@@ -141,6 +139,8 @@ def _write(
     directory: Path, documents: Documents, tokenizer: TextTokenizer, kind: type[Id], written: _Written
 ) -> _Written:
     """Write the tokens of the documents behind those that are written."""
+    if written.documents:
+        log(f"{directory}: going on after {written.tokens:,} tokens that an earlier run wrote")
     rest = tokenizer.warn_if_special(islice(documents, written.documents, None))
     encoded = tokenizer.encode_documents(rest, end=True)
     with progress_bar("tokenize", len(documents)) as bar:
@@ -149,8 +149,6 @@ def _write(
             written = _append(directory, part, kind, written)
             bar.advance(len(part))
             atomic_write_text(directory / _INDEX, json.dumps(asdict(written)))
-    written = replace(written, finished=True)
-    atomic_write_text(directory / _INDEX, json.dumps(asdict(written)))
     return written
 
 

@@ -188,7 +188,7 @@ def test_plain_text_is_cut_alike_in_blocks_of_any_size(
     (path := tmp_path / "book.txt").write_bytes(text.encode())
     monkeypatch.setattr(documents, "_BLOCK_BYTES", block)
     found = list(read_documents([path]))
-    assert found == [part for part in cut_text(text) if part.strip()] and max(map(len, found)) < 2**17
+    assert found == [part for part in cut_text([text]) if part.strip()] and max(map(len, found)) < 2**17
     plain = text.removeprefix("\ufeff").replace("\r\n", "\n")
     assert "".join(found).replace("\n", "") == plain.replace("\n", "")
 
