@@ -284,7 +284,8 @@ class StopSearch:
         found = [(place + len(stop), place) for stop in self._stops if (place := self.held.find(stop)) >= 0]
         if found:
             return self.held[: min(found)[1]], True
-        keep = max((n for stop in self._stops for n in range(len(stop)) if self.held.endswith(stop[:n])), default=0)
+        begins = (stop[:n] for stop in self._stops for n in range(min(len(stop), len(self.held) + 1)))
+        keep = max((len(begin) for begin in begins if self.held.endswith(begin)), default=0)
         text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         return text, False
 

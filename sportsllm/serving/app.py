@@ -185,13 +185,16 @@ class Server:
     async def _generate(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
         body, mailbox = parse_request(kind, await read_body(request)), Mailbox()
         model = self._find(body.model)
-        jobs = await _in_worker(model, model.jobs, body, mailbox.put)
+        reply = Reply(kind is ChatRequest, model.name, model.tokenizer)
         try:
+            model.engine.check_room(body.n * (len(body.prompts()) if isinstance(body, CompletionRequest) else 1))
+            jobs = await _in_worker(model, model.jobs, body, mailbox.put)
+            begins = model.echoed(body, jobs)
+            if await request.is_disconnected():  # else nobody would cancel the jobs of a stream
+                raise ClientDisconnect
             model.engine.submit(jobs)
         except QueueFull as full:
             raise ApiError(429, "too many requests wait; try again", "rate_limit_error", retry_s=full.retry_s) from None
-        reply = Reply(kind is ChatRequest, model.name, model.tokenizer)
-        begins = model.echoed(body, jobs)
         if body.stream:
             events = self._events(reply, model, mailbox, jobs, begins, body.stream_options.include_usage)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})

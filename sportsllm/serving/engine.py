@@ -152,13 +152,20 @@ class Engine:
             QueueFull: too many wait.
         """
         with self._news:
-            if len(self.waiting) + len(jobs) > self.most_waiting + self.slots.slots - len(self.running):
-                self.counts["refused"] += len(jobs)
-                done = max(1, self.counts["finished"])
-                mean_s = self.counts["busy_us"] / 1e6 / done
-                raise QueueFull(min(60, max(1, round(mean_s * len(self.waiting)))))
+            self.check_room(len(jobs))
             self.waiting.extend(jobs)
             self._news.notify()
+
+    def check_room(self, jobs: int) -> None:
+        """Refuse jobs for which there is no room.
+
+        Raises:
+            QueueFull: too many wait.
+        """
+        if len(self.waiting) + jobs > self.most_waiting + self.slots.slots - len(self.running):
+            self.counts["refused"] += jobs
+            mean_s = self.counts["busy_us"] / 1e6 / max(1, self.counts["finished"])
+            raise QueueFull(min(60, max(1, round(mean_s * len(self.waiting)))))
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """Give jobs up; they leave before the next step."""
@@ -183,7 +190,7 @@ class Engine:
             began = time.perf_counter()
             try:
                 self._advance()
-            except Exception:
+            except BaseException:  # panics of libraries in Rust are no Exceptions
                 traceback.print_exc()
                 for job in self.running:
                     job.deliver(Piece(job, finish="error"))
@@ -294,6 +301,13 @@ class Engine:
 
     def _take(self, job: Job, logits_V: Logits) -> str | None:
         """Choose a job's next token and deliver its text; returns why the job ends, if it does."""
+        try:
+            return self._choose(job, logits_V)
+        except BaseException:  # of a constraint or the tokenizer, which may panic; other jobs go on
+            traceback.print_exc()
+            return "error"
+
+    def _choose(self, job: Job, logits_V: Logits) -> str | None:
         if job.generated == job.most:
             return "length"
         token = job.sampler.choose(logits_V, job.ids)

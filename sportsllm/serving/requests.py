@@ -6,6 +6,7 @@ Fields are OpenAI's and, beyond them, llama-server's. Unknown ones are ignored; 
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
@@ -15,6 +16,7 @@ from sportsllm.files import as_object, describe, parse_json
 from sportsllm.inference.decoder import Sampling
 
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 16, 20
+Stop = Annotated[str, Field(max_length=MOST_STOPS * 64)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
@@ -63,13 +65,13 @@ class GenerationRequest(_Body):
     top_k: int = Field(50, ge=0)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(
-        1.0, gt=0, le=100, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+        1.0, ge=0.01, le=100, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, float] = Field({}, max_length=1024)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
     seed: int | None = Field(None, ge=-1, lt=2**63)
-    stop: str | list[str] = Field([], max_length=MOST_STOPS * 64)
+    stop: Stop | list[Stop] = []
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | bool | None = None
@@ -98,7 +100,7 @@ class GenerationRequest(_Body):
         Raises:
             ApiError: a key that is none.
         """
-        if any(not (key.isascii() and key.isdigit() and int(key) < vocab_size) for key in self.logit_bias):
+        if any(not (re.fullmatch("[0-9]{1,9}", key) and int(key) < vocab_size) for key in self.logit_bias):
             raise ApiError(400, f"logit_bias: keys are token ids below {vocab_size}", param="logit_bias")
         return {int(key): value for key, value in self.logit_bias.items()}
 

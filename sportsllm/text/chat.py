@@ -160,6 +160,8 @@ class ChatRenderer:
             line = self._child.stdout.readline() if self._child.stdout else b""
         finally:
             late.cancel()
+        if not line.endswith(b"\n"):  # it has died, or is about to
+            self.close()
         answer = parse_json(line, self._directory) if line else {"problem": f"it takes longer than {_MOST_SECONDS} s"}
         if "problem" in answer:
             raise ArtifactError(f"the chat template fails ({clip(answer['problem'], 200)})")
@@ -177,6 +179,7 @@ class ChatRenderer:
         if self._child is not None:
             self._child.kill()
             self._child.communicate()
+            self._child = None
 
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -144,6 +144,7 @@ def test_sequences_of_one_length_are_decoded_as_a_batch() -> None:
 )
 def test_examples(pieces: list[str], stops: list[str], wanted: str) -> None:
     assert "".join(until(pieces, stops)) == wanted
+    assert "".join(until(pieces, [*stops, "x" * 10**7])) == wanted  # at once, too
 
 
 def test_any_cut_gives_the_text_before_the_first_stop_and_no_piece_later() -> None:

@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
@@ -23,14 +23,17 @@ pytest.importorskip("httpx")
 
 import httpx
 import uvicorn
+from starlette.requests import ClientDisconnect
 
 from export.runtime.slots import open_slots
+from sportsllm.inference.decoder import Logits
 from sportsllm.serving import access as access_module
 from sportsllm.serving import app as app_module
 from sportsllm.serving.access import Access
 from sportsllm.serving.app import Server
 from sportsllm.serving.engine import Engine
 from sportsllm.serving.models import ServedModel
+from sportsllm.serving.sampler import Sampler
 from tests.support.command_line import CommandLine
 from tests.support.models import STORIES
 
@@ -167,6 +170,13 @@ def test_a_template_renders_in_a_process_that_stays(export: Path, tmp_path: Path
         assert renderer(messages) == render_chat(tmp_path, messages) == "ü|"
         with pytest.raises(ArtifactError, match="fails"):
             renderer([{"role": "user", "content": "bad"}])
+    child = renderer._child
+    assert child is not None
+    child.kill()
+    child.poll = lambda: None  # type: ignore[method-assign]  # its pipes close before it is seen to have ended
+    with pytest.raises(ArtifactError, match="fails"):
+        renderer(messages)
+    assert renderer(messages) == "ü|"
     renderer.close()
     assert renderer(messages) == "ü|"
     renderer.close()
@@ -201,6 +211,47 @@ def test_requests_at_once_get_what_they_get_alone(
     while (engine.running or engine.waiting) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not engine.running and not engine.waiting
+
+
+class _Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+def test_a_sequence_that_fails_ends_alone(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose, expected = Sampler.choose, complete(client, max_tokens=60)
+
+    def fail(self: Sampler, logits_V: Logits, seen: Sequence[int]) -> int:
+        if self._sampling.seed == 13 and len(seen) > 20:
+            raise _Panic
+        return choose(self, logits_V, seen)
+
+    async def both() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as there:
+            bodies = ({**ONCE, "max_tokens": 60, "seed": seed} for seed in (1, 13))
+            return await asyncio.gather(*(there.post("/v1/completions", json=body) for body in bodies))
+
+    monkeypatch.setattr(Sampler, "choose", fail)
+    well, failed = asyncio.run(both())
+    assert well.json()["choices"][0]["text"] == expected == complete(client, max_tokens=60)
+    assert failed.status_code == 500 and "error" in failed.json()["error"]["message"]
+
+
+def test_a_client_that_left_before_its_turn_starts_nothing(served: ServedModel) -> None:
+    body = json.dumps({**ONCE, "max_tokens": 400, "stream": True}).encode()
+    messages = [{"type": "http.request", "body": body}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"host", b"localhost")]}
+    before = served.engine.counts["prompt_tokens"]
+    with suppress(ClientDisconnect):
+        asyncio.run(Server([served], Access()).app()(scope | {"query_string": b""}, receive, send))
+    assert not served.engine.running and not served.engine.waiting
+    assert served.engine.counts["prompt_tokens"] == before
 
 
 def test_shared_beginnings_are_read_once_within_a_bound(export: Path) -> None:
@@ -256,7 +307,9 @@ def test_echo_scores_the_prompt(client: httpx.Client, loaded: LoadedModel) -> No
         ({"top_p": 0}, "top_p"), ({"max_tokens": 1.5}, "max_tokens"), ({"stop": [""]}, "stop"), ({"stop": 3}, "stop"),
         ({"prompt": []}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": [512]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"), ({"logit_bias": {"x": 1}}, "logit_bias"), ({"stream": "yes"}, "stream"),
-        ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"response_format": {"type": "sound"}}, "response_format"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 1e39}}, "logit_bias"), ({"repetition_penalty": 1e-42}, "repetition_penalty"),
+        ({"stop": ["x" * 2000]}, "stop"), ({"response_format": {"type": "sound"}}, "response_format"),
     ],
 )  # fmt: skip
 def test_wrong_fields_are_named(client: httpx.Client, change: dict[str, Any], param: str) -> None:
@@ -277,6 +330,7 @@ def test_other_refusals(client: httpx.Client, export: Path, monkeypatch: pytest.
     monkeypatch.setattr(app_module, "MOST_BODY_BYTES", 1000)
     refusal(client, 413, prompt="a" * 2000)
     model = start(export, slots=1, waiting=0)
+    monkeypatch.setattr(model, "jobs", lambda *_: pytest.fail("made more sequences than may wait"))
     with served_by(model) as full:
         reply = full.post("/v1/completions", json={**ONCE, "n": 2})
     assert reply.status_code == 429 and int(reply.headers["Retry-After"]) >= 1
