@@ -196,7 +196,7 @@ class TextTokenizer:
 
     def piece(self, token: int) -> str:
         """Text of one token behind others, with its space; what a special token is spelled like."""
-        anchor = self.encode("a")[-1:]
+        anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]  # as `encode`, but safe beside it
         text = self.decode([*anchor, token])[len(self.decode(anchor)) :]
         return text or self._tokenizer.id_to_token(token) or ""
 

@@ -117,6 +117,13 @@ def test_pieces_are_the_text(tokenizer_directory: Path) -> None:
     assert token_pieces(tokenizer, TEXT, 3) == pieces[:3]
 
 
+def test_a_piece_does_not_disturb_what_another_thread_encodes(tokenizer: TextTokenizer) -> None:
+    token = tokenizer.encode(" ball")[-1]
+    with tokenizer._special_tokens(True):
+        assert tokenizer.piece(token)
+        assert not tokenizer._tokenizer.encode_special_tokens
+
+
 def test_pieces_of_sentencepiece(stories: Path) -> None:
     pieces = token_pieces(read_tokenizer(stories / "tokenizer.json"), "Once upon a time", 10)
     assert "".join(pieces) == " Once upon a time" and "▁" not in "".join(pieces)
