@@ -127,7 +127,7 @@ class TextSplit:
         sample = held_out.sample(_MOST_HELD_OUT) if isinstance(held_out, DocumentStream) else held_out
         ordered = sorted(set(sample), key=document_digest)
         if len(ordered) == 1:
-            ordered = sorted(set(cut_document(ordered[0])), key=document_digest)
+            ordered = sorted(set(_cut(ordered)), key=document_digest)
         selection_split, report_split = ordered[1::2] or ordered, ordered[::2]
         return [*_cut(selection_split)], [*_cut(report_split)]
 

@@ -227,6 +227,7 @@ def test_the_text_that_chooses_is_not_the_text_that_is_reported() -> None:
     choosing, judging = TextSplit(["x"], [book]).parts()
     assert choosing and judging and not set(choosing) & set(judging)
     assert TextSplit(["x"], ["short"]).parts() == (["short"], ["short"])  # nothing else is there
+    assert all(TextSplit(["x"], ["a b " * 5_000 + "\n\n"]).parts())  # blank lines at the end are no half
 
 
 def test_the_first_held_out_documents_come_from_all_files() -> None:
