@@ -83,7 +83,7 @@ class PackedSequences:
                 f"the corpus has {documents.ids.size} tokens, shorter than one sequence of {length}; "
                 "add text or use a smaller --sequence"
             )
-        self._epoch = -1
+        self._epoch, self._batches = -1, 0
         self._order = self._order_ends = self._rows = np.empty(0, dtype=np.int64)
 
     @property
@@ -118,7 +118,8 @@ class PackedSequences:
             ends += [offset + end for end in inside if end < self.length] + [offset + self.length]
             rows.append(ids[:-1].astype(np.int64))
             targets.append(target)
-        if index % _BATCHES_IN_MEMORY == 0:
+        self._batches += 1  # `index` may skip: several processes share a step
+        if self._batches % _BATCHES_IN_MEMORY == 0:
             self._documents.unload()
         return Batch(torch.from_numpy(np.stack(rows)), torch.from_numpy(np.stack(targets)), tuple(ends), index)
 

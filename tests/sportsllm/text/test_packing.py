@@ -56,6 +56,16 @@ def test_a_batch_is_a_pure_function_of_seed_and_index() -> None:
     assert not epochs[0].equal(epochs[1])
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_mapped_ids_leave_memory_whichever_batches_a_process_reads(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    unloads = list[int]()
+    monkeypatch.setattr(TokenizedDocuments, "unload", lambda _: unloads.append(1))
+    packed = PackedSequences(documents([7, 30, 2, 11, 19, 5, 40]), length=8, batch_size=2, seed=3)
+    for index in range(1, 1 + 32 * every, every):
+        packed.batch(index)
+    assert len(unloads) == 2
+
+
 def test_corpus_shorter_than_a_sequence() -> None:
     with pytest.raises(ArtifactError, match="shorter than one sequence of 64"):
         PackedSequences(documents([10, 20]), length=64, batch_size=1, seed=0)
