@@ -69,6 +69,11 @@ class DocumentStream:
         """The documents' keys."""
         return np.asarray(self.table[self.chosen, 0])
 
+    @property
+    def keys_and_sources(self) -> Keys:
+        """The keys of all documents of the files, and of the texts that they were cut from."""
+        return np.asarray(self.table[:, :2]).ravel()
+
     def without(self, known: Keys) -> DocumentStream:
         """The documents that are not known, by their text or by the text that they were cut from."""
         return self[np.asarray(~np.isin(self.table[self.chosen, :2], known).any(axis=1))]
@@ -155,7 +160,7 @@ def load_corpus(
     if valid and not held_out:
         raise ArtifactError(f"{', '.join(map(str, valid))}: the held-out text is empty; give files with text in them")
     further = index_documents([path for path in known if path not in valid], field)
-    left = documents.without(np.concatenate([held_out.keys, further.keys]))
+    left = documents.without(np.concatenate([held_out.keys_and_sources, further.keys_and_sources]))
     if not left:
         raise ArtifactError(f"{', '.join(map(str, corpus))}: all of it is held out; give other training text")
     if len(left) < len(documents):
@@ -180,7 +185,7 @@ def training_side(files: Sequence[Path], valid: Sequence[Path], field: str = USU
         ArtifactError: all of them are held out.
     """
     documents = index_documents(files, field)
-    left = documents.without(index_documents(valid, field).keys)
+    left = documents.without(index_documents(valid, field).keys_and_sources)
     if documents and not left:
         raise ArtifactError(f"{', '.join(map(str, files))}: all of it is held-out text; give other text")
     return split_documents(left.distinct()).train
@@ -225,7 +230,7 @@ def trained_on(directory: Path, documents: Documents) -> int:
         named = made.paths(HELD_OUT) or made.paths("valid")
         if corpus:
             held_out, field = [path for path in map(Path, named) if path.exists()], recorded(made).text_field
-            left = index_documents(corpus, field).without(index_documents(held_out, field).keys)
+            left = index_documents(corpus, field).without(index_documents(held_out, field).keys_and_sources)
             found |= np.isin(asked, document_keys(left if named else split_documents(left.distinct()).train))
     return int(found.sum())
 

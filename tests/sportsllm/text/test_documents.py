@@ -217,6 +217,7 @@ def test_a_held_out_book_leaves_as_a_whole(tmp_path: Path) -> None:
     valid = write(tmp_path / "valid.jsonl", [book])
     other = write(tmp_path / "other.jsonl", ["another text", "and another"])
     assert set(load_corpus([tmp_path / "book.txt", other], [valid]).train) == {"another text", "and another"}
+    assert set(load_corpus([valid, other], [tmp_path / "book.txt"]).train) == {"another text", "and another"}
 
 
 def test_the_text_that_chooses_is_not_the_text_that_is_reported() -> None:
