@@ -41,10 +41,10 @@ class PrefixCache:
             return
         if not self._whole:
             self._kept = [each for each in self._kept if shared_length(each.ids, tokens) < len(each.ids)]
-        self._kept.append(Prefix(tokens, [array.copy() for array in view]))
-        sizes = [sum(array.nbytes for array in each.arrays) for each in self._kept]
-        while sum(sizes) > self._most_bytes:
+        sizes = [*(sum(array.nbytes for array in each.arrays) for each in self._kept), size_bytes]
+        while sum(sizes) > self._most_bytes:  # before the copy, which would exceed the bound
             del sizes[0], self._kept[0]
+        self._kept.append(Prefix(tokens, [array.copy() for array in view]))
         self.size_bytes = sum(sizes)
 
     def find(self, prompt: Sequence[int]) -> tuple[int, Prefix | None]:

@@ -63,6 +63,11 @@ def test_two_models_answer_stop_and_leave(page: Browser, export: Path) -> None: 
         page.press("Escape")
         page.wait(IDLE)
         page.wait("document.querySelector('section:not([hidden]) .figures').textContent.includes('stopped')")
+        ask(page, "Tell me more")
+        page.wait("document.querySelector('section:not([hidden]) .log').lastChild.textContent.length > 5")
+        page.run("document.getElementById('clear').click()")
+        page.wait(IDLE)
+        assert page.run("columns[1].messages.length") == 0 and page.run("columns[1].figures.textContent") == ""
         second.engine.most_waiting = -99
         ask(page, "Again")
         page.wait("document.querySelector('[role=alert]')?.textContent.includes('too many requests')")

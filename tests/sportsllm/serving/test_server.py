@@ -33,6 +33,7 @@ from sportsllm.serving.access import Access
 from sportsllm.serving.app import Server
 from sportsllm.serving.engine import Engine
 from sportsllm.serving.models import ServedModel
+from sportsllm.serving.prefixes import PrefixCache
 from sportsllm.serving.sampler import Sampler
 from tests.support.command_line import CommandLine
 from tests.support.models import STORIES
@@ -416,3 +417,16 @@ def test_the_command_serves_until_interrupted(export: Path, cli: CommandLine, tm
     for file in ("model.onnx", "config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "stories" / file).write_bytes((export / file).read_bytes())
     cli.refuses(3, "model.onnx.data: not found", "serve", tmp_path / "stories", "--port", 0)
+
+
+def test_the_prefix_cache_makes_room_before_it_copies() -> None:
+    cache, sizes = PrefixCache(1_000, whole=False), list[int]()
+
+    class Watched(np.ndarray[Any, Any]):
+        def copy(self, *_: Any) -> Any:
+            sizes.append(self.nbytes + sum(array.nbytes for each in cache._kept for array in each.arrays))
+            return np.array(self)
+
+    for number in range(4):
+        cache.keep([number], [np.zeros(400, np.uint8).view(Watched)])
+    assert sizes == [400, 800, 800, 800] and cache.size_bytes == 800
