@@ -55,7 +55,7 @@ class Slots(Protocol):
 
 
 class Piece(NamedTuple):
-    """What the engine has to say of a sequence: new text, scores of new tokens, and why it ended, if it did."""
+    """News of a sequence: text, scores of new tokens, and why it ended, if it did."""
 
     job: Job
     text: str = ""

@@ -98,7 +98,7 @@ class GenerationRequest(_Body):
         """`logit_bias` by token id.
 
         Raises:
-            ApiError: a key that is none.
+            ApiError: a key that is no token id.
         """
         if any(not (re.fullmatch("[0-9]{1,9}", key) and int(key) < vocab_size) for key in self.logit_bias):
             raise ApiError(400, f"logit_bias: keys are token ids below {vocab_size}", param="logit_bias")
@@ -127,7 +127,7 @@ class CompletionRequest(GenerationRequest):
         """Each prompt as text or token ids.
 
         Raises:
-            ApiError: none.
+            ApiError: an empty list.
         """
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]  # type: ignore[list-item]

@@ -34,7 +34,7 @@ Keys = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, eq=False)
 class DocumentStream:
-    """Documents of files, read again each time that they are asked for.
+    """Documents in files, which each iteration reads again.
 
     Attributes:
         paths, field: see `read_chunks`.

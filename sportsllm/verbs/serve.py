@@ -29,9 +29,9 @@ class ServeResult(Result):
     """What a server has done when it ends.
 
     Attributes:
-        url: where it was.
+        url: its address.
         models: their names.
-        sequences, tokens: that it generated.
+        sequences, tokens: how many it generated.
     """
 
     url: str
