@@ -54,7 +54,11 @@ class Sampler:
         self._generated = Counter[int]()
 
     def choose(self, logits_V: Logits, seen: Sequence[int]) -> int:
-        """The next token after those `seen`, prompt included."""
+        """The next token after those `seen`, prompt included.
+
+        Raises:
+            UsageError: the constraint has reached a bound of llguidance.
+        """
         logits = penalize(logits_V, seen, self._sampling.repetition_penalty)
         if self._bias or self._constraint is not None or self._min_p or self._presence or self._frequency:
             logits = logits.copy()
@@ -71,6 +75,8 @@ class Sampler:
         self._generated[token] += 1
         if self._constraint is not None:
             self._constraint.consume_token(token)
+            if self._constraint.is_error():  # it would end the text as if that were complete
+                raise UsageError(f"the constraint cannot be kept: {clip(self._constraint.get_error(), 300)}")
         return token
 
     @property

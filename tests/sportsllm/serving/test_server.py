@@ -288,6 +288,9 @@ def test_stops_biases_penalties_and_constraints(client: httpx.Client, loaded: Lo
     assert complete(client, response_format={"type": "json_object"}).startswith("{")
     assert "regex" in refusal(client, 400, **ONCE | {"regex": "("})["param"]
     assert refusal(client, 400, **ONCE | {"json_schema": {"type": "hiccup"}})["param"] == "response_format"
+    for beyond in ({"regex": "(?:a|aa|aaa){500}b"}, {"json_schema": {"anyOf": [{"$ref": "#"}]}}):
+        assert "error" in refusal(client, 500, **ONCE | beyond)["message"]
+    assert complete(client, regex="a{1,3}") in ("a", "aa", "aaa")
 
 
 def test_echo_scores_the_prompt(client: httpx.Client, loaded: LoadedModel) -> None:
