@@ -149,19 +149,22 @@ class ChatRenderer:
         Raises:
             ArtifactError: the template fails, exceeds the bounds or refuses these messages.
         """
-        if self._child is None or self._child.poll() is not None:
+        child = self._child
+        if child is None or child.poll() is not None:
             pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-            self._child = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, stderr=nowhere, cwd=_ROOT)
-            self._send(self._child, self._header)
-        late = Timer(_LONGEST_S, self._child.kill)
+            child = self._child = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, stderr=nowhere, cwd=_ROOT)
+            self._send(child, self._header)
+        late = Timer(_LONGEST_S, child.kill)
         late.start()
         try:
-            self._send(self._child, [dict(message) for message in messages])
-            line = self._child.stdout.readline() if self._child.stdout else b""
+            self._send(child, [dict(message) for message in messages])
+            line = child.stdout.readline() if child.stdout else b""
         finally:
             late.cancel()
-        if not line.endswith(b"\n"):  # it has died, or is about to
-            self.close()
+        if not line.endswith(b"\n"):  # its pipes close before it is seen to have ended
+            child.kill()
+            child.wait()
+            self._child = None
         answer = parse_json(line, self._directory) if line else {"problem": f"it takes longer than {_MOST_SECONDS} s"}
         if "problem" in answer:
             raise ArtifactError(f"the chat template fails ({clip(answer['problem'], 200)})")
@@ -176,10 +179,10 @@ class ChatRenderer:
 
     def close(self) -> None:
         """End the child process."""
-        if self._child is not None:
-            self._child.kill()
-            self._child.communicate()
-            self._child = None
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.communicate()
 
 
 _ROOT = Path(__file__).resolve().parents[2]
