@@ -12,6 +12,7 @@ import numpy as np
 
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.kv_cache import Array
+from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Logits
 
@@ -92,7 +93,10 @@ def open_slots(
     """Open an export for `slots` sequences of up to `room` tokens, or of the model's context.
 
     Raises:
+        UsageError: more tokens than the model's context.
         ArtifactError, ResourceError, UsageError: see `export.runtime.decoder.open`.
     """
     context = load_config(directory).max_position_embeddings
-    return SlotDecoder(directory, slots, min(room or context, context), threads, kernels)
+    if room is not None and room > context:
+        raise UsageError(f"--context {room} is more than the context of {directory}, {context}")
+    return SlotDecoder(directory, slots, room or context, threads, kernels)

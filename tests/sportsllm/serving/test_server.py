@@ -417,6 +417,7 @@ def test_the_command_serves_until_interrupted(export: Path, cli: CommandLine, tm
     cli.refuses(3, "not an export", "serve", STORIES)
     (tmp_path / "stories").mkdir()
     cli.refuses(2, "two exports", "serve", export, tmp_path / "stories")
+    cli.refuses(2, "more than the context of", "serve", export, "--context", 100_000, "--port", 0)
     for file in ("model.onnx", "config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "stories" / file).write_bytes((export / file).read_bytes())
     cli.refuses(3, "model.onnx.data: not found", "serve", tmp_path / "stories", "--port", 0)
