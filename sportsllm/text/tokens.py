@@ -5,8 +5,8 @@
                        scored       (tokens,) bool, which tokens are learned; missing without conversations
                        tokens.json  `_Written`: what of these files counts
 
-DIGEST names the documents and the tokenizer. A run that was killed or found the disk full leaves what it wrote, and the
-next one goes on behind it.
+DIGEST names the documents, the tokenizer and the program's version. A run that was killed or found the disk full leaves
+what it wrote, and the next one goes on behind it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
+from sportsllm import __version__
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.files import atomic_write_text, read_json, validate
@@ -90,7 +91,7 @@ def tokenize(documents: Documents, tokenizer: TextTokenizer, cache: Path) -> Tok
     """
     if not documents:
         raise ArtifactError("the corpus is empty; give files with text in them")
-    names = hashlib.sha256(tokenizer.fingerprint().encode() + document_keys(documents).tobytes())
+    names = hashlib.sha256(f"{__version__} {tokenizer.fingerprint()}".encode() + document_keys(documents).tobytes())
     directory = cache / names.hexdigest()[:32]
     directory.mkdir(parents=True, exist_ok=True)
     largest = max(tokenizer.vocab_size - 1, tokenizer.begin_id, tokenizer.end_id or 0)
