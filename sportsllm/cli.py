@@ -173,7 +173,7 @@ def _run(arguments: list[str]) -> int:
         _complain("interrupted")
         return InterruptedRun.exit_code
     except SportsLLMError as error:
-        if processes.rank() == 0 or isinstance(error, ResourceError):  # all processes meet the others
+        if processes.rank() == 0 or isinstance(error, (ArtifactError, ResourceError)):  # all processes meet the others
             _complain(str(error))
         return error.exit_code
     except ModuleNotFoundError as error:
@@ -259,7 +259,8 @@ def _os_error(error: OSError) -> int:
 
 def _complain(message: str) -> None:
     """Print one line, with the middle of a long one left out."""
-    line = f"error: {' '.join(message.split())}"
+    where = f"process {processes.rank()}: " if processes.rank() else ""
+    line = f"error: {where}{' '.join(message.split())}"
     if len(line) > LONGEST_MESSAGE:
         half = LONGEST_MESSAGE // 2 - 3
         line = f"{line[:half]} ... {line[-half:]}"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sportsllm import processes
-from sportsllm.errors import UsageError
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import partial_directory
 from sportsllm.formats.checkpoint import load_checkpoint
 from tests.support.command_line import CommandLine
@@ -63,5 +63,7 @@ def test_what_several_processes_cannot_do_is_refused(cli: CommandLine, monkeypat
     with pytest.raises(UsageError, match="3 processes cannot share the 4 sequences"):
         processes.own_share(range(4))
     assert cli("verify", "nowhere")[0] == UsageError.exit_code
+    code, _, said = cli("train", "nowhere")
+    assert code == ArtifactError.exit_code and said.startswith("error: process 1: nowhere")
     monkeypatch.setenv("RANK", "0")
     cli.refuses(2, "not under torchrun; train and distill take several", "verify", "nowhere")

@@ -184,24 +184,11 @@ for ((task = 0; task <= last; task++)); do SLURM_ARRAY_TASK_ID=$task bash -c "$j
 wait
 echo "17;cluster"
 """
-BRANCHES = """
-name = "two ends"
-[[stage]]
-name = "corpus"
-command = "data simulate"
-megabytes = 0.1
+BRANCHES = f"""{GOOD}
 [[stage]]
 name = "other"
 command = "data simulate"
 megabytes = 0.1
-[[stage]]
-name = "model"
-command = "train"
-model = "tiny-300k"
-vocab_size = 300
-corpus = ["@corpus/train.jsonl"]
-valid = ["@corpus/valid.jsonl"]
-steps = 0
 """
 
 
