@@ -26,7 +26,7 @@ from sportsllm.formats.packed import QuantizedWeight
 DAMPING = 0.1  # of H's mean diagonal; the paper's 0.01 follows the calibration text too closely
 ROUNDS = 2  # of `coordinate_descent` and a grid's refit in turn
 AnyGrid = TypeVar("AnyGrid", bound=Grid)
-_PANEL = 128  # columns whose moves are gathered before they reach the columns behind them
+_PANEL = 32  # columns whose moves are gathered before they reach the columns behind them
 
 
 def row_errors(difference_NK: Tensor, gram_KK: Tensor) -> Tensor:
@@ -124,34 +124,40 @@ def gptq(weight_NK: Tensor, gram_KK: Tensor, grid: AnyGrid, *, act_order: bool) 
     diagonal = gram_KK.diagonal()
     order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(columns)
     factor_KK = inverse_factor(gram_KK[order][:, order])
-    left_NK = weight_NK[:, order].clone()
-    quants_NK = torch.empty_like(left_NK)
-    scales, zeros = grid.scales_NG.clone(), grid.zeros_NG.clone()
+    left_KN = _transposed(weight_NK)[order]
+    quants_KN = torch.empty_like(left_KN)
+    scales_GN, zeros_GN = _transposed(grid.scales_NG), _transposed(grid.zeros_NG)
     for start in range(0, columns, _PANEL):
         stop = min(start + _PANEL, columns)
-        errors = torch.empty(len(left_NK), stop - start)
+        errors_KN = torch.empty(stop - start, len(weight_NK))
         for place in range(start, stop):
             group = int(order[place]) // block_size
             if not act_order and place % block_size == 0:
                 # What earlier columns left to this block; all of it lies in this panel or has been brought up to date.
-                ahead = left_NK[:, place : place + block_size].clone()
+                ahead_SN = left_KN[place : place + block_size].clone()
                 if place + block_size > stop:
-                    ahead[:, stop - place :] -= (
-                        errors[:, : place - start] @ factor_KK[start:place, stop : place + block_size]
-                    )
-                ahead, weights = (
-                    split_blocks(each, block_size)[:, 0] for each in (ahead, diagonal[None, place : place + block_size])
+                    factor = factor_KK[start:place, stop : place + block_size]
+                    ahead_SN[stop - place :] -= factor.T @ errors_KN[: place - start]
+                ahead_NS, weights_1S = (
+                    split_blocks(each, block_size)[:, 0]
+                    for each in (_transposed(ahead_SN), diagonal[None, place : place + block_size])
                 )
-                scales[:, group], zeros[:, group] = grid.fit_block(ahead, weights[0], group)
-            scale, zero = scales[:, group], zeros[:, group]
-            quants_NK[:, place] = grid.nearest(left_NK[:, place], scale, zero)
-            error = (left_NK[:, place] - (quants_NK[:, place] - zero) * scale) / factor_KK[place, place]
-            left_NK[:, place:stop] -= error[:, None] * factor_KK[place, place:stop]
-            errors[:, place - start] = error
-        left_NK[:, stop:] -= errors @ factor_KK[start:stop, stop:]
-    unsorted = torch.empty_like(quants_NK)
-    unsorted[:, order] = quants_NK
-    return dataclasses.replace(grid, scales_NG=scales, zeros_NG=zeros), unsorted
+                scales_GN[group], zeros_GN[group] = grid.fit_block(ahead_NS, weights_1S[0], group)
+            scale, zero = scales_GN[group], zeros_GN[group]
+            quants_KN[place] = grid.nearest(left_KN[place], scale, zero)
+            error = (left_KN[place] - (quants_KN[place] - zero) * scale) / factor_KK[place, place]
+            left_KN[place:stop].addr_(factor_KK[place, place:stop], error, alpha=-1)
+            errors_KN[place - start] = error
+        left_KN[stop:].addmm_(factor_KK[start:stop, stop:].T, errors_KN, alpha=-1)
+    unsorted_KN = torch.empty_like(quants_KN)
+    unsorted_KN[order] = quants_KN
+    grid = dataclasses.replace(grid, scales_NG=_transposed(scales_GN), zeros_NG=_transposed(zeros_GN))
+    return grid, _transposed(unsorted_KN)
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    """A copy whose rows are columns: what is taken column by column lies in one piece."""
+    return tensor.T.clone(memory_format=torch.contiguous_format)
 
 
 def inverse_factor(gram_KK: Tensor) -> Tensor:
@@ -182,29 +188,28 @@ def coordinate_descent(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK
         quants_NK: where to start.
         sweeps: over all columns.
     """
-    quants_NK = quants_NK.clone()
-    columns = weight_NK.shape[1]
+    quants_KN, columns = _transposed(quants_NK), weight_NK.shape[1]
+    scales_GN, zeros_GN = _transposed(grid.scales_NG), _transposed(grid.zeros_NG)
     for _ in range(sweeps):
         moved = False
-        pull_NK = (weight_NK - grid.values(quants_NK)) @ gram_KK  # minus half the error's gradient
+        pull_KN = gram_KK @ (weight_NK - grid.values(quants_KN.T)).T  # minus half the error's gradient
         for start in range(0, columns, _PANEL):
             stop = min(start + _PANEL, columns)
-            changes = torch.zeros(len(weight_NK), stop - start)
-            local = pull_NK[:, start:stop].clone()
+            changes_KN = torch.zeros(stop - start, len(weight_NK))
             for column in range(start, stop):
                 group = column // grid.block_size
-                scale, zero = grid.scales_NG[:, group], grid.zeros_NG[:, group]
-                old = (quants_NK[:, column] - zero) * scale
-                wanted = old + local[:, column - start] / gram_KK[column, column]
-                quants_NK[:, column] = grid.nearest(wanted, scale, zero)
-                change = (quants_NK[:, column] - zero) * scale - old
-                local -= change[:, None] * gram_KK[column, start:stop]
-                changes[:, column - start] = change
-            pull_NK -= changes @ gram_KK[start:stop]
-            moved = moved or bool(changes.any())
+                scale, zero = scales_GN[group], zeros_GN[group]
+                old = (quants_KN[column] - zero) * scale
+                wanted = old + pull_KN[column] / gram_KK[column, column]
+                quants_KN[column] = grid.nearest(wanted, scale, zero)
+                change = (quants_KN[column] - zero) * scale - old
+                pull_KN[start:stop].addr_(gram_KK[column, start:stop], change, alpha=-1)
+                changes_KN[column - start] = change
+            pull_KN[stop:].addmm_(gram_KK[stop:, start:stop], changes_KN, alpha=-1)
+            moved = moved or bool(changes_KN.any())
         if not moved:
             break
-    return quants_NK
+    return _transposed(quants_KN)
 
 
 def fit_scales(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor) -> Grid:
@@ -219,8 +224,10 @@ def fit_scales(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor
     right = split_blocks(levels * (weight_NK @ gram_KK), block).sum(dim=-1)
     left = torch.empty(rows, groups, groups)
     for group in range(groups):
-        part = slice(group * block, min((group + 1) * block, columns))
-        left[:, group] = split_blocks((levels[:, part] @ gram_KK[part]) * levels, block).sum(dim=-1)
+        start = group * block
+        part = slice(start, min(start + block, columns))
+        found = split_blocks((levels[:, part] @ gram_KK[part, start:]) * levels[:, start:], block).sum(dim=-1)
+        left[:, group, group:] = left[:, group:, group] = found
     left = left.double()
     # A block of zeros has no equation: its scale stays. The ridge is below what float32 sums can tell apart.
     diagonal = left.diagonal(dim1=1, dim2=2)

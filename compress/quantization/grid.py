@@ -94,7 +94,8 @@ def nearest(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 def split_blocks(weight_NK: Tensor, block_size: int) -> Tensor:
     """(N, G, S), zeros behind the last column."""
     rows, columns = weight_NK.shape
-    return F.pad(weight_NK, (0, -columns % block_size)).view(rows, -1, block_size)
+    padded_NK = F.pad(weight_NK, (0, -columns % block_size)) if columns % block_size else weight_NK
+    return padded_NK.reshape(rows, -1, block_size)
 
 
 def full_range(blocks_NGS: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
