@@ -13,10 +13,12 @@ from urllib.parse import urlsplit
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sportsllm.serving.replies import encode_json
 from sportsllm.serving.requests import ApiError
 
+IDLE_S = 10  # that a connection may stay open without a complete request head
 STALLED_S = 60.0  # that a client may take to read a part of its reply
 _PUBLIC = ("/", "/health", "/models", "/v1/models")  # without a key
 _HEADERS = {
@@ -97,6 +99,27 @@ class Access:
             await inner(scope, receive, send_with_headers)
 
         return guarded
+
+
+class TimedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not checked
+    """HTTP whose keep-alive timeout runs from the connection's first moment until a request's head is complete.
+
+    uvicorn starts it after a reply and ends it with the next byte; silent connections would hold all there are.
+    """
+
+    def connection_made(self, transport: Any) -> None:
+        """Start the timeout."""
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on, in the time that is left unless a request begins."""
+        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self.timeout_keep_alive_task = timer
+        elif timer is not None:
+            timer.cancel()
 
 
 def refusal(_request: Request, error: Exception) -> Response:

@@ -186,8 +186,13 @@ class Server:
         body, mailbox = parse_request(kind, await read_body(request)), Mailbox()
         model = self._find(body.model)
         reply = Reply(kind is ChatRequest, model.name, model.tokenizer)
+        count = body.n * (len(body.prompts()) if isinstance(body, CompletionRequest) else 1)
+        if count > model.engine.most_jobs:
+            raise ApiError(
+                400, f"the request has {count} sequences, {model.engine.most_jobs} can run and wait; send fewer"
+            )
         try:
-            model.engine.check_room(body.n * (len(body.prompts()) if isinstance(body, CompletionRequest) else 1))
+            model.engine.check_room(count)
             jobs = await _in_worker(model, model.jobs, body, mailbox.put)
             begins = model.echoed(body, jobs)
             if await request.is_disconnected():  # else nobody would cancel the jobs of a stream

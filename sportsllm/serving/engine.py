@@ -145,6 +145,11 @@ class Engine:
         self._ready = 0  # the first ones, which have read their prompts; at most one more is reading
         self._turn, self._news, self._closed = turn, Condition(), False
 
+    @property
+    def most_jobs(self) -> int:
+        """How many may run and wait together."""
+        return self.most_waiting + self.slots.slots
+
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue the jobs of a request, all or none.
 
@@ -162,7 +167,7 @@ class Engine:
         Raises:
             QueueFull: too many wait.
         """
-        if len(self.waiting) + jobs > self.most_waiting + self.slots.slots - len(self.running):
+        if len(self.waiting) + len(self.running) + jobs > self.most_jobs:
             self.counts["refused"] += jobs
             mean_s = self.counts["busy_us"] / 1e6 / max(1, self.counts["finished"])
             raise QueueFull(min(60, max(1, round(mean_s * len(self.waiting)))))

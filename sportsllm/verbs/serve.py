@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import signal
 import socket
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Lock
+from threading import Lock, current_thread, main_thread
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -75,7 +76,7 @@ def serve(
     import uvicorn
 
     from sportsllm.console import log
-    from sportsllm.serving.access import Access
+    from sportsllm.serving.access import IDLE_S, Access, TimedProtocol
     from sportsllm.serving.app import Server
     from sportsllm.serving.engine import Engine
     from sportsllm.serving.models import ServedModel
@@ -93,7 +94,10 @@ def serve(
     app = Server(models, Access(host, api_key, tuple(allow_origin or ()))).app()
     quiet = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off", "ws": "none"}
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that leaves a stream
-    server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=3, limit_concurrency=512, **quiet))
+    limits = {"timeout_graceful_shutdown": 3, "timeout_keep_alive": IDLE_S, "limit_concurrency": 512}
+    server = uvicorn.Server(uvicorn.Config(app, http=TimedProtocol, **limits, **quiet))
+    if current_thread() is main_thread():  # uvicorn raises the signal again when it has stopped
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def stop_server() -> None:
         server.should_exit = True

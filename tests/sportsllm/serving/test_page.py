@@ -68,9 +68,12 @@ def test_two_models_answer_stop_and_leave(page: Browser, export: Path) -> None: 
         page.run("document.getElementById('clear').click()")
         page.wait(IDLE)
         assert page.run("columns[1].messages.length") == 0 and page.run("columns[1].figures.textContent") == ""
-        second.engine.most_waiting = -99
+        second.engine.waiting.extend([None] * 99)  # type: ignore[list-item]
         ask(page, "Again")
         page.wait("document.querySelector('[role=alert]')?.textContent.includes('too many requests')")
+        assert (
+            page.run("columns[1].messages.length") % 2 == 0 and page.run("columns[1].log.lastChild.className") == "bad"
+        )
         assert all(url.startswith((str(client.base_url), "data:")) for url in page.requested)
     assert [each for each in page.complaints if "429" not in each] == []
     first.stop()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ from export.runtime.slots import open_slots
 from sportsllm.inference.decoder import Logits
 from sportsllm.serving import access as access_module
 from sportsllm.serving import app as app_module
-from sportsllm.serving.access import Access
+from sportsllm.serving.access import Access, TimedProtocol
 from sportsllm.serving.app import Server
 from sportsllm.serving.engine import Engine
 from sportsllm.serving.models import ServedModel
@@ -83,11 +84,11 @@ def start(
 
 
 @contextmanager
-def served_by(*models: ServedModel, access: Access = Access()) -> Iterator[httpx.Client]:  # noqa: B008
+def served_by(*models: ServedModel, access: Access = Access(), idle_s: int = 60) -> Iterator[httpx.Client]:  # noqa: B008
     """A client of a server in this process."""
-    config = uvicorn.Config(
-        Server(models, access).app(), port=0, lifespan="off", log_level="warning", timeout_graceful_shutdown=2
-    )
+    limits = {"timeout_graceful_shutdown": 2, "timeout_keep_alive": idle_s}
+    app = Server(models, access).app()
+    config = uvicorn.Config(app, port=0, lifespan="off", log_level="warning", http=TimedProtocol, **limits)
     server, listening = uvicorn.Server(config), config.bind_socket()
     thread = Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -333,12 +334,36 @@ def test_other_refusals(client: httpx.Client, export: Path, monkeypatch: pytest.
     assert client.get("/v1/completions").status_code == 405
     monkeypatch.setattr(app_module, "MOST_BODY_BYTES", 1000)
     refusal(client, 413, prompt="a" * 2000)
-    model = start(export, slots=1, waiting=0)
+    model = start(export, slots=1, waiting=1)
     monkeypatch.setattr(model, "jobs", lambda *_: pytest.fail("made more sequences than may wait"))
+    monkeypatch.setattr(model.engine, "waiting", [None])
     with served_by(model) as full:
+        assert "3 sequences, 2 can" in refusal(full, 400, **ONCE, n=3)["message"]
         reply = full.post("/v1/completions", json={**ONCE, "n": 2})
     assert reply.status_code == 429 and int(reply.headers["Retry-After"]) >= 1
     model.stop()
+
+
+def test_silent_connections_end(served: ServedModel) -> None:
+    """Those that say nothing, a part of a head, or nothing after a reply; a request that runs stays."""
+    with served_by(served, idle_s=1) as client:
+        address, began = (client.base_url.host, client.base_url.port), time.monotonic()
+        head, body = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n", json.dumps({**ONCE, "max_tokens": 400})
+        sent = ["", head, f"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n{head}"]
+        silent = [socket.create_connection(address, timeout=5) for _ in sent]
+        for connection, data in zip(silent, sent, strict=True):
+            connection.sendall(data.encode())
+        running = socket.create_connection(address, timeout=20)
+        running.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
+        time.sleep(0.6)
+        for connection in silent[1:]:
+            connection.sendall(b"X-A: b\r\n")  # does not extend the time
+        assert [connection.recv(4096)[:15] for connection in silent] == [b"", b"", b"HTTP/1.1 200 OK"]
+        assert silent[2].recv(4096) == b"" and 0.9 < time.monotonic() - began < 3
+        running.sendall(body.encode())
+        assert running.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        for connection in [*silent, running]:
+            connection.close()
 
 
 def test_strangers_are_kept_out(served: ServedModel) -> None:
@@ -398,8 +423,12 @@ def test_health_says_when_the_model_is_there(export: Path) -> None:
     model.stop()
 
 
-def test_the_command_serves_until_interrupted(export: Path, cli: CommandLine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals, export: Path, cli: CommandLine) -> None:
     command = [sys.executable, "-m", "sportsllm.cli", "serve", str(export), "--port", "0", "--threads", "1", "--json"]
+    if number == signal.SIGTERM:  # as a function, without the program's own handler
+        call = f"sportsllm.serve([{str(export)!r}], port=0, threads=1).to_json()"
+        command = [sys.executable, "-c", f"import json, sportsllm; print(json.dumps({call}))"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     line = next(line for line in process.stderr if line.startswith("serving"))
@@ -411,9 +440,12 @@ def test_the_command_serves_until_interrupted(export: Path, cli: CommandLine, tm
         with client.stream("POST", "/v1/completions", json={**ONCE, "max_tokens": 400, "stream": True}) as reply:
             next(reply.iter_lines())
             began = time.monotonic()
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             out, _ = process.communicate(timeout=20)
     assert process.returncode == 0 and json.loads(out)["models"] == ["stories"] and time.monotonic() - began < 5
+
+
+def test_exports_that_cannot_be_served_are_refused(export: Path, cli: CommandLine, tmp_path: Path) -> None:
     cli.refuses(3, "not an export", "serve", STORIES)
     (tmp_path / "stories").mkdir()
     cli.refuses(2, "two exports", "serve", export, tmp_path / "stories")
