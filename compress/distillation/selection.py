@@ -53,7 +53,7 @@ class Selecting(Checkpoint):
 
     name: ClassVar[str] = "selection"
     # The model is to stay what it was, as after rounding, rather than to learn more.
-    kind: ClassVar[settings.Start] = settings.Start.QUANTIZED
+    kind: settings.Start = settings.Start.QUANTIZED
 
     def record(self) -> JsonObject:
         return super().record() | {"selection": dataclasses.asdict(self.shape.chosen_selection)}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from compress.distillation.settings import distillation_config
+from compress.distillation.settings import LEAST_TRAINING, distillation_config
 from compress.distillation.student import StudentText, StudentTraining
 from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig, check_cut, cut_to_config
 from sportsllm.console import log
@@ -15,14 +16,14 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject, require_directory
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.manifest import MANIFEST, Ancestor, ancestors, manifest_of, read_manifest
+from sportsllm.formats.manifest import Ancestor, ancestors, manifest_of
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.calibration import calibration_samples, usual_samples
 from sportsllm.inference.decoder import is_onnx_directory
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.settings import DISTILLATION, STEPS, TRAINING, pick
-from sportsllm.text.documents import manifest_setting
+from sportsllm.text.documents import manifest_setting, tokens_per_parameter
 from sportsllm.text.reading import Reading
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training import settings
@@ -106,15 +107,15 @@ class Fresh:
 
     Attributes:
         name: for the manifest.
-        kind: decides how large the steps of its training may be.
         shape: of the student.
         inputs: what is read for it beside the teacher.
+        kind: decides how large the steps of its training may be.
     """
 
     name: ClassVar[str] = "fresh"
-    kind: ClassVar[settings.Start] = settings.Start.RANDOM
     shape: ModelConfig
     inputs: list[Path]
+    kind: settings.Start = settings.Start.RANDOM
 
     def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
         """The student before training on `text`, and the training with what is known of the student's layers."""
@@ -136,7 +137,7 @@ class Cut(Fresh):
     """A student of the most important parts of its teacher, refitted to it."""
 
     name: ClassVar[str] = "cut"
-    kind: ClassVar[settings.Start] = settings.Start.PRUNED
+    kind: settings.Start = settings.Start.PRUNED
 
     def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
         """The calibration text is the training text; hidden states are matched at the layers that were kept."""
@@ -160,7 +161,7 @@ class Checkpoint(Fresh):
     """A student that starts from the weights of a checkpoint, the first of `inputs`."""
 
     name: ClassVar[str] = "weights"
-    kind: ClassVar[settings.Start] = settings.Start.PRUNED
+    kind: settings.Start = settings.Start.PRUNED
 
     def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
         return load_checkpoint(self.inputs[0]), training
@@ -187,17 +188,15 @@ class Checkpoint(Fresh):
 
 
 def layers_of_teacher(student: Path, teacher: Path) -> list[int] | None:
-    """The teacher's layers that a checkpoint has; None where it was not pruned out of that very teacher.
+    """The teacher's layers that a checkpoint has; None if it was not made from that very teacher.
 
     The manifests tell, of all stages between the two.
     """
-    if not (student / MANIFEST).is_file():
-        return None
-    manifest = read_manifest(student)
+    manifest = manifest_of(student)
     kept: list[int] | None = None
     for stage in (Ancestor(student, manifest), *ancestors(manifest, student)):
         if stage.directory.resolve() == teacher.resolve():
-            return kept
+            return [*range(load_config(teacher).num_hidden_layers)] if kept is None else kept
         if stage.manifest.command == "distill" and stage.manifest.text("start") != "weights":
             return None  # layers of random weights, or of a cut that is not recorded
         cut: list[int] | None = stage.manifest.results.get("kept_layers")
@@ -226,7 +225,12 @@ def choose_start(student: str, start: str | None, teacher: Path) -> Fresh:
     # A directory may hold a shape alone.
     has_weights = start is None and any([*Path(student).glob("*.safetensors"), *Path(student).glob("*.index.json")])
     if has_weights:
-        return Checkpoint(_checkpoint_shape(Path(student), teacher), [Path(student)])
+        path = Path(student)
+        begin = Checkpoint(_checkpoint_shape(path, teacher), [path])
+        if begin.already_trained and layers_of_teacher(path, teacher) is None:  # its hidden states are its own
+            barely = (tokens_per_parameter(path) or math.inf) < LEAST_TRAINING
+            return replace(begin, kind=settings.Start.BARELY_TRAINED if barely else settings.Start.TRAINED)
+        return begin
     theirs = load_config(teacher)
     shape, inputs = shape_of(student)
     shape = fit_vocabulary(shape, theirs.vocab_size, student).with_changes(

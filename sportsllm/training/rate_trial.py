@@ -58,7 +58,7 @@ def choose_rates(
         )
         scores = _try(model, batches, loss, short, selection)
         atomic_write_text(kept, json.dumps(scores))
-    chosen = _scaled(config, _best(scores))
+    chosen = _scaled(config, min(scores, key=scores.__getitem__))
     tried = [f"{_scaled(config, factor).learning_rate:.2g} {score:.4f}" for factor, score in sorted(scores.items())]
     rates = f"AdamW's rate and bits per byte after {steps} steps: {', '.join(tried)}"
     log(f"{rates}; {chosen.learning_rate:.2g} is used")
@@ -85,13 +85,9 @@ def _try(
         with torch.no_grad():
             for weight, before in zip(weights, start, strict=True):
                 weight.copy_(before)
-        if _best(scores) != factor:
+        if min(scores, key=scores.__getitem__) != factor:
             break
     return scores
-
-
-def _best(scores: dict[float, float]) -> float:
-    return min(scores, key=lambda factor: scores[factor])
 
 
 def _scaled(config: TrainConfig, factor: float) -> TrainConfig:

@@ -85,6 +85,7 @@ class Start(Enum):
     """Weights that a run starts from, which decide the size of its steps."""
 
     RANDOM = "random weights"
+    BARELY_TRAINED = "barely trained weights"
     TRAINED = "trained weights"
     PRUNED = "pruned weights"
     QUANTIZED = "quantized weights"
@@ -124,6 +125,7 @@ class _Defaults:
 # Measured on 0.3M to 3M parameters, pruned weights also on 116M (docs/how-it-works/training.md).
 _DEFAULTS = {
     Start.RANDOM: _Defaults(3e-4, 0.02, 3e-4, validations=2, short_steps=True, try_rates=False),
+    Start.BARELY_TRAINED: _Defaults(3e-4, 0.02, 3e-4, short_steps=True),
     Start.TRAINED: _Defaults(1e-4, 0.007, 1e-4),
     Start.PRUNED: _Defaults(1e-4, 0.005, 3e-4, validations=2, short_steps=True),
     Start.QUANTIZED: _Defaults(1e-5, 0.0005, 1e-5, weight_decay=0.0, allows_muon=False),
@@ -159,7 +161,7 @@ def train_config(
 
     With `tokens`, which are rounded up to whole steps, the tokens of a step follow from the length of the run: a
     two-hundredth, for random and pruned weights down to an eight-hundredth if Muon stays cheap, from 1,024 to 8,192.
-    Pruned weights of at most 64 channels get 512.
+    Pruned or barely trained weights of at most 64 channels get 512.
     With steps, a step has 4 x 4 x 512 tokens. The warm-up takes a twentieth of the steps, at most 50. With
     `documented`, `TrainConfig` has what is not given.
 
@@ -225,7 +227,8 @@ def _batches(tokens: int, sequence: int, run: Run, given: JsonObject) -> dict[st
     cheap = 2 ** math.ceil(math.log2(_MUON_TOKENS_PER_CHANNEL * run.model.hidden_size))
     if _DEFAULTS[run.start].short_steps:
         wanted = min(wanted, max(tokens / _MANY_STEPS, cheap))
-    least = min(_LEAST_TOKENS_PER_STEP, cheap) if run.start is Start.PRUNED else _LEAST_TOKENS_PER_STEP
+    small = run.start in (Start.PRUNED, Start.BARELY_TRAINED)
+    least = min(_LEAST_TOKENS_PER_STEP, cheap) if small else _LEAST_TOKENS_PER_STEP
     rows = max(1, 2 ** math.floor(math.log2(min(_MOST_TOKENS_PER_STEP, max(least, wanted)))) // sequence)
     batch_size = given.get("batch_size", max(1, min(TrainConfig.batch_size, rows // given.get("accumulation", 1))))
     return {"batch_size": batch_size, "accumulation": max(1, rows // batch_size)}

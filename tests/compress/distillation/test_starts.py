@@ -19,7 +19,7 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
-from sportsllm.training.settings import TrainConfig
+from sportsllm.training.settings import Start, TrainConfig
 from tests.support.models import saved, tiny_model
 
 CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=128, precision="fp32", warmup=0)
@@ -97,7 +97,9 @@ def test_layers_are_followed_through_every_stage(teacher: Path, corpus_file: Pat
     assert layers_of_teacher(tmp_path / "trained", tmp_path / "four") == second
     shutil.copytree(teacher, tmp_path / "other")
     assert layers_of_teacher(tmp_path / "three", tmp_path / "other") is None
-    assert layers_of_teacher(teacher, tmp_path / "other") is None
+    assert layers_of_teacher(teacher, tmp_path / "other") is None and layers_of_teacher(teacher, teacher) == [*range(6)]
+    others = {path: choose_start(str(path), None, tmp_path / "other").kind for path in (teacher, tmp_path / "three")}
+    assert list(others.values()) == [Start.TRAINED, Start.PRUNED]  # cut, although from another teacher
     starts = [Checkpoint(load_config(path), [path]) for path in (tmp_path / "three", tmp_path / "trained", teacher)]
     assert [start.already_trained for start in starts] == [False, True, True]
     for name in ("fresh", "cut"):  # layers of random weights, or of a cut that is not recorded, are nobody's
