@@ -155,6 +155,7 @@ FAMILY_PARTS = {
     "qwen3_moe": "Qwen3's, with experts in all layers or in all but the first",
     "mistral": "sliding attention: a token sees the last `sliding_window`",
     "smollm3": "layers without rotation",
+    "olmo2": "norms of all query heads and of all key heads; norms behind sublayers instead of before",
     "granite": "scales of embedding, scores, sublayers and logits; the last two are multiplied into the weights",
     "gemma3_text": "GeGLU, norms before and after each sublayer, scaled embedding, sliding and full layers with a "
     "rotary base each, q/k norms, a score scale of its own",

@@ -91,7 +91,7 @@ def describe_model(config: ModelConfig) -> Drawing:
 def _sublayers(config: ModelConfig) -> list[Sublayer]:
     made = []
     for called, (name, kind) in zip((config.attention_kind, config.mlp_kind), sublayers(config).items(), strict=True):
-        rows = [[_norm(config, NORMS[name])], *_rows(kind)]
+        rows = [*([[_norm(config, NORMS[name])]] if config.input_norms else []), *_rows(kind)]
         rows += [[_norm(config, OUTPUT_NORMS[name])]] if config.output_norms else []
         unused = sum(matrix.numel for matrix in kind.matrices) - kind.active_parameters
         total = sum(part.times * part.parameters for row in rows for part in row)

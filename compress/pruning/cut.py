@@ -33,7 +33,7 @@ from compress.pruning.shapes import Shape, unit_span
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import DIMENSIONS, ModelConfig
-from sportsllm.models.kinds import EMBEDDING, HEAD, adds_to_residual, block_matrices, block_units
+from sportsllm.models.kinds import EMBEDDING, HEAD, adds_to_residual, block_matrices, block_units, joint_vectors
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.parts import HIDDEN, Matrix
 from sportsllm.training.loss import cross_entropy
@@ -45,9 +45,9 @@ _LAYER = re.compile(r"^(model\.layers\.)(\d+)\.")
 # Fields that decide which tensors there are, or what a token is; a cut cannot change them.
 _SAME = (
     "vocab_size", "attention_kind", "mlp_kind", "qk_norm", "attention_bias", "attention_output_bias", "mlp_bias",
-    "attention_scale", "embedding_scale", "norm_kind", "output_norms", "position_kind", "rope_local_theta",
-    "sliding_window", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "experts", "dense_layers",
-    "selection",
+    "attention_scale", "embedding_scale", "norm_kind", "input_norms", "output_norms", "joint_qk_norm", "position_kind",
+    "rope_local_theta", "sliding_window", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "experts",
+    "dense_layers", "selection",
 )  # fmt: skip
 
 
@@ -245,6 +245,8 @@ def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
             rows, columns = kept.of_matrix(matrix, new)
             name = f"model.layers.{new}.{matrix.name}"
             chosen |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+        for vector, matrix_name in joint_vectors(kept.config).items():
+            chosen[f"model.layers.{new}.{vector}.weight"] = chosen[f"model.layers.{new}.{matrix_name}.bias"]
     state: dict[str, Tensor] = {}
     for name, ours in pruned.state_dict().items():
         old_name = _LAYER.sub(lambda found: f"{found[1]}{kept.layers[int(found[2])]}.", name)

@@ -16,7 +16,14 @@ from itertools import product
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import family_of
 from sportsllm.models.config import DIMENSIONS, ModelConfig
-from sportsllm.models.kinds import block_matrices, block_units, can_cut_hidden, norms_of_block, sublayers
+from sportsllm.models.kinds import (
+    block_matrices,
+    block_units,
+    can_cut_hidden,
+    joint_vectors,
+    norms_of_block,
+    sublayers,
+)
 from sportsllm.models.parts import Matrix, Unit
 
 WIDTH_STEP = 32
@@ -67,7 +74,8 @@ class Shape:
         """The config of the pruned model; UsageError if a dimension grows, or cannot be cut that way."""
         full = Shape.of(config)
         cuttable = {"layers", "experts", *map(dimension_of, block_units(config).values())}
-        if config.attention_kind == "grouped_query" and config.rope_local_theta is None:
+        whole_heads = config.rope_local_theta is not None or config.joint_qk_norm
+        if config.attention_kind == "grouped_query" and not whole_heads:
             cuttable.add("head_dim")
         if not can_cut_hidden(config):
             cuttable.discard("hidden")
@@ -174,13 +182,15 @@ def _products(config: ModelConfig) -> list[tuple[str, str, int]]:
         span, dimension = unit_span(matrix, unit, length), dimension_of(unit)
         return (_ONE, length) if dimension is None else (dimension, span)
 
+    joint = joint_vectors(config).values()
     for matrix in block_matrices(config):
         rows, height = side(matrix, units[matrix.row_unit], matrix.rows)
         columns, width = side(matrix, units[matrix.column_unit], matrix.columns)
         terms[rows, columns] += height * width
-        terms[rows, _ONE] += height * matrix.bias
+        terms[rows, _ONE] += height * (matrix.bias + (matrix.name in joint))
     terms["hidden", _ONE] += norms_of_block(config) * (config.norm_parameters // config.hidden_size)
-    terms[_ONE, _ONE] += sum(vector.size for kind in sublayers(config).values() for vector in kind.vectors)
+    vectors = [vector for kind in sublayers(config).values() for vector in kind.vectors]
+    terms[_ONE, _ONE] += sum(vector.size for vector in vectors if vector.rows_of is None)
     return [(rows, columns, numel) for (rows, columns), numel in terms.items() if numel]
 
 

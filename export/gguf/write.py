@@ -45,6 +45,7 @@ from sportsllm.text.tokenizer import load_tokenizer
 
 BLOCK = 32
 GGUF_FILE = "model.gguf"
+UNTIED = ("olmo2",)
 
 
 def architecture_of(config: ModelConfig) -> str:
@@ -72,6 +73,8 @@ def architecture_of(config: ModelConfig) -> str:
         original = scaling.original_max_position_embeddings  # with Hugging Face's other defaults, llama.cpp's too
         if scaling != RopeScaling("yarn", scaling.factor, original_max_position_embeddings=original):
             raise UsageError("GGUF: YaRN with other settings than factor and original context is not supported")
+    if family in UNTIED and config.tie_word_embeddings:
+        raise UsageError(f"GGUF: llama.cpp reads {family} models with a head of their own alone; this one's is tied")
     if family == "qwen3" and config.attention_bias:
         raise UsageError("GGUF: llama.cpp has no architecture with norms of queries and keys and with biases")
     return family

@@ -27,7 +27,7 @@ from export.graph.builder import FLOAT, HALF, INT8, INT64, UINT8, Builder, Graph
 from export.graph.calls import KernelCalls, KernelUse
 from export.graph.feed_forward import Gated, MixtureOfExperts, Plain
 from export.graph.grouped_query import OrtGroupedQuery, StandardGroupedQuery
-from export.graph.kernel_layers import EmittedLayer, add_head, add_layer
+from export.graph.kernel_layers import EmittedLayer, add_head, add_layer, kernels_lack
 from export.graph.latent import LatentAttention
 from export.graph.layer import LayerBuilder, SublayerBuilder
 from export.graph.lstm import LSTM
@@ -89,7 +89,7 @@ def check_kinds(config: ModelConfig, cache: str = "fp32") -> None:
 def computes_in_half(config: ModelConfig) -> bool:
     """Whether all parts of a model are written in float16: LLaMA's, and sliding and unrotated attention."""
     parts = (config.attention_kind, config.mlp_kind, config.norm_kind, config.output_norms, config.embedding_scale)
-    return parts == ("grouped_query", "swiglu", "rms", False, 1.0)
+    return parts == ("grouped_query", "swiglu", "rms", False, 1.0) and not kernels_lack(config)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _emit(
     """The nodes of a layer in ONNX Runtime's operators; `keep` in the last one."""
     graph, base = layers.graph, f"model.layers.{layer}"
     with graph.recording() as first:
-        x_BTD, residual_BTD = layers.norm(f"{base}.{NORMS['self_attn']}", stream.x_BTD, stream.residual_BTD)
+        x_BTD, residual_BTD = layers.norm_before(f"{base}.{NORMS['self_attn']}", stream.x_BTD, stream.residual_BTD)
         x_BTD, presents = attention.emit(layer, x_BTD, past)
         if keep is not None:  # nothing reads what the rest of the last layer does with positions that are not kept
             at, end = graph.at(f"{base}.kept/"), graph.ints("kept/end", [np.iinfo(np.int64).max])
@@ -235,7 +235,7 @@ def _emit(
         x_BTD = attention.output(layer, x_BTD)
         if layers.config.output_norms:
             x_BTD, _ = layers.norm(f"{base}.{OUTPUT_NORMS['self_attn']}", x_BTD, None)
-        normed, residual = layers.norm(f"{base}.{NORMS['mlp']}", x_BTD, residual_BTD)
+        normed, residual = layers.norm_before(f"{base}.{NORMS['mlp']}", x_BTD, residual_BTD)
     with graph.recording() as router:
         routed = mlp.route(layer, normed)
     with graph.recording() as second:

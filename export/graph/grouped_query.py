@@ -119,7 +119,9 @@ class OrtGroupedQuery(SublayerBuilder):
     ) -> ir.Value:
         """What GroupQueryAttention does not do: norm of each head (Qwen3), rotation of odd sizes; (B, T, heads * E)."""
         graph, size = self.graph, self.config.head_dim
-        if self.config.qk_norm:
+        if self.config.joint_qk_norm:
+            x = self.layers.rms_norm(f"{name}_norm", x, self.layers.matmul.vector(f"{name}_norm.weight", heads * size))
+        elif self.config.qk_norm:
             x_BTHE = graph.node(f"{name}_norm/heads", "Reshape", x, graph.ints(f"heads_{heads}", [0, 0, heads, size]))
             gamma = self.layers.matmul.vector(f"{name}_norm.weight", size)
             normed = self.layers.rms_norm(f"{name}_norm", x_BTHE, gamma)
@@ -173,9 +175,11 @@ class StandardGroupedQuery(SublayerBuilder):
         return at("attended", "Reshape", mixed_BTHE, graph.ints("attention_flat", [0, 0, heads * size])), present
 
     def _heads(self, name: str, x: ir.Value, heads: int, normed: bool = True) -> ir.Value:
-        """(B, T, heads * E) as (B, T, heads, E), each head normed if the model does that (Qwen3)."""
-        size = self.config.head_dim
+        """(B, T, heads * E) as (B, T, heads, E), each head or all together normed if the model does that."""
+        size, together = self.config.head_dim, self.config.joint_qk_norm
+        if together and normed:
+            x = self.layers.rms_norm(f"{name}_norm", x, self.layers.matmul.vector(f"{name}_norm.weight", heads * size))
         x = self.graph.node(f"{name}/heads", "Reshape", x, self.graph.ints(f"heads_{heads}", [0, 0, heads, size]))
-        if not (self.config.qk_norm and normed):
+        if together or not (self.config.qk_norm and normed):
             return x
         return self.layers.rms_norm(f"{name}_norm", x, self.layers.matmul.vector(f"{name}_norm.weight", size))

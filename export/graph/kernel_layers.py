@@ -49,7 +49,7 @@ def add_layer(layers: LayerBuilder, attention: SublayerBuilder, mlp: SublayerBui
     if not calls.allowed:
         graph.extend([*emitted.first, *emitted.router, *emitted.second, *emitted.last])
         return
-    reasons = [] if config.attention_kind == "grouped_query" else [f"attention {config.attention_kind}"]
+    reasons = kernels_lack(config)
     if not reasons and mlp.config.mlp_kind in _WHOLE_KINDS:
         call = _attention_call(layers, attention, emitted, mlp)
         if isinstance(call, Call) and calls.fold(call, [*emitted.first, *emitted.second, *emitted.last]):
@@ -70,6 +70,16 @@ def add_layer(layers: LayerBuilder, attention: SublayerBuilder, mlp: SublayerBui
         emitted.made = call.outputs["out"]
         emitted.out = emitted.out if emitted.last else emitted.made
     graph.extend(emitted.last)
+
+
+def kernels_lack(config: ModelConfig) -> list[str]:
+    """What attention, or the residual stream around it, has that no kernel computes."""
+    parts = {
+        f"attention {config.attention_kind}": config.attention_kind != "grouped_query",
+        "no norm before a sublayer": not config.input_norms,
+        "a norm of all heads together": config.joint_qk_norm,
+    }
+    return [part for part, given in parts.items() if given]
 
 
 def _attention_call(

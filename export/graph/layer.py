@@ -63,6 +63,13 @@ class LayerBuilder:
             return self.rms_norm(name, x, *affine), x
         return self.graph.node(name, "LayerNormalization", x, *affine, epsilon=self.epsilon), x
 
+    def norm_before(self, name: str, x: ir.Value, residual: ir.Value | None) -> tuple[ir.Value, ir.Value]:
+        """`norm` before a sublayer, or in a model without `input_norms` the sum alone, twice."""
+        if self.config.input_norms:
+            return self.norm(name, x, residual)
+        total = x if residual is None else self.graph.node(f"{name}/sum", "Add", x, residual)
+        return total, total
+
     def rms_norm(self, name: str, x: ir.Value, gamma: ir.Value, eps: float | None = None) -> ir.Value:
         """x / sqrt(mean(x ** 2) + eps) * gamma in standard operators, which ONNX Runtime fuses into one.
 

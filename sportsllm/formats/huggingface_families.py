@@ -93,6 +93,11 @@ def _read_qwen3(rest: Fields) -> JsonObject:
     return _read_llama(rest) | {"qk_norm": True}
 
 
+def _read_olmo2(rest: Fields) -> JsonObject:
+    """Norms of all query and key heads together, and behind sublayers instead of before."""
+    return _read_llama(rest) | {"qk_norm": True, "joint_qk_norm": True, "input_norms": False, "output_norms": True}
+
+
 def _read_mistral(rest: Fields) -> JsonObject:
     """A window in all layers, or in those that `layer_types` names."""
     window, types = rest.pop("sliding_window", None), rest.pop("layer_types", None)
@@ -394,6 +399,9 @@ FAMILIES = {
     "gpt2": Family("GPT2LMHeadModel", _read_gpt2, _write_gpt2, ties=True),
     "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe),
+    "olmo2": Family(
+        "Olmo2ForCausalLM", _read_olmo2, lambda config: {"hidden_act": "silu", "mlp_bias": None, "head_dim": None}
+    ),
     "granite": Family("GraniteForCausalLM", _read_granite, _write_granite),
     "opt": Family("OPTForCausalLM", _read_opt, _write_opt, ties=True),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", partial(_read_deepseek, version=3), _write_deepseek),

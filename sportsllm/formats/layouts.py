@@ -85,17 +85,22 @@ def _layer(name: str) -> tuple[str, str]:
 
 
 def _gemma3(config: ModelConfig, name: str) -> Part:
-    """Norms multiply by 1 + weight, and two of them have other names."""
+    """Norms multiply by 1 + weight."""
+    part = _olmo2(config, name)
+    if "norm" not in name:
+        return part
+    return part._replace(read=lambda weight: weight.float() + 1, join=lambda parts: parts[0] - 1)
+
+
+def _olmo2(config: ModelConfig, name: str) -> Part:
+    """Norms behind sublayers, and the one before the feed-forward, have other names."""
     layer, rest = _layer(name)
     norms = {
         f"{NORMS['mlp']}.weight": "pre_feedforward_layernorm.weight",
         f"{OUTPUT_NORMS['self_attn']}.weight": "post_attention_layernorm.weight",
         f"{OUTPUT_NORMS['mlp']}.weight": "post_feedforward_layernorm.weight",
     }
-    stored = f"{layer}.{norms.get(rest, rest)}" if layer else name
-    if "norm" not in rest:
-        return Part(stored)
-    return Part(stored, lambda weight: weight.float() + 1, lambda parts: parts[0] - 1)
+    return Part(f"{layer}.{norms.get(rest, rest)}" if layer else name)
 
 
 def _rows(start: int, stop: int, total: int, tensor: Tensor) -> Tensor:
@@ -242,6 +247,7 @@ def layout_name(config_json: Mapping[str, object]) -> str:
 
 LAYOUTS: dict[str, Layout] = {
     "gemma3_text": _gemma3,
+    "olmo2": _olmo2,
     "phi3": _phi3,
     "gpt2": _gpt2,
     "mixtral": _mixtral,

@@ -40,7 +40,7 @@ _ROTARY_NUMBERS = 2**29  # of the cosine and sine tables together
 _PLAIN = {"qk_norm": False, "attention_bias": False, "attention_output_bias": False, "layer_types": None}
 _REQUIRED: dict[str, dict[str, object]] = {
     "latent": {"position_kind": "rotary", "num_key_value_heads": 1, **_PLAIN},
-    "selected": {"position_kind": "rotary", "layer_types": None},
+    "selected": {"position_kind": "rotary", "layer_types": None, "joint_qk_norm": False},
     "lstm": {
         "position_kind": "none", "num_attention_heads": 1, "num_key_value_heads": 1, "rope_scaling": None, **_PLAIN,
     },
@@ -161,7 +161,9 @@ class ModelConfig:
         rope_local_theta    rotary base of sliding layers, without `rope_scaling`; `rope_theta` if None (Gemma 3)
         attention_scale     what scores are multiplied by; head_dim ** -0.5 if None (Gemma 3)
         embedding_scale     what embeddings are multiplied by before the first layer (Gemma 3)
-        output_norms        whether a norm follows each sublayer of a block, before the sum (Gemma 3)
+        input_norms         whether a norm precedes each sublayer of a block; not in OLMo 2
+        output_norms        whether a norm follows each sublayer of a block, before the sum (Gemma 3, OLMo 2)
+        joint_qk_norm       whether `qk_norm` normalises all query heads together, and all key heads (OLMo 2)
         norm_kind           `rms`, or `layer`: LayerNorm with a bias (GPT-2)
         position_kind       `rotary`, or `learned`: a table of positions is added to the embedding (GPT-2); or `none`,
                             of an LSTM, which has one head: `head_dim` counts its cells
@@ -201,7 +203,9 @@ class ModelConfig:
     rope_local_theta: float | None = None
     attention_scale: float | None = None
     embedding_scale: float = 1.0
+    input_norms: bool = True
     output_norms: bool = False
+    joint_qk_norm: bool = False
     norm_kind: str = "rms"
     position_kind: str = "rotary"
     q_lora_rank: int | None = None
@@ -269,6 +273,8 @@ class ModelConfig:
                 )
         if self.attention_kind != "lstm" and self.position_kind == "none":
             raise UsageError(f"config: position_kind is 'none'; attention_kind {self.attention_kind!r} has positions")
+        if self.joint_qk_norm > self.qk_norm or not (self.input_norms or self.output_norms):
+            raise UsageError("config: joint_qk_norm needs qk_norm, and a block input_norms or output_norms")
         if self.attention_kind == "latent":
             for name in LATENT[self.q_lora_rank is None :]:
                 check_size(name, getattr(self, name))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
 
 NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
-"""The two sublayers of a block, in order, and the norm before each."""
+"""The two sublayers of a block, in order, and the norm before each, in a model with `input_norms`."""
 OUTPUT_NORMS = {"self_attn": "attention_output_norm", "mlp": "feed_forward_output_norm"}
 """The norm after each sublayer, in a model with `output_norms`."""
 EMBEDDING, HEAD, POSITIONS, LAST_NORM = "model.embed_tokens", "lm_head", "model.embed_positions", "model.norm"
@@ -67,6 +67,12 @@ def _block_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
     return tuple(found)
 
 
+def joint_vectors(config: ModelConfig) -> dict[str, str]:
+    """Vectors that are cut like the rows of a matrix, and the matrix, by their names in the block."""
+    found = [(name, vector) for name, sublayer in sublayers(config).items() for vector in sublayer.vectors]
+    return {f"{name}.{each.name}": f"{name}.{each.rows_of}" for name, each in found if each.rows_of is not None}
+
+
 def input_groups(config: ModelConfig) -> list[list[Matrix]]:
     """`block_matrices`, those that read the same tensor together."""
     groups: dict[str, list[Matrix]] = {}
@@ -113,7 +119,8 @@ def block_tensors(config: ModelConfig) -> tuple[Parameter, ...]:
     found: list[Parameter] = []
     components: tuple[Component, ...] = ("attention", "feed_forward")
     for component, (name, sublayer) in zip(components, sublayers(config).items(), strict=True):
-        found += _norm(config, NORMS[name])
+        if config.input_norms:
+            found += _norm(config, NORMS[name])
         for matrix in sublayer.matrices:
             module, shape = f"{name}.{matrix.name}", (matrix.rows, matrix.columns)
             found.append(Parameter(f"{module}.weight", shape, "matrix", component, matrix.writes_residual))
@@ -158,7 +165,7 @@ def _norm(config: ModelConfig, name: str) -> list[Parameter]:
 
 def norms_of_block(config: ModelConfig) -> int:
     """How many norms of the residual stream a block has."""
-    return len(NORMS) * (2 if config.output_norms else 1)
+    return len(NORMS) * (config.input_norms + config.output_norms)
 
 
 def adds_to_residual(config: ModelConfig, matrix: Matrix) -> bool:

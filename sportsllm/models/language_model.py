@@ -68,10 +68,10 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.config = config = config.of_layer(layer)
-        self.input_layernorm = residual_norm(config)
+        self.input_layernorm = residual_norm(config) if config.input_norms else nn.Identity()
         self.self_attn = ATTENTION_MODULES[config.attention_kind](config, layer)
         self.attention_output_norm = residual_norm(config) if config.output_norms else None
-        self.post_attention_layernorm = residual_norm(config)
+        self.post_attention_layernorm = residual_norm(config) if config.input_norms else nn.Identity()
         self.mlp = FEED_FORWARD_MODULES[config.mlp_kind](config)
         self.feed_forward_output_norm = residual_norm(config) if config.output_norms else None
 

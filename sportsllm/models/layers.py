@@ -51,7 +51,7 @@ ResidualNorm = RMSNorm | LayerNorm
 
 
 def residual_norm(config: ModelConfig) -> ResidualNorm:
-    """A norm of the residual stream."""
+    """A norm of the residual stream's width."""
     return (RMSNorm if config.norm_kind == "rms" else LayerNorm)(config.hidden_size, config.rms_norm_eps)
 
 
@@ -201,8 +201,9 @@ class GroupedQueryAttention(nn.Module):
         self.add_indexer()
         self.o_proj = nn.Linear(config.query_size, hidden, config.attention_output_bias)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            together, size = config.joint_qk_norm, config.head_dim
+            self.q_norm = RMSNorm(config.query_size if together else size, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.key_value_size if together else size, config.rms_norm_eps)
 
     def add_indexer(self) -> None:
         """Hook for `SelectedAttention`, whose indexer stands before o_proj in the order of parameters."""
@@ -229,10 +230,13 @@ class GroupedQueryAttention(nn.Module):
     def heads(self, x_BTD: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, T, H, E), keys and values (B, T, K, E); queries and keys normed and rotated."""
         config, shape = self.config, (*x_BTD.shape[:2], -1, self.config.head_dim)
-        q_BTHE: Tensor = self.q_proj(x_BTD).view(shape)
-        k_BTKE: Tensor = self.k_proj(x_BTD).view(shape)
+        q_BTD, k_BTD = self.q_proj(x_BTD), self.k_proj(x_BTD)
+        if config.joint_qk_norm:
+            q_BTD, k_BTD = self.q_norm(q_BTD), self.k_norm(k_BTD)
+        q_BTHE: Tensor = q_BTD.view(shape)
+        k_BTKE: Tensor = k_BTD.view(shape)
         v_BTKE: Tensor = self.v_proj(x_BTD).view(shape)
-        if config.qk_norm:
+        if config.qk_norm and not config.joint_qk_norm:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
         if config.rotates(self.layer):
             tables = rope[-2:] if config.window(self.layer) is not None else rope[:2]

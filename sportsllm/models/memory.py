@@ -211,7 +211,8 @@ def tensor_shapes(config: ModelConfig, batch: int, length: int, element_bytes: i
         add("rope cos, sin", "table", (2, length, config.head_dim // 2))
     for part, layers in config.runs():
         for (name, sublayer), result in zip(sublayers(part).items(), ("attention", "feed-forward"), strict=True):
-            add(NORMS[name], "activation", (*steps, hidden), layers)
+            if config.input_norms:
+                add(NORMS[name], "activation", (*steps, hidden), layers)
             for item in sublayer.tensors:
                 add_inner(item, layers)
             if config.output_norms:

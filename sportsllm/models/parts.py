@@ -81,11 +81,12 @@ class Matrix(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """A norm's weight inside attention or feed-forward; pruning leaves it whole."""
+    """A norm's weight inside attention or feed-forward; pruning leaves it whole, or cuts it like a matrix's rows."""
 
     name: str
     size: int
     eps: float | None = None  # the model's if None
+    rows_of: str | None = None  # the matrix
 
 
 class State(NamedTuple):
@@ -177,6 +178,9 @@ def grouped_query(config: ModelConfig) -> Sublayer:
     k = Matrix("k_proj", keys, hidden, "kv_head", HIDDEN, HIDDEN, bias=bias)
     v = Matrix("v_proj", keys, hidden, "kv_head", HIDDEN, HIDDEN, bias=bias)
     o = Matrix("o_proj", hidden, queries, HIDDEN, "query_head", "mixed", True, config.attention_output_bias, "v_proj")
+    together = config.joint_qk_norm
+    norms = (Vector("q_norm", queries, rows_of="q_proj"), Vector("k_norm", keys, rows_of="k_proj"))
+    norms = norms if together else (Vector("q_norm", size), Vector("k_norm", size))
     made = Activation("q", (heads, size)), *(Activation(f"{name}, cached", cached, "cache") for name in "kv")
     scores = Activation("attention scores", (heads,), "scores", held=False)
     return Sublayer(
@@ -188,11 +192,11 @@ def grouped_query(config: ModelConfig) -> Sublayer:
         ),
         kept=Kept(
             computed=queries,
-            float32=heads + (heads + kv_heads) * norm,
+            float32=heads + (2 if together else heads + kv_heads) * norm,
             attended=2 * (queries + keys),
             normed=(queries + keys) * norm,
         ),
-        vectors=(Vector("q_norm", size), Vector("k_norm", size)) if norm else (),
+        vectors=norms if norm else (),
         state=(State("key", cached), State("value", cached)),
         macs=2 * queries,
         prompt_macs=2 * queries,

@@ -29,6 +29,7 @@ NAMES = [
     "mixtral",
     "deepseek-v3-mixed",
     "granite",
+    "olmo2",
     "opt",
     "qwen3-moe",
 ]

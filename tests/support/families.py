@@ -44,6 +44,7 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "deepseek-v3-halves": transformers.DeepseekV3Config(
         **_ALL_HEADS, **_LATENT, q_lora_rank=None, rope_interleave=False, tie_word_embeddings=True
     ),
+    "olmo2": transformers.Olmo2Config(**SIZES),
     "granite": transformers.GraniteConfig(
         **SIZES, embedding_multiplier=12.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=6.0
     ),

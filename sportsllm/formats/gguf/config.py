@@ -14,7 +14,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig
 from sportsllm.models.rope import RopeScaling, inverse_frequencies
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3", "gemma3", "gpt2")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3", "gemma3", "gpt2", "olmo2")
 """Those that are written too; further ones are read."""
 READ_ARCHITECTURES = (*ARCHITECTURES, "phi3")
 ROPE_FACTORS = "rope_freqs.weight"
@@ -205,6 +205,10 @@ def _gemma3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _olmo2(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"qk_norm": True, "joint_qk_norm": True, "input_norms": False, "output_norms": True}
+
+
 def _phi3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     window = file.value_or(0, "phi3.attention.sliding_window", int)
     if not 0 < window < values["max_position_embeddings"]:
@@ -222,6 +226,7 @@ _FAMILIES: dict[str, Callable[[GGUFFile, Mapping[str, Any]], dict[str, Any]]] = 
     "gemma3": _gemma3,
     "phi3": _phi3,
     "gpt2": _gpt2,
+    "olmo2": _olmo2,
 }
 
 

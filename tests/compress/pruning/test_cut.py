@@ -164,3 +164,18 @@ def test_a_layer_that_does_nothing_is_the_one_dropped() -> None:
     with torch.inference_mode():
         assert torch.allclose(pruned(tokens), model(tokens), atol=1e-5)
     assert len(model.model.layers) == 4
+
+
+def test_a_norm_of_all_heads_keeps_the_entries_of_those_that_stay() -> None:
+    model = tiny_model(qk_norm=True, joint_qk_norm=True, input_norms=False, output_norms=True)
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.self_attn.q_norm.weight.copy_(torch.arange(64.0))
+            block.self_attn.k_norm.weight.copy_(torch.arange(32.0))
+    scores = measure_scores(model, batches(), "activation")
+    for layer in range(2):
+        scores.units["query_head"][layer][:] = torch.tensor([0.0, 1, 3, 2])
+    pruned = pruned_to(model, scores, Shape(hidden=64, intermediate=96, heads=2, kv_heads=1, layers=2, head_dim=16))
+    for block in pruned.model.layers:
+        assert block.self_attn.q_norm.weight.tolist() == list(range(32, 64))
+        assert block.self_attn.k_norm.weight.tolist() == list(range(16, 32))

@@ -95,14 +95,16 @@ def test_dense_layers_are_cut_by_the_same_share_and_stay() -> None:
         {"qk_norm": True, "tie_word_embeddings": False},
         {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
         {"mlp_kind": "gelu"},
+        {"qk_norm": True, "joint_qk_norm": True},
     ],
     ids=str,
 )
 def test_counting_by_arithmetic_is_counting_a_config(changes: dict[str, object]) -> None:
     config = tiny_config(**changes)
     count = block_counter(config)
+    attention = [(4, 2, 16), (2, 2, 16), (2, 1, 8), (1, 1, 2)][: 2 if config.joint_qk_norm else 4]
     for hidden, inner, layers in itertools.product((32, 48, 64), (1, 31, 96), (1, 2)):
-        for heads, kv_heads, head_dim in ((4, 2, 16), (2, 2, 16), (2, 1, 8), (1, 1, 2)):
+        for heads, kv_heads, head_dim in attention:
             shape = Shape(hidden, inner, heads, kv_heads, layers, head_dim)
             assert count(shape) == shape.applied_to(config).block_parameters
 

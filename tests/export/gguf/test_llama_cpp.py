@@ -37,6 +37,13 @@ GPT2 = {
     "num_key_value_heads": 4,
     **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), True),
 }
+OLMO2 = {
+    "qk_norm": True,
+    "joint_qk_norm": True,
+    "input_norms": False,
+    "output_norms": True,
+    "tie_word_embeddings": False,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"attention_bias": True},
@@ -44,6 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "layer_types": (FULL, FULL, FULL, UNROTATED)},
     "gemma3": GEMMA3,
     "gpt2": GPT2,
+    "olmo2": OLMO2,
 }
 
 
@@ -114,6 +122,7 @@ def test_what_llama_cpp_does_not_know_is_refused(tokenizer_directory: Path, tmp_
     for number, (changes, message) in enumerate(
         (
             ({"num_hidden_layers": 4, "layer_types": (UNROTATED, FULL, FULL, FULL)}, "every fourth layer"),
+            (OLMO2 | {"tie_word_embeddings": True}, "olmo2 models with a head of their own alone"),
             (GEMMA3 | {"attention_scale": 0.3}, "Gemma 3 with full layers"),
             (GEMMA3 | {"num_hidden_layers": 4, "layer_types": uneven}, "Gemma 3 with full layers"),
         )

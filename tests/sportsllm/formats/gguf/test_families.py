@@ -21,6 +21,7 @@ _ARCH = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "gpt2": gguf.MODEL_ARCH.GPT2,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
 }
 _SIZES = families.SIZES | {"num_hidden_layers": 6}
 _CONFIGS: dict[str, transformers.PretrainedConfig] = {
@@ -29,6 +30,7 @@ _CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "phi3-sliding": transformers.Phi3Config(**_SIZES, sliding_window=8),
     "smollm3": transformers.SmolLM3Config(**_SIZES),
     "gpt2": families.CONFIGS["gpt2"],
+    "olmo2": families.CONFIGS["olmo2"],
 }
 
 
