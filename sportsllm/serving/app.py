@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -20,13 +21,15 @@ from sportsllm.process_memory import peak_rss_bytes
 from sportsllm.serving.access import Access, refusal
 from sportsllm.serving.engine import Engine, Job, Piece, QueueFull
 from sportsllm.serving.models import ServedModel
-from sportsllm.serving.replies import Json, Reply, encode_json
+from sportsllm.serving.replies import Json, NativeReply, Reply, encode_json
 from sportsllm.serving.requests import (
+    SAMPLING,
     ApiError,
     ChatRequest,
     CompletionRequest,
     Conversation,
     DetokenizeRequest,
+    NativeRequest,
     TokenizeRequest,
     parse_request,
 )
@@ -34,7 +37,6 @@ from sportsllm.serving.sampler import TokenScore
 
 MOST_BODY_BYTES = 2_000_000
 BODY_S = 30.0
-_SAMPLING = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 Record = TypeVar("Record")
 
 
@@ -72,10 +74,6 @@ def _json(data: object) -> Response:
     return Response(encode_json(data), media_type="application/json")
 
 
-def _event(data: object) -> bytes:
-    return b"data: " + encode_json(data) + b"\n\n"
-
-
 async def read_body(request: Request) -> bytes:
     """A request's body.
 
@@ -99,18 +97,22 @@ class Server:
 
     def __init__(self, models: Sequence[ServedModel], access: Access) -> None:
         self._models, self._access = {model.name: model for model in models}, access
+        self._started = time.time()
         self._page = Path(__file__).with_name("page.html").read_bytes()
 
     def app(self) -> Any:
         """The ASGI application."""
-        chat, complete = (partial(self._generate, kind=kind) for kind in (ChatRequest, CompletionRequest))
-        posts: dict[str, Any] = {f"{root}{path}": call for root in ("/v1", "")
-                 for path, call in (("/chat/completions", chat), ("/completions", complete))}  # fmt: skip
+        chat, complete, native = (
+            partial(self._generate, kind=kind) for kind in (ChatRequest, CompletionRequest, NativeRequest)
+        )
+        posts: dict[str, Any] = {"/v1/chat/completions": chat, "/chat/completions": chat, "/v1/completions": complete}
+        posts |= {"/completion": native, "/completions": native, "/apply-template": self._apply_template}
         posts |= {"/tokenize": self._tokenize, "/detokenize": self._detokenize}
-        posts |= {"/apply-template": self._apply_template}
+        posts |= dict.fromkeys(("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"), self._count)
         routes = [Route(path, call, methods=["POST"]) for path, call in posts.items()]
         gets = {"/v1/models": self._list, "/models": self._list, "/v1/models/{name:path}": self._show}
         gets |= {"/health": self._health, "/props": self._props, "/metrics": self._metrics, "/": self._index}
+        gets |= {"/slots": self._slots}
         routes += [Route(path, call) for path, call in gets.items()]
         handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), refusal)
         return self._access.guard(Starlette(routes=routes, exception_handlers=handlers))
@@ -145,21 +147,29 @@ class Server:
     async def _props(self, request: Request) -> Response:
         model = self._find(request.query_params.get("model", ""))
         slots = model.engine.slots
-        defaults = {name: CompletionRequest.model_fields[name].default for name in _SAMPLING}
-        settings = {"n_ctx": slots.room, "params": defaults}
+        defaults = {name: CompletionRequest.model_fields[name].default for name in SAMPLING}
+        settings = {"n_ctx": slots.room, "params": defaults | {"n_predict": -1, "seed": -1}}
         answer = {"model_alias": model.name, "total_slots": slots.slots, "default_generation_settings": settings}
         return _json(answer | {"chat_template": model.template, "peak_rss_bytes": peak_rss_bytes()})
 
+    async def _slots(self, request: Request) -> Response:
+        engine = self._find(request.query_params.get("model", "")).engine
+        busy = len(engine.running)
+        return _json([{"id": slot, "n_ctx": engine.slots.room, "is_processing": slot < busy}
+                      for slot in range(engine.slots.slots)])  # fmt: skip
+
     async def _metrics(self, _: Request) -> Response:
-        lines = list[str]()
+        lines, several = list[str](), len(self._models) > 1
         for name, (text, value) in METRICS.items():
-            kind = "counter" if name.endswith("_total") else "gauge"
-            lines += [f"# HELP sportsllm_{name} {text}", f"# TYPE sportsllm_{name} {kind}"]
+            kind = "counter" if name.endswith(("_total", "_max")) else "gauge"
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
             for model in self._models.values():
                 if model.ready:
                     label = model.name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-                    lines.append(f'sportsllm_{name}{{model="{label}"}} {value(model.engine)}')
-        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+                    label = f'{{model="{label}"}}' if several else ""
+                    lines.append(f"{name}{label} {value(model.engine)}")
+        headers = {"Process-Start-Time-Unix": str(int(self._started))}
+        return PlainTextResponse("\n".join(lines) + "\n", 200, headers, "text/plain; version=0.0.4")
 
     async def _tokenize(self, request: Request) -> Response:
         body = parse_request(TokenizeRequest, await read_body(request))
@@ -182,10 +192,17 @@ class Server:
         model = self._find(body.model)
         return _json({"prompt": await _in_worker(model, model.render, body.messages)})
 
+    async def _count(self, request: Request) -> Response:
+        body = parse_request(Conversation, await read_body(request))
+        model = self._find(body.model)
+        return _json({"input_tokens": len(await _in_worker(model, model.encode_chat, body.messages))})
+
     async def _generate(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
         body, mailbox = parse_request(kind, await read_body(request)), Mailbox()
         model = self._find(body.model)
         reply = Reply(kind is ChatRequest, model.name, model.tokenizer)
+        if isinstance(body, NativeRequest):
+            reply = NativeReply(False, model.name, model.tokenizer, body=body)
         count = body.n * (len(body.prompts()) if isinstance(body, CompletionRequest) else 1)
         if count > model.engine.most_jobs:
             raise ApiError(
@@ -216,7 +233,7 @@ class Server:
             gone.cancel()
 
     @staticmethod
-    async def _whole(reply: Reply, mailbox: Mailbox, jobs: list[Job], begins: list[str]) -> Json:
+    async def _whole(reply: Reply, mailbox: Mailbox, jobs: list[Job], begins: list[str]) -> object:
         scores: list[list[TokenScore] | None] = [None if job.top is None else [] for job in jobs]
         async for piece in mailbox.pieces(len(jobs)):
             begins[piece.job.index] += piece.text
@@ -229,39 +246,39 @@ class Server:
         reply: Reply, model: ServedModel, mailbox: Mailbox, jobs: list[Job], begins: list[str], usage: bool
     ) -> AsyncIterator[bytes]:
         try:
-            for job, begin in zip(jobs, begins, strict=True):
-                if reply.chat or begin:
-                    yield _event(reply.chunk(job.index, begin or None, (), None))
-            async for piece in mailbox.pieces(len(jobs)):
-                if piece.text or piece.scores:
-                    yield _event(reply.chunk(piece.job.index, piece.text, piece.scores, None))
-                if piece.finish:
-                    yield _event(reply.chunk(piece.job.index, None, (), piece.finish))
-            if usage:
-                yield _event(reply.usage_chunk(jobs))
-            yield b"data: [DONE]\n\n"
+            async for chunk in reply.stream(mailbox.pieces(len(jobs)), jobs, begins, usage):
+                yield b"data: " + (b"[DONE]" if chunk is None else encode_json(chunk)) + b"\n\n"
         except ApiError as error:
-            yield _event(error.body)
+            yield b"data: " + encode_json(error.body) + b"\n\n"
         finally:
             model.engine.cancel(jobs)
 
 
+def _counted(name: str, unit: float = 1, per: str = "") -> Callable[[Engine], float]:
+    return lambda engine: engine.counts[name] * unit / (max(1, engine.counts[per]) if per else 1)
+
+
 METRICS: dict[str, tuple[str, Callable[[Engine], float]]] = {
-    "prompt_tokens_total": ("Prompt tokens read.", lambda engine: engine.counts["prompt_tokens"]),
-    "cached_tokens_total": ("Prompt tokens from the cache.", lambda engine: engine.counts["cached_tokens"]),
-    "generated_tokens_total": ("Tokens generated.", lambda engine: engine.counts["generated_tokens"]),
-    "lookup_tokens_total": (
-        "Generated tokens that prompt lookup proposed.",
-        lambda engine: engine.counts["lookup_tokens"],
-    ),
-    "sequences_total": ("Sequences ended.", lambda engine: engine.counts["finished"]),
-    "refused_total": ("Sequences refused because too many waited.", lambda engine: engine.counts["refused"]),
-    "busy_seconds_total": ("Time in which the model ran.", lambda engine: engine.counts["busy_us"] / 1e6),
-    "running": ("Sequences that have a slot.", lambda engine: len(engine.running)),
-    "waiting": ("Sequences that wait for a slot.", lambda engine: len(engine.waiting)),
-    "prefix_cache_bytes": ("Size of the prefix cache.", lambda engine: engine.prefixes.size_bytes),
+    "llamacpp:prompt_tokens_total": ("Prompt tokens read.", _counted("prompt_tokens")),
+    "llamacpp:prompt_tokens_cached_total": ("Prompt tokens from the cache.", _counted("cached_tokens")),
+    "llamacpp:prompt_seconds_total": ("Time in which prompts were read.", _counted("prompt_us", 1e-6)),
+    "llamacpp:prompt_tokens_seconds": ("Prompt tokens read per second.", _counted("prompt_tokens", 1e6, "prompt_us")),
+    "llamacpp:tokens_predicted_total": ("Tokens generated.", _counted("generated_tokens")),
+    "llamacpp:tokens_predicted_seconds_total": ("Time in which tokens were generated.", _counted("generated_us", 1e-6)),
+    "llamacpp:predicted_tokens_seconds": ("Tokens per second.", _counted("generated_tokens", 1e6, "generated_us")),
+    "llamacpp:n_decode_total": ("Runs of the model.", _counted("runs")),
+    "llamacpp:n_busy_slots_per_decode": ("Sequences in a step.", _counted("rows", 1, "steps")),
+    "llamacpp:n_tokens_max": ("Longest sequence.", _counted("longest")),
+    "llamacpp:spec_decode_num_drafts_total": ("Passes that read proposed tokens.", _counted("drafts")),
+    "llamacpp:spec_decode_num_draft_tokens_total": ("Tokens proposed.", _counted("draft_tokens")),
+    "llamacpp:spec_decode_num_accepted_tokens_total": ("Proposed tokens kept.", _counted("lookup_tokens")),
+    "llamacpp:requests_processing": ("Sequences that have a slot.", lambda engine: len(engine.running)),
+    "llamacpp:requests_deferred": ("Sequences that wait for a slot.", lambda engine: len(engine.waiting)),
+    "sportsllm_sequences_total": ("Sequences ended.", _counted("finished")),
+    "sportsllm_refused_total": ("Sequences refused because too many waited.", _counted("refused")),
+    "sportsllm_prefix_cache_bytes": ("Size of the prefix cache.", lambda engine: engine.prefixes.size_bytes),
 }
-"""What `/metrics` reports of each model: an explanation and the value."""
+"""What `/metrics` reports of each model, by llama-server's names if it has one: an explanation and the value."""
 
 
 def _described(model: ServedModel) -> Json:

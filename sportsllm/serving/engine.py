@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Condition, Lock
 from typing import Any, NamedTuple, Protocol
@@ -55,12 +56,13 @@ class Slots(Protocol):
 
 
 class Piece(NamedTuple):
-    """News of a sequence: text, scores of new tokens, and why it ended, if it did."""
+    """News of a sequence: text, scores of new tokens, why it ended, if it did, and the new tokens."""
 
     job: Job
     text: str = ""
     scores: tuple[TokenScore, ...] = ()
     finish: str | None = None
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -76,6 +78,7 @@ class Job:
         reuse: the prompt's beginning may be taken from the prefix cache.
         index: number of the choice in its request.
         ids, read, cached: the prompt and the tokens so far, how many are read, and how many were in the cache.
+        finish: `eos`, `word` or `limit` as llama-server has it; `error`, `timeout` or `cancelled`.
     """
 
     prompt: list[int]
@@ -98,11 +101,17 @@ class Job:
     first: float = 0.0
     ended: float = 0.0
     finish: str | None = None
+    told: int = 0  # of `ids`, those delivered
     lookup: PromptLookup | None = None
     before: Logits | None = None  # log probabilities after the last chunk of an echoed prompt
 
     def __post_init__(self) -> None:
-        self.ids = list(self.prompt)
+        self.ids, self.told = list(self.prompt), len(self.prompt)
+
+    def tell(self, text: str, scores: tuple[TokenScore, ...] = (), finish: str | None = None) -> None:
+        """Deliver a piece."""
+        tokens, self.told = tuple(self.ids[self.told :]), len(self.ids)
+        self.deliver(Piece(self, text, scores, finish, tokens))
 
     @property
     def generated(self) -> int:
@@ -169,7 +178,8 @@ class Engine:
         """
         if len(self.waiting) + len(self.running) + jobs > self.most_jobs:
             self.counts["refused"] += jobs
-            mean_s = self.counts["busy_us"] / 1e6 / max(1, self.counts["finished"])
+            busy_us = self.counts["prompt_us"] + self.counts["generated_us"]
+            mean_s = busy_us / 1e6 / max(1, self.counts["finished"])
             raise QueueFull(min(60, max(1, round(mean_s * len(self.waiting)))))
 
     def cancel(self, jobs: Iterable[Job]) -> None:
@@ -192,7 +202,6 @@ class Engine:
                 self._news.wait_for(lambda: self._closed or self.waiting or self.running)
                 if self._closed:
                     return
-            began = time.perf_counter()
             try:
                 self._advance()
             except BaseException:  # panics of libraries in Rust are no Exceptions
@@ -200,7 +209,6 @@ class Engine:
                 for job in self.running:
                     job.deliver(Piece(job, finish="error"))
                 self.running, self._ready = [], 0
-            self.counts["busy_us"] += round((time.perf_counter() - began) * 1e6)
 
     def _advance(self) -> None:
         """Let jobs leave and join, then read a chunk of a prompt and decode a token of each running job."""
@@ -231,13 +239,13 @@ class Engine:
         left = min(len(job.prompt), (job.read // whole + 1) * whole) - job.read
         size = left if not self._ready or left <= PROMPT_CHUNK + STEP_ROWS else PROMPT_CHUNK
         chunk = job.prompt[job.read : job.read + size]
-        with self._turn:
+        with self._timed("prompt"):
             logits_TV = self.slots.read_slot(slot, chunk, job.echo)
         scores = self._prompt_scores(job, chunk, logits_TV) if job.echo else ()
         job.read += len(chunk)
         self.counts["prompt_tokens"] += len(chunk)
         if scores:
-            job.deliver(Piece(job, scores=tuple(scores)))
+            job.tell("", tuple(scores))
         if job.read == len(job.prompt):
             job.first = time.perf_counter()
             self._ready += 1
@@ -270,6 +278,15 @@ class Engine:
             score_token(row, token, job.top or 0) for row, token in zip(rows, chunk[len(first) :], strict=True)
         ]
 
+    @contextmanager
+    def _timed(self, what: str, rows: int = 0) -> Iterator[None]:
+        """The model's turn, counted."""
+        with self._turn:
+            began = time.perf_counter()
+            yield
+        self.counts[f"{what}_us"] += round((time.perf_counter() - began) * 1e6)
+        self.counts.update(runs=1, rows=rows, steps=bool(rows))
+
     def _step(self) -> None:
         """Decode a token of each job that has read its prompt; more if one runs alone and repeats earlier text."""
         if self._ready == 1 and self.slots.exact_rows > 1:
@@ -278,7 +295,7 @@ class Engine:
         ended = list[tuple[Job, str]]()
         for first in range(0, self._ready, STEP_ROWS):
             jobs = self.running[first : min(first + STEP_ROWS, self._ready)]
-            with self._turn:
+            with self._timed("generated", len(jobs)):
                 logits_BV = self.slots.step_slots(first, [job.ids[-1] for job in jobs])
             for job, logits_V in zip(jobs, logits_BV, strict=True):
                 if (finish := self._take(job, logits_V)) is not None:
@@ -289,7 +306,7 @@ class Engine:
     def _step_alone(self, job: Job) -> None:
         job.lookup = lookup = job.lookup or PromptLookup(job.ids)
         lookup.extend(job.ids[len(lookup) :])
-        with self._turn:
+        with self._timed("generated", 1):
             proposed = lookup.propose(min(self.slots.exact_rows, job.most - job.generated) - 1)
             tokens = [job.ids[-1], *proposed]
             logits_TV = self.slots.read_slot(0, tokens, True) if proposed else self.slots.step_slots(0, tokens)
@@ -300,6 +317,8 @@ class Engine:
                 break
         lookup.learn(len(proposed), place)
         self.slots.truncate(0, len(job.ids) - 1)
+        self.counts["drafts"] += bool(proposed)
+        self.counts["draft_tokens"] += len(proposed)
         self.counts["lookup_tokens"] += place
         if finish is not None:
             self._leave(job, finish)
@@ -314,19 +333,20 @@ class Engine:
 
     def _choose(self, job: Job, logits_V: Logits) -> str | None:
         if job.generated == job.most:
-            return "length"
+            return "limit"
         token = job.sampler.choose(logits_V, job.ids)
         if token in job.stop_tokens:
-            return "stop"
+            return "eos"
         job.ids.append(token)
         self.counts["generated_tokens"] += 1
         text, stopped = job.search.push(job.decode(token))
         scores = () if job.top is None else (score_token(log_softmax(logits_V), token, job.top),)
         if text or scores:
-            job.deliver(Piece(job, text, scores))
+            job.tell(text, scores)
         if stopped:
             job.search.held = ""
-        return "stop" if stopped or job.sampler.complete else "length" if job.generated == job.most else None
+            return "word"
+        return "eos" if job.sampler.complete else "limit" if job.generated == job.most else None
 
     def _leave(self, job: Job, finish: str) -> None:
         """End a running job: keep what its slot holds, and let the last one move into the slot."""
@@ -345,4 +365,5 @@ class Engine:
         self.running.pop()
         job.ended, job.finish = time.perf_counter(), finish
         self.counts["finished"] += 1
-        job.deliver(Piece(job, job.search.held, finish=finish))
+        self.counts["longest"] = max(self.counts["longest"], len(job.ids))
+        job.tell(job.search.held, finish=finish)

@@ -13,7 +13,15 @@ from sportsllm.console import log
 from sportsllm.errors import SportsLLMError
 from sportsllm.inference.decoder import StopSearch
 from sportsllm.serving.engine import Engine, Job, Piece
-from sportsllm.serving.requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, Message
+from sportsllm.serving.requests import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    NativeRequest,
+    Prompt,
+)
 from sportsllm.serving.sampler import Constraints, Sampler
 from sportsllm.text.chat import ChatRenderer, find_template
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
@@ -125,19 +133,17 @@ class ServedModel:
             ApiError: a prompt beyond the context, or a field that cannot be.
         """
         if isinstance(body, ChatRequest):
-            prompts = [self.tokenizer.encode(self.render(body.messages), special=True)]
-            if self._renderer is None:
-                prompts[0].insert(0, self.tokenizer.begin_id)
+            prompts = [self.encode_chat(body.messages)]
             top = body.top_logprobs if body.logprobs else None
         else:
             prompts = [self._encode(prompt) for prompt in body.prompts()]
-            top = body.logprobs
+            top = (body.logprobs or None) if isinstance(body, NativeRequest) else body.logprobs
         echo = isinstance(body, CompletionRequest) and body.echo
-        jobs = list[Job]()
+        jobs, seed = list[Job](), secrets.randbits(32) if body.seed in (None, -1) else int(body.seed or 0)
         for prompt in prompts:
             self._check(prompt)
             for choice in range(body.n):
-                job = self._job(body, prompt, choice, deliver)
+                job = self._job(body, prompt, seed, choice, deliver)
                 job.top, job.echo, job.index = top, echo and top is not None, len(jobs)
                 jobs.append(job)
         return jobs
@@ -146,13 +152,22 @@ class ServedModel:
         """What each choice's text begins with: its prompt if the request wants it back."""
         if isinstance(body, ChatRequest) or not body.echo:
             return [""] * len(jobs)
-        prompts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in body.prompts()]
-        return [prompts[job.index // body.n] for job in jobs]
+        given = body.prompts()
+        prompts = [given[job.index // body.n] for job in jobs]
+        return [each if isinstance(each, str) else self.tokenizer.decode(job.prompt)
+                for each, job in zip(prompts, jobs, strict=True)]  # fmt: skip
 
-    def _encode(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        return [self.tokenizer.begin_id, *self.tokenizer.encode(prompt)]
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation's tokens; see `render`."""
+        begin = [self.tokenizer.begin_id] if self._renderer is None else []
+        return begin + self.tokenizer.encode(self.render(messages), special=True)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        parts = [prompt] if isinstance(prompt, str) else prompt
+        ids = [self.tokenizer.begin_id] if isinstance(parts[0], str) else []
+        for part in parts:
+            ids += self.tokenizer.encode(part) if isinstance(part, str) else [part]
+        return ids
 
     def _check(self, prompt: Sequence[int]) -> None:
         config, room = self.engine.slots.config, self.engine.slots.room
@@ -164,18 +179,17 @@ class ServedModel:
             numbers = {"n_prompt_tokens": len(prompt), "n_ctx": room}
             raise ApiError(400, message, "exceed_context_size_error", **numbers)
 
-    def _job(self, body: GenerationRequest, prompt: list[int], choice: int, deliver: Callable[[Piece], None]) -> Job:
-        seed = secrets.randbits(32) if body.seed in (None, -1) else int(body.seed or 0)
-        constraint, schema, stops = None, body.schema_text(), body.stops()
-        try:
-            if schema is not None:
-                constraint = self._constraints.json_schema(schema)
-            elif body.regex is not None:
-                constraint = self._constraints.regex(body.regex)
-        except SportsLLMError as error:
-            raise ApiError(400, str(error), param="response_format" if schema else "regex") from None
+    def _job(
+        self, body: GenerationRequest, prompt: list[int], seed: int, choice: int, deliver: Callable[[Piece], None]
+    ) -> Job:
+        constraint, stops = None, body.stops()
+        for field, text in body.constraints().items():
+            try:
+                constraint = self._constraints.make(field, text)
+            except SportsLLMError as error:
+                raise ApiError(400, str(error), param=field) from None
         slots, penalties = self.engine.slots, (body.presence_penalty, body.frequency_penalty)
-        room, biases = slots.room - len(prompt), body.biases(slots.config.vocab_size)
+        room, biases = slots.room - len(prompt), body.biases(slots.config.vocab_size, self.tokenizer.encode)
         if isinstance(body, ChatRequest) and self._renderer is None:
             stops = [*stops, _TURN_END]
         return Job(

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from sportsllm.errors import ArtifactError
 from sportsllm.files import as_object, describe, parse_json
 from sportsllm.inference.decoder import Sampling
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 16, 20
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Stop = Annotated[str, Field(max_length=MOST_STOPS * 64)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Token = Annotated[int, Field(ge=0)]
 
 
 class ApiError(Exception):
@@ -59,7 +62,9 @@ class GenerationRequest(_Body):
     model: str = ""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    max_tokens: int | None = Field(None, ge=-1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+    max_tokens: int | None = Field(
+        None, ge=-1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens", "n_predict")
+    )
     temperature: float = Field(0.7, ge=0, le=100)
     top_p: float = Field(0.9, gt=0, le=1)
     top_k: int = Field(50, ge=0)
@@ -69,13 +74,14 @@ class GenerationRequest(_Body):
     )
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
+    logit_bias: dict[str, Bias] = Field({}, max_length=1024)
     seed: int | None = Field(None, ge=-1, lt=2**63)
     stop: Stop | list[Stop] = []
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | bool | None = None
     regex: str | None = Field(None, max_length=10_000)
+    grammar: str | None = Field(None, max_length=10_000)
     ignore_eos: bool = False
     cache_prompt: bool = True
 
@@ -94,17 +100,33 @@ class GenerationRequest(_Body):
             raise ApiError(400, f"stop: give up to {MOST_STOPS} texts, none of them empty", param="stop")
         return stops
 
-    def biases(self, vocab_size: int) -> dict[int, float]:
-        """`logit_bias` by token id.
+    def biases(self, vocab_size: int, encode: Callable[[str], list[int]]) -> dict[int, float]:
+        """`logit_bias` by token id; llama-server's own requests may name texts, whose tokens are meant.
 
         Raises:
             ApiError: a key that is no token id.
         """
-        if any(not (re.fullmatch("[0-9]{1,9}", key) and int(key) < vocab_size) for key in self.logit_bias):
-            raise ApiError(400, f"logit_bias: keys are token ids below {vocab_size}", param="logit_bias")
-        return {int(key): value for key, value in self.logit_bias.items()}
+        native, found = isinstance(self, NativeRequest), dict[int, float]()
+        for key, value in self.logit_bias.items():
+            is_id = re.fullmatch("[0-9]{1,9}", key)
+            if int(key) >= vocab_size if is_id else not native:
+                raise ApiError(400, f"logit_bias: keys are token ids below {vocab_size}", param="logit_bias")
+            found |= dict.fromkeys([int(key)] if is_id else encode(key), value)
+        return found
 
-    def schema_text(self) -> str | None:
+    def constraints(self) -> dict[str, str]:
+        """What the text must be, by field: at most one.
+
+        Raises:
+            ApiError: more than one.
+        """
+        given = {"response_format": self._schema_text(), "regex": self.regex, "grammar": self.grammar}
+        found = {field: text for field, text in given.items() if text is not None}
+        if len(found) > 1:
+            raise ApiError(400, f"give {' or '.join(found)}, not both", param=min(found))
+        return found
+
+    def _schema_text(self) -> str | None:
         """The JSON schema of the text, without free white space, in which small models lose themselves."""
         form, schema = self.response_format, self.json_schema
         if schema is None and form is not None and form.type != "text":
@@ -116,24 +138,50 @@ class GenerationRequest(_Body):
         return json.dumps(guidance | schema if isinstance(schema, dict) else schema)
 
 
+class PromptObject(_Body):
+    """A prompt as llama-server's multimodal models take it; only text is understood."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompt_string: str
+
+
+Prompt = str | Annotated[list[Token | str], Field(min_length=1)]
+"""A text, or token ids and texts in turns."""
+
+
 class CompletionRequest(GenerationRequest):
     """Body of `/v1/completions`."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
-    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    prompt: str | PromptObject | Annotated[list[Token | Prompt | PromptObject], Field(min_length=1)]
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP, validation_alias=AliasChoices("logprobs", "n_probs"))
     echo: bool = False
 
-    def prompts(self) -> list[str | list[int]]:
-        """Each prompt as text or token ids.
+    def prompts(self) -> list[Prompt]:
+        """Each prompt.
 
         Raises:
-            ApiError: an empty list.
+            ApiError: token ids among texts and lists.
         """
-        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
-            return [self.prompt]  # type: ignore[list-item]
-        if not self.prompt:
-            raise ApiError(400, "prompt: is empty", param="prompt")
-        return list(self.prompt)  # type: ignore[arg-type]
+        given = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        if any(isinstance(each, int) for each in given):
+            if not all(isinstance(each, int | str) for each in given):
+                raise ApiError(400, "prompt: give token ids and texts, or a list of prompts", param="prompt")
+            return [given]  # type: ignore[list-item]
+        return [each.prompt_string if isinstance(each, PromptObject) else each for each in given]  # type: ignore[misc]
+
+
+def _as_mapping(biases: object) -> object:
+    """Pairs of llama-server's as OpenAI's mapping."""
+    pairs = isinstance(biases, list) and all(isinstance(each, list) and len(each) == 2 for each in biases)
+    return {str(each[0]): each[1] for each in biases} if pairs else biases  # type: ignore[attr-defined]
+
+
+class NativeRequest(CompletionRequest):
+    """Body of llama-server's own `/completion`."""
+
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_as_mapping)] = Field({}, max_length=1024)
+    return_tokens: bool = False
+    response_fields: list[str] = []
 
 
 class ContentPart(_Body):
@@ -184,7 +232,7 @@ class DetokenizeRequest(_Body):
     """Body of `/detokenize`."""
 
     model: str = ""
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: list[Token]
 
 
 Record = TypeVar("Record", bound=_Body)

@@ -48,7 +48,7 @@ class Sampler:
         bias: Mapping[int, float] | None = None,
         constraint: Any = None,
     ) -> None:
-        self._sampling, self._min_p, (self._presence, self._frequency) = sampling, min_p, penalties
+        self.sampling, self._min_p, (self._presence, self._frequency) = sampling, min_p, penalties
         self._bias, self._constraint = dict(bias or {}), constraint
         self._random = np.random.default_rng([sampling.seed, stream] if stream else sampling.seed)
         self._generated = Counter[int]()
@@ -59,7 +59,7 @@ class Sampler:
         Raises:
             UsageError: the constraint has reached a bound of llguidance.
         """
-        logits = penalize(logits_V, seen, self._sampling.repetition_penalty)
+        logits = penalize(logits_V, seen, self.sampling.repetition_penalty)
         if self._bias or self._constraint is not None or self._min_p or self._presence or self._frequency:
             logits = logits.copy()
         for token, times in self._generated.items() if self._presence or self._frequency else ():
@@ -69,9 +69,9 @@ class Sampler:
         if self._constraint is not None:
             allowed = np.frombuffer(self._constraint.compute_bitmask(), dtype=np.uint8)
             logits[np.unpackbits(allowed, count=len(logits), bitorder="little") == 0] = -np.inf
-        if self._min_p and self._sampling.temperature:
-            logits[logits < logits.max() + self._sampling.temperature * math.log(self._min_p)] = -np.inf
-        token = int(draw(logits[None], self._sampling, self._random.random(1))[0])
+        if self._min_p and self.sampling.temperature:
+            logits[logits < logits.max() + self.sampling.temperature * math.log(self._min_p)] = -np.inf
+        token = int(draw(logits[None], self.sampling, self._random.random(1))[0])
         self._generated[token] += 1
         if self._constraint is not None:
             self._constraint.consume_token(token)
@@ -94,24 +94,27 @@ class Constraints:
 
     def __init__(self, directory: Path, config: ModelConfig, stop_tokens: Sequence[int]) -> None:
         from llguidance import LLMatcher, LLTokenizer
+        from llguidance.gbnf_to_lark import gbnf_to_lark
 
         self._matcher = LLMatcher
+        self._compilers: dict[str, Callable[[str], str]] = {
+            "response_format": LLMatcher.grammar_from_json_schema,
+            "regex": LLMatcher.grammar_from_regex,
+            "grammar": lambda text: LLMatcher.grammar_from_lark(gbnf_to_lark(text)),
+        }
         tokenizer = (directory / "tokenizer.json").read_text(encoding="utf-8")
         self._tokenizer = LLTokenizer(tokenizer, n_vocab=config.vocab_size, eos_token=list(stop_tokens))
 
-    def json_schema(self, schema: str) -> Any:
-        """Text must be JSON that a schema allows."""
-        return self._made(self._matcher.grammar_from_json_schema, schema)
+    def make(self, field: str, text: str) -> Any:
+        """What a field of a request says: a JSON schema, a regular expression, or a grammar in llama.cpp's GBNF.
 
-    def regex(self, expression: str) -> Any:
-        """Text must match a regular expression."""
-        return self._made(self._matcher.grammar_from_regex, expression)
-
-    def _made(self, compiled: Callable[[str], str], text: str) -> Any:
+        Raises:
+            UsageError: it cannot be used.
+        """
         try:
-            matcher = self._matcher(self._tokenizer, compiled(text), log_level=0)
+            matcher = self._matcher(self._tokenizer, self._compilers[field](text), log_level=0)
             problem = matcher.get_error() if matcher.is_error() else ""
-        except ValueError as error:
+        except Exception as error:  # errors in a grammar are no ValueErrors
             problem = str(error)
         if problem:
             raise UsageError(f"the constraint cannot be used: {clip(problem, 300)}")

@@ -190,9 +190,9 @@ class TextTokenizer:
         if counts[False]:
             log(f"messages spell special tokens {counts[False]:,} times; in a chat template they become the tokens")
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of ids; special tokens give nothing."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
+        """Text of ids; special tokens give nothing, or their spelling with `special`."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def piece(self, token: int) -> str:
         """Text of one token behind others, with its space; what a special token is spelled like."""

@@ -223,7 +223,7 @@ def test_a_sequence_that_fails_ends_alone(client: httpx.Client, monkeypatch: pyt
     choose, expected = Sampler.choose, complete(client, max_tokens=60)
 
     def fail(self: Sampler, logits_V: Logits, seen: Sequence[int]) -> int:
-        if self._sampling.seed == 13 and len(seen) > 20:
+        if self.sampling.seed == 13 and len(seen) > 20:
             raise _Panic
         return choose(self, logits_V, seen)
 
@@ -303,6 +303,42 @@ def test_echo_scores_the_prompt(client: httpx.Client, loaded: LoadedModel) -> No
         (expected,) = loaded.decoder.score([row])
         np.testing.assert_allclose(scores["token_logprobs"][1:-1], expected, atol=1e-4)
         assert all(max(top.values()) <= 0 for top in scores["top_logprobs"][1:])
+
+
+def test_llama_servers_own_completion(client: httpx.Client, loaded: LoadedModel) -> None:
+    """See llama_cpp.py for llama.cpp's own tests."""
+    body, text = {"prompt": ONCE["prompt"], "n_predict": 24, "temperature": 0, "seed": 5}, complete(client)
+    whole = post(client, "/completion", **body, return_tokens=True, n_probs=2)
+    assert whole["content"] == text and whole["stop_type"] == "limit" and whole["prompt"] == "<s> Once upon a time"
+    assert loaded.tokenizer.decode(whole["tokens"]).strip() == text.strip() and not whole["truncated"]
+    assert [each["id"] for each in whole["completion_probabilities"]] == whole["tokens"]
+    assert whole["generation_settings"]["seed"] == 5 and whole["timings"]["predicted_n"] == 24
+    lines = client.post("/completion", json={**body, "stream": True}).text.strip().split("\n\n")
+    *pieces, last = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert "".join(each["content"] for each in pieces) == text and last["stop"] and last["content"] == ""
+    assert [token for each in pieces for token in each["tokens"]] == whole["tokens"]
+    wanted = ["content", "generation_settings/n_predict", "a/b"]
+    fields = post(client, "/completion", **body, response_fields=wanted)
+    assert fields == dict(zip(wanted, (text, 24, None), strict=True))
+    ids = [1, *loaded.tokenizer.encode("Once upon a time")]
+    mixed = [ids[:2], [*ids[:2], "upon a time"], {"prompt_string": "Once"}, "Once"]
+    several = client.post("/completion", json=body | {"prompt": mixed}).json()
+    assert [each["tokens_evaluated"] for each in several[1:]] == [len(ids), 2, 2]
+    assert post(client, "/completion", **body | {"prompt": [*ids[:2], "upon a time"]})["content"] == text
+    assert (
+        refusal(client, 400, "/completion", prompt={"prompt_string": "a", "multimodal_data": []})["param"] == "prompt"
+    )
+    assert refusal(client, 400, "/completion", prompt=[1, [2]])["param"] == "prompt"
+    assert set(post(client, "/completion", **body, logit_bias=[["z", 100]])["content"].replace(" ", "")) == {"z"}
+    assert refusal(client, 400, "/completion", **body, logit_bias=[["z", 100, 3]])["param"] == "logit_bias"
+    assert client.get("/slots").json()[3] == {"id": 3, "n_ctx": 512, "is_processing": False}
+    messages = [{"role": "user", "content": "Hi"}]
+    count = post(client, "/chat/completions/input_tokens", messages=messages)["input_tokens"]
+    assert count == post(client, "/v1/chat/completions", messages=messages, max_tokens=1)["usage"]["prompt_tokens"]
+    pytest.importorskip("llguidance")
+    assert complete(client, grammar='root ::= "a"{5}') == "aaaaa"
+    assert refusal(client, 400, **ONCE, grammar="root ::= (")["param"] == "grammar"
+    assert "not both" in refusal(client, 400, **ONCE, grammar="x", regex="y")["message"]
 
 
 @pytest.mark.parametrize(
