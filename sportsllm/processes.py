@@ -1,25 +1,31 @@
 """The processes that `torchrun` starts to train one model; by default this one alone.
 
-Each process holds the model and computes its share of every step's sequences; gradients are added up, so all take the
-same step. The first process alone writes. torch is imported inside functions.
+Each process holds the model, or its part of every weight, and computes its share of every step's sequences; gradients
+are added up, so all take the same step. The first process alone writes. torch is imported inside functions.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from sportsllm.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed.tensor import DTensor
 
 
 def count() -> int:
     """How many processes `torchrun` has started."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+
+def restarted() -> bool:
+    """Whether `torchrun` started the processes again after one had ended."""
+    return count() > 1 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def rank() -> int:
@@ -37,7 +43,9 @@ def join(device: torch.device) -> None:
     import torch.distributed
 
     if count() > 1 and not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
 
 def wait() -> None:
@@ -58,6 +66,42 @@ def own_share(rows: range) -> range:
         raise UsageError(f"{count()} processes cannot share the {len(rows)} sequences of a step; change --batch-size")
     size = len(rows) // count()
     return rows[rank() * size : (rank() + 1) * size]
+
+
+def from_first(text: str) -> str:
+    """The first process's text."""
+    import torch.distributed
+
+    texts = [text]
+    if count() > 1:
+        torch.distributed.broadcast_object_list(texts, 0)
+    return texts[0]
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether each process holds a part of the tensor."""
+    if count() == 1:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The part of a whole tensor that this process holds of `other`, if that is sharded and has its shape."""
+    if is_sharded(other) and not is_sharded(tensor) and tensor.shape == other.shape:
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
+    return tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU; all processes ask for a sharded one, and the first alone gets its values."""
+    if is_sharded(tensor):
+        gathered: Tensor = tensor.full_tensor().detach()
+        return gathered.cpu() if rank() == 0 else gathered.new_empty(0, device="cpu")
+    return tensor.detach().cpu()
 
 
 def share(tensors: Iterable[Tensor]) -> None:

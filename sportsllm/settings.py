@@ -56,6 +56,7 @@ TRAINING: Group = {
     "muon_steps": Setting(int, "Newton-Schulz steps of Muon", "5", 1),
     "muon_coefficients": Setting(tuple, "Newton-Schulz coefficients of Muon", "3.4445,-4.775,2.0315"),
     "checkpoint_activations": Setting(bool, "Recompute activations in the backward pass to save memory", "false"),
+    "shard": Setting(bool, "Several processes each hold a part of weights, gradients and optimizer states", "false"),
     "validate_every": Setting(int, "Steps between scores of held-out text; 0: at the end only", "2 or 4 a run", 0),
     "try_rates": Setting(bool, "Choose the learning rate by short trial runs", "true for a good start"),
     "log_every": Setting(int, "Steps between two lines of metrics.jsonl", "10", 1),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from compress.distillation.settings import DistillationConfig, LayerMap, divergence_share
 from compress.distillation.teacher import teacher_logits
+from sportsllm import processes
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch
@@ -32,6 +33,7 @@ from sportsllm.training.loss import (
     scored_sum_,
     softmax_into,
 )
+from sportsllm.training.sharding import forget_gathered
 
 if TYPE_CHECKING:
     from compress.distillation.teacher_cache import TeacherCache
@@ -269,13 +271,15 @@ class HiddenMatching(nn.Module):
         states: tuple[list[Tensor], list[Tensor]] = ([], [])
         for model, found in zip((student, teacher), states, strict=True):
             model.hidden(batch.tokens, batch.documents, states=found)
+        forget_gathered(student)  # a copy into gathered projections would be lost
         scored = batch.targets.flatten() != IGNORE
         for projection_ED, (ours, theirs) in zip(self.projections, self.layer_map, strict=False):
             s_ND, t_NE = (one.flatten(0, 1)[scored].double() for one in (states[0][ours], states[1][theirs]))
             size_N1 = t_NE.square().sum(dim=-1, keepdim=True).clamp(min=_LEAST_SQUARE)
             gram_DD = s_ND.T @ (s_ND / size_N1)
             gram_DD += _RIDGE * gram_DD.diagonal().mean() * torch.eye(len(gram_DD), device=gram_DD.device)
-            projection_ED.copy_(torch.linalg.solve(gram_DD, s_ND.T @ (t_NE / size_N1)).T)
+            fitted_ED = torch.linalg.solve(gram_DD, s_ND.T @ (t_NE / size_N1)).T
+            projection_ED.copy_(processes.sharded_like(fitted_ED, projection_ED))
 
     def forward(self, student_states: Sequence[Tensor], teacher_states: Sequence[Tensor], targets: Tensor) -> Tensor:
         """Mean over the pairs of `hidden_matching_loss`; states are (B, T, D) and (B, T, E) each, targets (B, T)."""
@@ -289,11 +293,11 @@ class HiddenMatching(nn.Module):
 
 @contextmanager
 def attached(student: SportsLLM, module: HiddenMatching | None) -> Iterator[None]:
-    """Inside the `with`, `module` is the student's `matching`, on its device; the training loop trains and saves it."""
+    """Inside the `with`, `module` is the student's `matching`; the training loop trains and saves it."""
     if module is None:
         yield
         return
-    student.matching = module.to(student.head_weight.device)
+    student.matching = module
     try:
         yield
     finally:

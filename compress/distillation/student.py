@@ -32,6 +32,7 @@ from sportsllm.training.loop import train_model
 from sportsllm.training.lora import add_adapters, merge_adapters
 from sportsllm.training.rate_trial import choose_rates
 from sportsllm.training.settings import Adapters, TrainConfig, check_sequence
+from sportsllm.training.sharding import place
 from sportsllm.training.state import Validation, validation
 
 
@@ -169,24 +170,26 @@ def train_student(
     config, device, distillation = training.config, training_device(), training.distillation
     teacher = None
     if distillation.asks_the_teacher:
-        teacher = load_teacher(training.teacher, distillation.teacher_precision, device)
+        teacher = load_teacher(training.teacher, distillation.teacher_precision, device, config.shard)
     if cache is None:
         batches = PackedSequences(text.documents, config.sequence, config.batch_size, config.seed)
     else:
         batches = cache.batches(text.documents, config.batch_size)
     with adapted(student, training.adapters, config.seed):
-        student.to(device)
-        matching = None
+        matching, fits = None, False
         if teacher is not None and distillation.hidden_weight:
             layers = distillation.layers(student.config, teacher.config)
             matching = HiddenMatching(student.config, teacher.config, layers, config.seed)
             resumed = (state.directory / STATE_DIRECTORY).exists()  # the saved state has the projections
-            if has_weights and not resumed and len(matching.projections):
-                matching.to(device).fit(student, teacher, batches.batch(0).to(device))
+            fits = has_weights and not resumed and len(matching.projections) > 0
         judged = validation(text.split, text.tokenizer, config, has_weights)
         judged = judged and dataclasses.replace(judged, reported=training.reported)
         loss = distillation_loss(distillation, teacher, config.steps * config.accumulation, cache)
         with attached(student, matching):
+            place(student, device, config.shard)
+            if fits:
+                assert matching is not None and teacher is not None, "there are projections"
+                matching.fit(student, teacher, batches.batch(0).to(device))
             if config.try_rates and judged is not None:
                 config = choose_rates(student, batches, loss, config, state.directory, judged.selection)
             result = train_model(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from sportsllm import processes
 from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_block, load_checkpoint, read_ends
@@ -20,6 +21,7 @@ from sportsllm.processors import training_device
 from sportsllm.text.packing import Batch
 from sportsllm.training.loop import resolve_precision
 from sportsllm.training.loss import float32_product
+from sportsllm.training.sharding import place
 
 if TYPE_CHECKING:
     from compress.distillation.loss import TeacherLogits
@@ -36,7 +38,7 @@ def resolve_teacher_precision(precision: str, device: torch.device) -> str:
     return "fp32" if resolve_precision("auto", device) is None else "bf16"  # emulated bfloat16 is six times slower
 
 
-def load_teacher(directory: Path, precision: str, device: torch.device | None = None) -> SportsLLM:
+def load_teacher(directory: Path, precision: str, device: torch.device | None = None, shard: bool = False) -> SportsLLM:
     """Open a checkpoint for forward passes only.
 
     Args:
@@ -47,7 +49,7 @@ def load_teacher(directory: Path, precision: str, device: torch.device | None = 
             matrices whose rows are no multiple of 32 in that type, and says so.
 
     Raises:
-        UsageError: the checkpoint is quantized already.
+        UsageError: the checkpoint is quantized already, or would be in parts.
     """
     device = device or torch.device("cpu")
     if device.type == "cuda":
@@ -58,12 +60,15 @@ def load_teacher(directory: Path, precision: str, device: torch.device | None = 
         log(f"teacher precision: {precision}")
     dtype = torch.bfloat16 if precision == "bf16" or (native and precision != "fp32") else torch.float32
     if precision in ("int8", "nf4"):
+        if shard and processes.count() > 1:
+            raise UsageError(f"--set teacher_precision={precision}: cannot be sharded; use bf16 or leave shard out")
         return _load_quantized(directory, precision, dtype).to(device)
     model = load_checkpoint(directory).requires_grad_(False)
     model.model.to(dtype)
     if model.lm_head is not None:
         model.lm_head.to(dtype)
-    return model.to(device)
+    place(model, device, shard)
+    return model
 
 
 def _load_quantized(directory: Path, precision: str, dtype: torch.dtype) -> SportsLLM:
@@ -143,10 +148,9 @@ def teacher_logits(
 
     `states`, if given, gets the residual stream; with `exact` sums are float32 on a CPU too (`float32_product`).
     """
-    weight = teacher.head_weight
-    device = weight.device.type
-    with torch.inference_mode(), torch.autocast(device, enabled=False):
+    with torch.inference_mode(), torch.autocast(teacher.head_weight.device.type, enabled=False):
         hidden_ND = teacher.hidden(batch.tokens, batch.documents, states=states).flatten(0, 1)
+    weight = teacher.head_weight  # gathered by now, if it is sharded
 
     def logits(start: int, count: int) -> Tensor:
         h_CD = hidden_ND[start : start + count]

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from sportsllm import __version__, processes
 from sportsllm.console import log
-from sportsllm.errors import ConflictError, UsageError
+from sportsllm.errors import ArtifactError, ConflictError, UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.manifest import (
     MANIFEST,
@@ -171,7 +171,15 @@ def run_stage(out: Path, stage: Stage, make: Callable[[Path], JsonObject], resum
 
 
 def run_together(out: Path, stage: Stage, make: Callable[[Path], JsonObject], resume: bool = False) -> JsonObject:
-    """`run_stage` in the processes of `torchrun`: all call `make`, and the first one's directory becomes `out`."""
+    """`run_stage` in the processes of `torchrun`: all call `make`, and the first one's directory becomes `out`.
+
+    Raises:
+        ArtifactError: this process has other inputs or another version of the program than the first.
+    """
+    resume = resume or processes.restarted()
+    own = f"{__version__} {stage.fingerprint()}"
+    if processes.from_first(own) != own:
+        raise ArtifactError("the first process has other input files, settings or another version; use the same")
 
     def make_together(directory: Path) -> JsonObject:
         processes.wait()
@@ -183,7 +191,7 @@ def run_together(out: Path, stage: Stage, make: Callable[[Path], JsonObject], re
         directory, state = Path(scratch), partial_directory(out) / STATE_DIRECTORY
         processes.wait()
         if state.exists():
-            shutil.copytree(state, directory / STATE_DIRECTORY)
+            (directory / STATE_DIRECTORY).symlink_to(state.resolve())
         return {"out": str(out), "cached": False, "size_bytes": 0, **make(directory)}
 
 

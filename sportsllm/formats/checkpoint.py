@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from sportsllm import processes
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, write_json
 from sportsllm.formats.huggingface import load_config, to_hf
@@ -234,9 +235,13 @@ def _fill(model: nn.Module, tensors: TensorFiles, prefix: str = "") -> None:
 def save_checkpoint(
     directory: Path, model: SportsLLM, tokenizer_from: Path | None = None, quantization: JsonObject | None = None
 ) -> None:
-    """Write config and weights, packed matrices as bytes, into `directory`; see `write_checkpoint`."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    write_checkpoint(directory, model.config, tensors, tokenizer_from, quantization)
+    """Write config and weights, packed matrices as bytes, into `directory`; see `write_checkpoint`.
+
+    Of several processes all call this, and the first writes.
+    """
+    tensors = {name: processes.whole(tensor).contiguous() for name, tensor in model.state_dict().items()}
+    if processes.rank() == 0:
+        write_checkpoint(directory, model.config, tensors, tokenizer_from, quantization)
 
 
 def write_checkpoint(

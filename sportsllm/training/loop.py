@@ -120,10 +120,11 @@ def train_model(
         state.load()
         _drop_metrics_after(directory / METRICS, state.step)
         log(f"resumed at step {state.step:,} of {config.steps:,}")
-    processes.share(model.parameters())
+    if not run.sharded:
+        processes.share(model.parameters())
     validation = validation if config.steps else None
     first_step, paused = state.step, 0.0  # seconds of scoring and saving
-    last_save = started = time.perf_counter()
+    started = time.perf_counter()
     model.checkpoint_activations = config.checkpoint_activations
 
     def shown(nats: float) -> str:
@@ -158,9 +159,9 @@ def train_model(
             run.log_step(last, validation, lr=learning_rate, grad_norm=norm, tokens_per_s=round(rate, 1))
             if run.stopping and not last:
                 raise state.interrupted()
-            if time.perf_counter() - last_save > _SAVE_EVERY_S and processes.rank() == 0:
+            if run.saving:
                 state.save()
-                last_save = time.perf_counter()
+                run.last_save = time.perf_counter()
             paused += time.perf_counter() - pause
     model.eval()
     return run.result(tokens_per_s(), validation, started)
@@ -178,10 +179,12 @@ class _Run:
         self.dtype = resolve_precision(config.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.optimizers = build_optimizers(model, config)
+        self.sharded = processes.is_sharded(model.head_weight)
         self.state = RunState(directory, model, self.optimizers, self.scaler, identity, config)
         self.threads: ThreadPoolExecutor | None = None
         self.metrics: IO[str] | None = None
         self.interrupted, self.stopping = threading.Event(), False  # this process, and any of them
+        self.last_save, self.saving = time.perf_counter(), False  # the first process's clock counts
         if config.parallel_batches > 1:
             _check_parallel(model, self.device)
         if processes.count() > 1:
@@ -235,7 +238,8 @@ class _Run:
         total = self._add_all_gradients(chosen, int(scored), loss)
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm))
+        clipped = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+        norm = float(clipped.full_tensor() if processes.is_sharded(clipped) else clipped)
         if not math.isfinite(norm) and not self.scaler.is_enabled():
             raise DivergedError(f"step {self.state.step + 1}: the gradient norm is {norm}; use a lower --learning-rate")
         for optimizer in self.optimizers:
@@ -255,20 +259,16 @@ class _Run:
         return sums.tolist()
 
     def _add_all_gradients(self, chosen: list[Batch], scored: int, loss: Loss) -> float:
-        """`_add_gradients` of all processes, which also agree here whether to stop."""
-        try:
-            total = self._add_gradients(chosen, scored, loss)
-        except DivergedError:
-            if processes.count() == 1:
-                raise
-            total = math.nan
-        total, stopping = self._summed(total, self.interrupted.is_set())
+        """`_add_gradients` of all processes, which also agree here whether to stop and whether to save."""
+        total, due = self._add_gradients(chosen, scored, loss), time.perf_counter() - self.last_save > _SAVE_EVERY_S
+        total, stopping, saving = self._summed(total, self.interrupted.is_set(), due and processes.rank() == 0)
         if not math.isfinite(total):
             raise DivergedError(
                 f"step {self.state.step + 1}: the loss of a process is {total}; use a lower --learning-rate"
             )
-        self.stopping = stopping > 0
-        processes.add_up([p.grad for p in self.model.parameters() if p.grad is not None])
+        self.stopping, self.saving = stopping > 0, saving > 0
+        if not self.sharded:
+            processes.add_up([p.grad for p in self.model.parameters() if p.grad is not None])
         return total
 
     def _add_gradients(self, chosen: list[Batch], scored: int, loss: Loss) -> float:
@@ -298,7 +298,9 @@ class _Run:
 
     def _objective(self, batch: Batch, scored: int, loss: Loss) -> Tensor:
         """A batch's part of the step's mean loss, in nats per token."""
-        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
+        mixed = self.dtype is not None
+        # A cache would keep 16-bit copies of all weights, which are whole.
+        with torch.autocast(self.device.type, self.dtype, enabled=mixed, cache_enabled=not self.sharded):
             summed = loss(self.model, batch)
             auxiliary = self.model.auxiliary_loss()
         objective = summed / scored
@@ -307,7 +309,7 @@ class _Run:
                 raise UsageError("parallel_batches: the model's blocks add losses of their own; leave it out")
             objective = objective + auxiliary / self.config.accumulation
         value = float(objective.detach())
-        if not math.isfinite(value):
+        if not math.isfinite(value) and processes.count() == 1:  # several processes meet in the backward pass
             raise DivergedError(
                 f"step {self.state.step + 1}: the loss of batch {batch.index} is {value}; the step was not taken, "
                 "use a lower --learning-rate or look at that batch's text"

@@ -7,12 +7,14 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sportsllm import processes
 from sportsllm.errors import UsageError
 from sportsllm.models.language_model import block_weights
 from sportsllm.training.settings import SCHEDULES, TrainConfig
@@ -179,12 +181,27 @@ class Muon(torch.optim.Muon):
                 if parameter.grad is not None:
                     by_shape[parameter.shape].append(parameter)
             for shape, parameters in by_shape.items():
-                update = torch.stack([self._momentum(parameter, group) for parameter in parameters])
-                update = newton_schulz(update.to(self.dtype), group["ns_coefficients"], group["ns_steps"], group["eps"])
+                momenta = torch.stack([self._momentum(parameter, group) for parameter in parameters])
+                update = self._orthogonal(momenta, group)
                 rate = group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
                 for parameter, direction in zip(parameters, update, strict=True):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     parameter.add_(direction.to(parameter.dtype), alpha=-rate)
+
+    def _orthogonal(self, momenta_NRC: Tensor, group: ParameterGroup) -> Tensor:
+        """Their `newton_schulz`; of sharded matrices each process computes some whole ones."""
+        iterate = partial(
+            newton_schulz, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"]
+        )
+        if processes.is_sharded(momenta_NRC):
+            from torch.distributed.tensor import DTensor, Shard
+
+            own_NRC = momenta_NRC.redistribute(placements=[Shard(0)]).to_local().to(self.dtype)
+            update_NRC = iterate(own_NRC) if len(own_NRC) else own_NRC
+            mesh, shape, stride = momenta_NRC.device_mesh, momenta_NRC.shape, momenta_NRC.stride()
+            update = DTensor.from_local(update_NRC, mesh, [Shard(0)], shape=shape, stride=stride)
+            return update.redistribute(placements=[Shard(1)])
+        return iterate(momenta_NRC.to(self.dtype))
 
     def _momentum(self, parameter: Tensor, group: ParameterGroup) -> Tensor:
         assert parameter.grad is not None

@@ -85,6 +85,7 @@ def _try(
         with torch.no_grad():
             for weight, before in zip(weights, start, strict=True):
                 weight.copy_(before)
+                weight.grad = None  # of a step that diverged
         if min(scores, key=scores.__getitem__) != factor:
             break
     return scores

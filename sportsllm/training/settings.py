@@ -51,6 +51,7 @@ class TrainConfig:
     precision: str = "auto"
     seed: int = 0
     checkpoint_activations: bool = False
+    shard: bool = False
     validate_every: int = 0
     try_rates: bool = False
     log_every: int = 10
@@ -74,6 +75,8 @@ class TrainConfig:
         if len(self.muon_coefficients) != 3 or not all(map(math.isfinite, self.muon_coefficients)):
             raise UsageError(f"muon_coefficients are {self.muon_coefficients}; give three numbers, a,b,c")
         check_optimizer_bits(self.optimizer, self.optimizer_bits)
+        if self.shard and (self.optimizer_bits, self.parallel_batches) != (32, 1):
+            raise UsageError("--set shard=true: needs optimizer_bits=32 and parallel_batches=1")
 
     @property
     def tokens_per_step(self) -> int:

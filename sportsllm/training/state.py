@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sportsllm import processes
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
 from sportsllm.files import read_json
@@ -28,9 +29,9 @@ from sportsllm.text.conversations import Document
 from sportsllm.text.split import TextSplit
 from sportsllm.text.tokenizer import TextTokenizer
 from sportsllm.training.settings import TrainConfig
+from sportsllm.training.sharding import forget_gathered, read_tensors, write_tensors
 
 _PROGRESS = ("step", "losses", "best_step", "best_bits_per_byte", "last_bits_per_byte", "bits_per_byte_before")
-_BEST = "best.safetensors"
 _REPORT_TOKENS = 65_536
 _SELECTION_TOKENS = 4_096, 32_768
 Validate = Callable[[SportsLLM], float]  # bits per byte of held-out text
@@ -72,9 +73,11 @@ def validation(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig,
 
 def _scorer(texts: Sequence[Document], tokenizer: TextTokenizer, tokens: int, window: int | None = None) -> Validate:
     def validate(model: SportsLLM) -> float:
-        return score_documents(
+        scores = score_documents(
             TorchDecoder(model), tokenizer, texts, max_tokens=tokens, window=window, description="validate"
-        ).bits_per_byte
+        )
+        forget_gathered(model)
+        return scores.bits_per_byte
 
     return validate
 
@@ -84,7 +87,7 @@ class RunState:
     """Everything that a run changes, and the `identity` and `config` that a saved state must agree with.
 
     Attributes:
-        directory: of the run; the state is saved in its `state/`.
+        directory: of the run; the state is saved in the `state/` of the first process's.
         step: steps taken.
         losses: of the last few steps.
         best_step, best_bits_per_byte, best: the step with the best score on held-out text, and its trained weights.
@@ -153,25 +156,30 @@ class RunState:
         return (self.directory / STATE_DIRECTORY).exists()
 
     def save(self) -> None:
-        """Write `state/`, replacing an older one only when the new one is whole."""
-        fresh = self.directory / f"{STATE_DIRECTORY}.new"
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir()
-        save_tensors(fresh / "model.safetensors", _contiguous(self.model.state_dict()))
+        """Write `state/`, replacing an older one only when the new one is whole; all processes call this."""
+        directory, first = Path(processes.from_first(str(self.directory.resolve()))), processes.rank() == 0
+        fresh = directory / f"{STATE_DIRECTORY}.new"
+        if first:
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir()
+        processes.wait()
+        write_tensors(fresh, "model", self.model.state_dict())
         if self.best is not None:
-            save_tensors(fresh / _BEST, _contiguous(self.best))
+            write_tensors(fresh, "best", self.best)
         for number, optimizer in enumerate(self.optimizers):
             tensors = {
                 f"{parameter}.{key}": torch.as_tensor(value)
                 for parameter, state in enumerate(_states(optimizer))
                 for key, value in state.items()
             }
-            save_tensors(fresh / f"optimizer{number}.safetensors", _contiguous(tensors))
-        save_tensors(fresh / "rng.safetensors", {"torch": torch.get_rng_state()})
-        state = {"identity": self.identity, "config": asdict(self.config), "scaler": self.scaler.state_dict()}
-        state |= {name: getattr(self, name) for name in _PROGRESS}
-        (fresh / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        replace_state(self.directory, fresh)
+            write_tensors(fresh, f"optimizer{number}", tensors)
+        if first:
+            save_tensors(fresh / "rng.safetensors", {"torch": torch.get_rng_state()})
+            state = {"identity": self.identity, "config": asdict(self.config), "scaler": self.scaler.state_dict()}
+            state |= {name: getattr(self, name) for name in _PROGRESS}
+            (fresh / "state.json").write_text(json.dumps(state), encoding="utf-8")
+            replace_state(directory, fresh)
+        processes.wait()
 
     def interrupted(self) -> InterruptedRun:
         """Save, and return the error that reports it."""
@@ -194,14 +202,15 @@ class RunState:
                     f"{source}: was saved by a run with other settings or inputs; resume with the same ones, "
                     f"or remove {self.directory}"
                 )
-            self.model.load_state_dict(load_file(str(source / "model.safetensors")))
+            weights, trained = self.model.state_dict(), self._trained()
+            self.model.load_state_dict(read_tensors(source, "model", weights.__getitem__))
             for number, optimizer in enumerate(self.optimizers):
-                _restore(optimizer, load_file(str(source / f"optimizer{number}.safetensors")))
+                _restore(optimizer, source, f"optimizer{number}")
             torch.set_rng_state(load_file(str(source / "rng.safetensors"))["torch"])
             for name in _PROGRESS:
                 setattr(self, name, state[name])
             if self.best_step is not None:
-                self.best = load_file(str(source / _BEST))
+                self.best = read_tensors(source, "best", trained.__getitem__)
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
         except (SafetensorError, OSError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -213,9 +222,10 @@ def _states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _restore(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def _restore(optimizer: torch.optim.Optimizer, source: Path, saved_as: str) -> None:
     """Put saved states back with their dtypes; scalars stay on the CPU, bitsandbytes' steps are plain integers."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors = read_tensors(source, saved_as, lambda name: parameters[int(name.partition(".")[0])])
     for name, tensor in tensors.items():
         number, _, key = name.partition(".")
         parameter = parameters[int(number)]
@@ -224,7 +234,3 @@ def _restore(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> No
         else:
             value = tensor if tensor.is_floating_point() else int(tensor)
         optimizer.state[parameter][key] = value
-
-
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}

@@ -182,10 +182,11 @@ def _fit(
     from sportsllm.text.packing import PackedSequences
     from sportsllm.text.tokens import token_cache, tokenize
     from sportsllm.training.loop import language_model_loss, train_model
+    from sportsllm.training.sharding import place
     from sportsllm.training.state import validation
 
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    model.to(training_device())
+    place(model, training_device(), config.shard)
     documents = tokenize(texts.train, tokenizer, token_cache(out))
     batches = PackedSequences(documents, config.sequence, config.batch_size, config.seed)
     scored = validation(texts, tokenizer, config, keep_start="init" in stage.settings)

@@ -15,6 +15,7 @@ from sportsllm import processes
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import partial_directory
 from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.training.settings import TrainConfig
 from tests.support.command_line import CommandLine
 
 STEPS = 60
@@ -27,28 +28,42 @@ def arguments(corpus: Path, out: Path) -> list[str]:
     return list(map(str, ["train", "--model", "tiny-300k", "--corpus", corpus, "--out", out, *settings, *run]))
 
 
+def torchrun(count: int, *words: str) -> subprocess.Popen[bytes]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    words = (*start, "-m", "sportsllm.cli", *words)
+    return subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+
+
+def wait_for(run: subprocess.Popen[bytes], metrics: Path, size: int) -> None:
+    while run.poll() is None and not (metrics.exists() and metrics.stat().st_size > size):
+        time.sleep(0.01)
+
+
+def interrupt(run: subprocess.Popen[bytes]) -> None:
+    run.send_signal(signal.SIGTERM)
+    assert run.stderr is not None
+    said = run.stderr.read().decode()
+    assert said.count("the state is saved in") == 1, said
+
+
 def losses(directory: Path) -> list[float]:
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
+@pytest.mark.parametrize("sharded", ["false", "true"])
 def test_two_processes_take_the_steps_of_one_and_one_finishes_what_two_began(
-    cli: CommandLine, corpus_file: Path, tmp_path: Path
+    cli: CommandLine, corpus_file: Path, tmp_path: Path, sharded: str
 ) -> None:
     """The order of the gradients' sums differs by float32 rounding, which 60 steps of AdamW enlarge below 1e-5."""
     one, two = tmp_path / "one", tmp_path / "two"
     assert cli(*arguments(corpus_file, one))[0] == 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    started = [*torchrun, "-m", "sportsllm.cli", *arguments(corpus_file, two)]
-    metrics = partial_directory(two) / "metrics.jsonl"
-    with subprocess.Popen(started, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE) as run:
-        while run.poll() is None and not (metrics.exists() and metrics.stat().st_size > 400):
-            time.sleep(0.01)
-        run.send_signal(signal.SIGTERM)
-        assert run.stderr is not None
-        said = run.stderr.read().decode()
-    assert said.count("the state is saved in") == 1, said
-    assert cli(*arguments(corpus_file, two), "--resume")[0] == 0
+    words = [*arguments(corpus_file, two), "--set", f"shard={sharded}"]
+    with torchrun(2, *words) as run:
+        wait_for(run, partial_directory(two) / "metrics.jsonl", 400)
+        interrupt(run)
+    assert (partial_directory(two) / "state" / "model").is_dir() == (sharded == "true")  # a file for each process
+    assert cli(*words, "--resume")[0] == 0
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     assert len(losses(two)) == STEPS
     trained, expected = load_checkpoint(two).state_dict(), load_checkpoint(one).state_dict()
@@ -60,6 +75,8 @@ def test_what_several_processes_cannot_do_is_refused(cli: CommandLine, monkeypat
     for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "3"), ("RANK", "1")):
         monkeypatch.setenv(name, value)
     assert processes.own_share(range(6, 12)) == range(8, 10)
+    with pytest.raises(UsageError, match="optimizer_bits=32"):
+        TrainConfig(shard=True, optimizer_bits=8)
     with pytest.raises(UsageError, match="3 processes cannot share the 4 sequences"):
         processes.own_share(range(4))
     assert cli("verify", "nowhere")[0] == UsageError.exit_code
