@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 RESULT, SETTINGS, RECIPE = "fit.json", "search.json", "recipe.toml"
 _QUALITY = "quality_loss_percent"
 _STANDING = {"pass": 0, "uncertain": 1, "fail": 2}
-_FEW_MINUTES = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +91,7 @@ def fit(
     minutes: Annotated[
         float | None,
         typer.Option(
-            min=_FEW_MINUTES,
+            min=0.1,
             help="Time limit for everything: fewer candidates are tried and the recovery is shorter. One candidate is "
             "always made.",
             show_default="none",
@@ -190,7 +189,8 @@ def run_fit(
     text = held_out_text(source, out / "text")
     _warn_of_little_text(text)
     where = target.provider, target.processor
-    trials = Trials(source, device, out / "trials", text.choosing, effort.search_tokens, *where)
+    patience = min(60.0, 0.05 * clock.left())  # seconds to wait for other programs before times are measured
+    trials = Trials(source, device, out / "trials", text.choosing, effort.search_tokens, *where, patience)
 
     def finish(candidate: Candidate) -> dict[str, Any]:
         made = _make(out / candidate.name, candidate, source, effort, target, text.reporting, clock)

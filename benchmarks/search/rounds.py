@@ -141,12 +141,13 @@ class Search:
         large for the whole teacher, which is there in every format that it fits in.
         """
         whole = [one for format in self.formats if (one := self.largest(WHOLE, format, sure))]
-        whole = [one for one in whole if one.format.cache != "int8" or _float_cache(one.format) not in _formats(whole)]
+        fitting = {one.format for one in whole}
+        whole = [one for one in whole if one.format.cache != "int8" or _float_cache(one.format) not in fitting]
         lines: tuple[list[list[Candidate]], list[list[Candidate]]] = [], []
         for way in self.ways:
             line, most = list[Candidate](), 0
             for format in self.formats if way != WHOLE else ():
-                if not format.quantized or format in _formats(whole) or _float_cache(format) in _formats(whole):
+                if not format.quantized or {format, _float_cache(format)} & fitting:
                     continue
                 one = self.largest(way, format, sure)
                 if one is not None and one.parameters > _LARGER * most:
@@ -245,11 +246,11 @@ def try_plain(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
         worst = max((tried.losses.rounded for tried in search.tried.values()), default=0.0)
         if _good_enough(search) and (planned.way != WHOLE or worst > EQUAL_PERCENT):
             return
+        if search.tried and not _has_time(planned, effort, clock):
+            return
         candidate = _as_timed(search, trials, planned, sure)
         if candidate is None or candidate.name in search.tried:
             continue
-        if search.tried and not _has_time(candidate, effort, clock):
-            return
         _try(search, trials, candidate, effort.search_tokens, clock)
 
 
@@ -309,10 +310,6 @@ def nothing_fits(search: Search) -> str:
 def known(figures: Mapping[str, float | None]) -> dict[str, float]:
     """The figures that are not None."""
     return {name: value for name, value in figures.items() if value is not None}
-
-
-def _formats(found: list[Candidate]) -> list[ModelFormat]:
-    return [one.format for one in found]
 
 
 def _float_cache(format: ModelFormat) -> ModelFormat:

@@ -46,7 +46,7 @@ LOG = "log.txt"
 _SCORED_TOKENS = 16_384
 _BRIEF_SAMPLES = 64  # of the cut: more gain nothing that is left after a brief recovery
 _MARGIN = 1.2  # of an expected time: recoveries of one length differ
-_ATTEMPTS, _QUIET_S = 3, 60.0  # measurements of an export, and how long each waits for other programs to end
+_ATTEMPTS = 3  # measurements of an export
 
 
 class Clock:
@@ -133,6 +133,7 @@ class Trials:
         text: held-out documents that everything is scored on.
         tuning_tokens: of the training that a cut vocabulary needs.
         provider, processor: what exports are timed on.
+        patience_s: how long a measurement waits for other programs to end, until one has waited in vain.
     """
 
     source: Source
@@ -142,6 +143,7 @@ class Trials:
     tuning_tokens: int
     provider: str = "cpu"
     processor: str = "cpu"
+    patience_s: float = 60.0
     _scores: dict[tuple[Path, int], Path] = field(default_factory=dict)  # by teacher and experts, of their first cut
 
     def teacher_with(self, vocab_size: int) -> Path:
@@ -202,14 +204,15 @@ class Trials:
         old = read_json(kept) if kept.exists() else {}
         if old.get("fingerprint") == key:
             return Timed(dict(old["figures"]), busy=False)
-        for attempt in range(_ATTEMPTS):
+        for _ in range(_ATTEMPTS):
             figures, cores = short_bench(directory / "export", self.device, self.source.threads, self.provider)
             if cores <= QUIET_CORES:
                 atomic_write_text(kept, json.dumps({"fingerprint": key, "figures": figures}))
                 return Timed(figures, busy=False)
-            log(f"{candidate.name}: other programs used {cores:.1f} cores while it was timed; waiting for them to end")
-            if attempt < _ATTEMPTS - 1:
-                wait_for_quiet(_QUIET_S)
+            log(f"{candidate.name}: other programs used {cores:.1f} cores while it was timed")
+            if not wait_for_quiet(self.patience_s):
+                self.patience_s = 0.0  # the next ones are timed once, so that a busy machine takes no time from trials
+                break
         log(f"{candidate.name}: the machine stays busy, so its times are not used; predicted ones stand in")
         return Timed(figures, busy=True)
 

@@ -418,6 +418,21 @@ def test_a_search_from_start_to_end(line: Line, capsys: pytest.CaptureFixture[st
         line.fit(valid=(line.corpus,))
 
 
+def test_a_machine_that_stays_busy_is_waited_for_once(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its times are not used, and the time limit is not spent on waiting before each candidate."""
+    waits = list[float]()
+    monkeypatch.setattr("benchmarks.search.trials.wait_for_quiet", lambda seconds: bool(waits.append(seconds)))
+    monkeypatch.setattr("benchmarks.search.trials.short_bench", lambda *_: ShortBench({"file_mb": 0.1}, 1.0))
+    device, config = load_device(str(line.budget)), load_config(line.teacher)
+    trials = Trials(Source(line.teacher, (), ()), device, tmp_path, line.corpus, 1)
+    for size in ways(config)["feed-forward"][:2]:
+        timed = trials.timed(candidate_of("feed-forward", size, ModelFormat("int4", 32), config, device))
+        assert timed.busy and timed.figures == {"file_mb": 0.1}
+    assert waits == [60.0, 0.0]
+
+
 def finished(name: str, loss: float, **figures: float) -> dict[str, Any]:
     """A finished model in short."""
     device = with_limits("host", ttft_ms=900.0, quality_loss_percent=3.0)
