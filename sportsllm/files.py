@@ -26,6 +26,7 @@ MAX_BYTES = 512_000_000
 MAX_NESTING = 100
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SHOWN_PROBLEMS, _SHOWN_CHARACTERS = 4, 60
+_UNBOUNDED = str(int(1e30))  # model_max_length that transformers writes for a tokenizer without a limit
 
 
 def read_json(path: Path, advice: str = "write the directory again") -> JsonObject:
@@ -205,9 +206,9 @@ def _reason(error: ValueError) -> str:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > 20:
+    if len(digits) > 20 and digits != _UNBOUNDED:
         raise ValueError(f"an integer of {len(digits)} digits, which does not fit 64 bits")
-    return _fitting(int(digits))
+    return int(digits) if digits == _UNBOUNDED else _fitting(int(digits))
 
 
 def _fitting(value: int) -> int:

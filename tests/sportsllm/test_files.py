@@ -38,6 +38,8 @@ def test_json_within_the_bounds_is_read() -> None:
     text = '{"a": ' + "[" * 99 + "]" * 99 + ', "b": 18446744073709551615, "c": "\\ud83d\\ude00", "d": NaN}'
     data = parse_json(text, "here")
     assert data["b"] == 2**64 - 1 and data["c"] == "\N{GRINNING FACE}"
+    # transformers' tokenizers without a limit
+    assert parse_json('{"model_max_length": 1000000000000000019884624838656}', "")["model_max_length"] == int(1e30)
 
 
 @pytest.mark.parametrize("content", ["a = " + "[" * NESTED, "a = " + "9" * 5_000, f"a = {2**64}", "a = '\xff'", "a"])
