@@ -19,7 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +52,16 @@ class LeastSquares:
     @staticmethod
     def over(samples: Iterable[tuple[Tensor, Tensor]]) -> LeastSquares:
         """Sums over at least one pair of inputs (..., I) and targets (..., O)."""
-        gram_II = cross_OI = torch.zeros(1, 1).double()  # grows to (I, I) and (O, I)
+        sums: LeastSquares | None = None
         for inputs, targets in samples:
             inputs_NI, targets_NO = inputs.flatten(0, -2), targets.flatten(0, -2)
-            gram_II = gram_II + inputs_NI.T @ inputs_NI
-            cross_OI = cross_OI + targets_NO.T @ inputs_NI
-        return LeastSquares(gram_II, cross_OI)
+            if sums is None:
+                width, height = inputs_NI.shape[1], targets_NO.shape[1]
+                sums = LeastSquares(torch.zeros(width, width).double(), torch.zeros(height, width).double())
+            sums.gram_II.add_(inputs_NI.T @ inputs_NI)
+            sums.cross_OI.add_(targets_NO.T @ inputs_NI)
+        assert sums is not None, "there are samples"
+        return sums
 
     def solve(self, weight_OI: Tensor, ridge: float = RIDGE) -> Tensor:
         """argmin over W of sum |t - W a|^2 + ridge * mean(|a|^2) * |W - weight|^2, (O, I) float32.
@@ -64,8 +70,8 @@ class LeastSquares:
         """
         if not self.gram_II.any():
             return weight_OI.detach().float()
-        weight = weight_OI.detach().double()
-        damped = self.gram_II + ridge * self.gram_II.diagonal().mean() * torch.eye(len(self.gram_II)).double()
+        weight, damped = weight_OI.detach().double(), self.gram_II.clone()
+        damped.diagonal().add_(ridge * self.gram_II.diagonal().mean())
         change = torch.linalg.solve(damped, (self.cross_OI - weight @ self.gram_II).T).T
         solved: Tensor = (weight + change).float()
         return solved
@@ -105,26 +111,65 @@ def input_moment(inputs: Tensor, _output: Tensor) -> Tensor:
     return second_moment(inputs)
 
 
+class StoredStates(Sequence[Tensor]):
+    """Residual streams of samples in a scratch file: one sample is in memory when it is read."""
+
+    def __init__(self, directory: Path, states: Iterable[Tensor]) -> None:
+        """Write float32 tensors one after the other into a file of `directory` that has no name."""
+        self._directory, self._shapes = directory, list[torch.Size]()
+        self._file = TemporaryFile(dir=directory)  # noqa: SIM115  # closed with its owner
+        self._starts = [0]
+        for state in states:
+            self._shapes.append(state.shape)
+            self._starts.append(self._starts[-1] + self._file.write(state.contiguous().numpy().data))
+
+    def like(self, states: Iterable[Tensor]) -> StoredStates:
+        """Others in a file of the same directory."""
+        return StoredStates(self._directory, states)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    @overload
+    def __getitem__(self, place: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Tensor]: ...
+
+    def __getitem__(self, place: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(len(self))[place]]
+        state = torch.empty(self._shapes[place])
+        self._file.seek(self._starts[place])
+        self._file.readinto(state.numpy().data)
+        return state
+
+
+def kept_like(states: Sequence[Tensor], following: Iterable[Tensor]) -> Sequence[Tensor]:
+    """States kept as others are: in memory or in a file."""
+    return states.like(following) if isinstance(states, StoredStates) else list(following)
+
+
 def blocks_of(model: SportsLLM) -> list[Block]:
     """The layers of a model."""
     return [block for block in model.model.layers if isinstance(block, Block)]
 
 
-def run_layer(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
+def run_layer(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> Sequence[Tensor]:
     """The residual stream after a layer, for every sample."""
-    return [block(x, first_positions(rope, x)) for x in states_BTD]
+    return kept_like(states_BTD, (block(x, first_positions(rope, x)) for x in states_BTD))
 
 
-def after_sublayer(block: Block, sublayer: str, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
+def after_sublayer(block: Block, sublayer: str, states_BTD: Sequence[Tensor], rope: Rope) -> Sequence[Tensor]:
     """The residual stream after one of the two sublayers (`NORMS`) of a layer, for every sample."""
-    return [block.add_sublayer(sublayer, x, first_positions(rope, x)) for x in states_BTD]
+    return kept_like(states_BTD, (block.add_sublayer(sublayer, x, first_positions(rope, x)) for x in states_BTD))
 
 
 class LayerStates(NamedTuple):
     """Residual streams of every sample, (B, T, D) each, in a layer: after its attention, and at its end."""
 
-    attention: list[Tensor]
-    end: list[Tensor]
+    attention: Sequence[Tensor]
+    end: Sequence[Tensor]
 
     @staticmethod
     def of(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> LayerStates:
@@ -169,7 +214,7 @@ class LayerPair:
 Solve = Callable[[str, nn.Linear, LeastSquares], None]
 
 
-def fit_block(pair: LayerPair, streams: ResidualPair, between_BTD: Sequence[Tensor], solve: Solve) -> list[Tensor]:
+def fit_block(pair: LayerPair, streams: ResidualPair, between_BTD: Sequence[Tensor], solve: Solve) -> Sequence[Tensor]:
     """Fit the matrices of one layer to what the full model computes, those that read the same input together.
 
     Args:
@@ -188,25 +233,25 @@ def fit_block(pair: LayerPair, streams: ResidualPair, between_BTD: Sequence[Tens
         groups = [group for group in input_groups(pair.config) if group[0].name.startswith(f"{sublayer}.")]
         writers = [matrix.name for group in groups for matrix in group if adds_to_residual(pair.config, matrix)]
         assert len(writers) <= 1, f"{writers}: of a sublayer one matrix writes to the residual stream"
-        following: list[Tensor] | None = None
+        following: Sequence[Tensor] | None = None
         for group in groups:
             following = _fit_group(pair, sublayer, group, ResidualPair(full_BTD, changed_BTD, after_BTD), solve)
         if following is None:
             following = after_sublayer(pair.block, sublayer, changed_BTD, pair.own_rope or pair.rope)
         changed_BTD = following
-    return list(changed_BTD)
+    return changed_BTD
 
 
 def _fit_group(
     pair: LayerPair, sublayer: str, group: Sequence[Matrix], streams: ResidualPair, solve: Solve
-) -> list[Tensor] | None:
+) -> Sequence[Tensor] | None:
     """Fit matrices of one sublayer that read the same input.
 
     Returns:
         The residual stream after the sublayer, if the last matrix writes it and its inputs were kept, so that attention
         need not be computed again; else None.
     """
-    following: list[Tensor] | None = None
+    following: Sequence[Tensor] | None = None
 
     def inputs(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> Iterator[Tensor]:
         return (matrix_input(block, sublayer, group[0].name, x, rope) for x in states_BTD)
@@ -218,12 +263,13 @@ def _fit_group(
         ours = inputs(pair.block, streams.changed, pair.own_rope or pair.rope)
         if adds_to_residual(pair.config, matrix):
             bias = 0.0 if linear.bias is None else linear.bias
-            kept = list(ours) if matrix.columns <= _KEPT * pair.config.hidden_size else None
+            kept = kept_like(streams.changed, ours) if matrix.columns <= _KEPT * pair.config.hidden_size else None
             ends = zip(streams.target, streams.changed, strict=True)
             targets = ((after if pair.into is None else after @ pair.into) - before - bias for after, before in ends)
-            solve(matrix.name, linear, LeastSquares.over(zip(kept or ours, targets, strict=True)))
+            solve(matrix.name, linear, LeastSquares.over(zip(ours if kept is None else kept, targets, strict=True)))
             if kept is not None:
-                following = [before + linear(read) for before, read in zip(streams.changed, kept, strict=True)]
+                read = zip(streams.changed, kept, strict=True)
+                following = kept_like(streams.changed, (before + linear(own) for before, own in read))
             continue
         if matrix.routed:
             # The full model sends other tokens here, so there is nothing to compare with: no fit.

@@ -206,7 +206,7 @@ def quantize_checkpoint(
     from compress.quantization.config import QuantizationConfig, bits_per_weight, padding_percent
     from compress.quantization.mixed_precision import SizeBudget
     from sportsllm.formats.artifact import Stage, run_stage
-    from sportsllm.formats.checkpoint import write_checkpoint
+    from sportsllm.formats.checkpoint import write_config
     from sportsllm.formats.safetensors import TensorFiles, bitsandbytes_kind
     from sportsllm.inference.calibration import CalibrationText
     from sportsllm.text.documents import tokens_per_parameter
@@ -227,9 +227,9 @@ def quantize_checkpoint(
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
-        rounded, groups = round_weights(plan, keep_originals=recovery is not None)
+        rounded, groups = round_weights(plan, directory, keep_originals=recovery is not None)
         packed = rounded.packed
-        write_checkpoint(directory, plan.model, packed.tensors, checkpoint, packed.record(name))
+        write_config(directory, plan.model, checkpoint, packed.record(name))
         results: dict[str, Any] = {}
         if recovery is not None:
             state = RunState(directory, stage.fingerprint(), resume)
@@ -337,11 +337,14 @@ def check_request(
     return QuantizationPlan(checkpoint, model, config, method, text.found(checkpoint), budget)
 
 
-def round_weights(plan: QuantizationPlan, keep_originals: bool) -> tuple[RoundedWeights, list[SensitivityGroup]]:
-    """Quantize a checkpoint's tensors; also the sensitivity of each group of matrices if precisions are mixed."""
+def round_weights(
+    plan: QuantizationPlan, directory: Path, keep_originals: bool
+) -> tuple[RoundedWeights, list[SensitivityGroup]]:
+    """Write quantized tensors; also the sensitivity of each group of matrices if precisions are mixed."""
     from compress.quantization.layer_by_layer import round_checkpoint
     from compress.quantization.mixed_precision import choose_bits, measure_groups
     from sportsllm.formats.checkpoint import load_checkpoint
+    from sportsllm.formats.safetensors import WEIGHTS
 
     config, groups, count = plan.config, [], METHODS[plan.method]
     samples = [] if plan.text is None else plan.text.read(plan.checkpoint, plan.model, count or 64, LEAST_TOKENS)
@@ -349,7 +352,8 @@ def round_weights(plan: QuantizationPlan, keep_originals: bool) -> tuple[Rounded
         few = samples[:: max(1, len(samples) // _SENSITIVITY_SAMPLES)][:_SENSITIVITY_SAMPLES]
         groups = measure_groups(load_checkpoint(plan.checkpoint), config, few)
         config = choose_bits(config, groups, plan.budget.spare_bytes(plan.model, config))
-    return round_checkpoint(plan.checkpoint, plan.model, config, plan.method, samples, keep_originals), groups
+    path = directory / WEIGHTS
+    return round_checkpoint(plan.checkpoint, plan.model, config, plan.method, samples, keep_originals, path), groups
 
 
 def train_rounded(
@@ -359,17 +363,17 @@ def train_rounded(
     cache: TeacherCache | None,
     state: RunState,
 ) -> dict[str, Any]:
-    """Train the quantized checkpoint on its grid and write it again; returns the results of training."""
+    """Train the quantized checkpoint on its grid and write its tensors again; returns the results of training."""
     from compress.distillation.student import recover
     from compress.quantization.qad import make_trainable, pack_trained
-    from sportsllm.formats.checkpoint import load_checkpoint, write_checkpoint
+    from sportsllm.formats.checkpoint import load_checkpoint, write_config
 
     model, packed = load_checkpoint(state.directory), rounded.packed
     make_trainable(model, rounded.originals)
     results = recover(model, recovery, cache, state)
     pack_trained(model, packed)
     record = packed.record(f"{plan.method}+qad")
-    write_checkpoint(state.directory, plan.model, packed.tensors, plan.checkpoint, record)
+    write_config(state.directory, plan.model, plan.checkpoint, record)
     return results
 
 

@@ -185,7 +185,7 @@ def export_untrained(config: ModelConfig, stored: ModelFormat, directory: Path, 
             grid = (bits, stored.block_size, stored.head_bits, not stored.zero_points)
             packed = PackedCheckpoint(config, QuantizationConfig(*grid, granularity=granularity))
             quantize_without_data(source, config, packed, search=False)
-            write_checkpoint(packed_to, config, packed.tensors, quantization=packed.record("rtn"))
+            write_checkpoint(packed_to, config, dict(packed.tensors), quantization=packed.record("rtn"))
             source = packed_to
         full = tuple(torch.full((config.num_hidden_layers, *state.shape), 0.05) for state in block_state(config))
         scales = CacheScales(full) if stored.cache == "int8" else None

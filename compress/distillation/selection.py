@@ -116,7 +116,7 @@ def selecting(start: Fresh, sizes: Mapping[str, int | None]) -> Selecting:
 @torch.no_grad()
 def start_index(student: SportsLLM, model: SportsLLM, samples: Sequence[Tensor]) -> None:
     """Set the indexer of `student`, which has the weights of `model`, in place; samples are token ids, (1, T) each."""
-    states_BTD = [model.embedded(tokens) for tokens in samples]
+    states_BTD: Sequence[Tensor] = [model.embedded(tokens) for tokens in samples]
     for block, ours in zip(blocks_of(model), selected_attention(student), strict=True):
         attention = block.self_attn
         assert isinstance(attention, GroupedQueryAttention)

@@ -289,8 +289,8 @@ def refit_layers(
 
     rope, cut_rope = model.rope, pruned.rope
     blocks, cut_blocks, wanted_blocks = map(blocks_of, (model, pruned, reduced or model))
-    full_BTD = [model.embedded(tokens) for tokens in samples]
-    cut_BTD = [pruned.embedded(tokens) for tokens in samples]
+    full_BTD: Sequence[Tensor] = [model.embedded(tokens) for tokens in samples]
+    cut_BTD: Sequence[Tensor] = [pruned.embedded(tokens) for tokens in samples]
     for block in blocks[: kept.layers[0]]:
         full_BTD = run_layer(block, full_BTD, rope)
     with progress_bar("refit", len(kept.layers)) as bar:

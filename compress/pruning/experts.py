@@ -56,8 +56,8 @@ def feed_forwards(model: SportsLLM, changed: SportsLLM, samples: Sequence[Tensor
 
     The changed one must have its weights when the next is asked for.
     """
-    full_BTD = [model.embedded(tokens) for tokens in samples]
-    changed_BTD = list(full_BTD)
+    full_BTD: Sequence[Tensor] = [model.embedded(tokens) for tokens in samples]
+    changed_BTD = full_BTD
     norm = NORMS[_FEED_FORWARD]
     with progress_bar("experts", len(model.model.layers)) as bar:
         for source, block in zip(blocks_of(model), blocks_of(changed), strict=True):

@@ -92,7 +92,7 @@ def _moments(model: SportsLLM, samples: Sequence[Tensor]) -> Iterator[dict[str, 
 
     names = dict(zip(_READ, ("q_norm", "k_norm", "v_proj") if model.config.qk_norm else _READ, strict=True))
     count = sum(tokens.numel() for tokens in samples)
-    states_BTD = [model.embedded(tokens) for tokens in samples]
+    states_BTD: Sequence[Tensor] = [model.embedded(tokens) for tokens in samples]
     for block in blocks_of(model):
         watched = {key: (block.get_submodule(f"self_attn.{name}"), moment) for key, name in names.items()}
         with summed(watched) as sums:

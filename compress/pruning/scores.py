@@ -157,7 +157,7 @@ def _streamed(model: SportsLLM, samples: Sequence[Tensor], select: bool) -> tupl
     of one layer's products and of the residual streams.
     """
     found: Found = {}
-    states_BTD = [model.embedded(tokens) for tokens in samples]
+    states_BTD: Sequence[Tensor] = [model.embedded(tokens) for tokens in samples]
     streams_LBTD = [states_BTD[:_DISTANCE_SAMPLES]]
     units = layer_units(model.config)
     with progress_bar("importance", len(units)) as bar:

@@ -26,6 +26,7 @@ from sportsllm.formats.packed import QuantizedWeight
 DAMPING = 0.1  # of H's mean diagonal; the paper's 0.01 follows the calibration text too closely
 ROUNDS = 2  # of `coordinate_descent` and a grid's refit in turn
 AnyGrid = TypeVar("AnyGrid", bound=Grid)
+_ROWS = 256  # whose equations or float64 copies are in memory together
 _PANEL = 32  # columns whose moves are gathered before they reach the columns behind them
 
 
@@ -104,8 +105,9 @@ def damped_gram(gram_KK: Tensor, damping: float = DAMPING) -> Tensor:
     mean = diagonal.double().mean()
     if not mean > 0:
         return torch.eye(len(gram_KK))
-    gram = (gram_KK.double() / mean).float()
-    return gram + torch.diag(torch.where(diagonal == 0, 1.0, damping))
+    gram = torch.cat([(rows.double() / mean).float() for rows in torch.split(gram_KK, _ROWS)])
+    gram.diagonal().add_(torch.where(diagonal == 0, 1.0, damping))
+    return gram
 
 
 def gptq(weight_NK: Tensor, gram_KK: Tensor, grid: AnyGrid, *, act_order: bool) -> tuple[AnyGrid, Tensor]:
@@ -168,13 +170,18 @@ def inverse_factor(gram_KK: Tensor) -> Tensor:
     """
     if not gram_KK.isfinite().all():
         raise ValueError("the second moment of the inputs is not finite")
-    gram, more = gram_KK.double(), DAMPING
+    diagonal, more = gram_KK.diagonal().double(), DAMPING
     while True:
         try:
-            inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+            gram = gram_KK.double()
+            gram.diagonal().copy_(diagonal)
+            factor = torch.linalg.cholesky(gram)
+            del gram  # three matrices of this size are the peak
+            inverse = torch.cholesky_inverse(factor)
+            del factor
             return cast(Tensor, torch.linalg.cholesky(inverse, upper=True).float())
         except RuntimeError:  # what torch raises where a matrix is singular
-            gram = gram + torch.diag(more * gram.diagonal().abs().clamp(min=1e-8))
+            diagonal = diagonal + more * diagonal.abs().clamp(min=1e-8)
             more *= 10
 
 
@@ -218,21 +225,28 @@ def fit_scales(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor
     With L the whole numbers less their zero points, row by row: sum over h of A[g, h] s[h] = b[g], where
     A[g, h] = the sum over block g times block h of L H L^T, and b[g] = the sum over block g of L times (W H).
     """
-    rows, columns = quants_NK.shape
-    groups, block = grid.scales_NG.shape[1], grid.block_size
-    levels = quants_NK - grid.zeros_NG.repeat_interleave(block, dim=1)[:, :columns]
-    right = split_blocks(levels * (weight_NK @ gram_KK), block).sum(dim=-1)
+    block, columns = grid.block_size, quants_NK.shape[1]
+    levels_NK = quants_NK - grid.zeros_NG.repeat_interleave(block, dim=1)[:, :columns]
+    right_NG = split_blocks(levels_NK * (weight_NK @ gram_KK), block).sum(dim=-1)
+    parts = zip(*(torch.split(each, _ROWS) for each in (levels_NK, right_NG, grid.scales_NG)), strict=True)
+    scales = [_fitted_rows(levels, right, given, gram_KK, block) for levels, right, given in parts]
+    return dataclasses.replace(grid, scales_NG=torch.cat(scales))
+
+
+def _fitted_rows(levels_NK: Tensor, right_NG: Tensor, scales_NG: Tensor, gram_KK: Tensor, block: int) -> Tensor:
+    """`fit_scales` of some rows; a whole matrix would have G / `block` times its size in equations, of 8 bytes each."""
+    (rows, columns), groups = levels_NK.shape, scales_NG.shape[1]
     left = torch.empty(rows, groups, groups)
     for group in range(groups):
         start = group * block
         part = slice(start, min(start + block, columns))
-        found = split_blocks((levels[:, part] @ gram_KK[part, start:]) * levels[:, start:], block).sum(dim=-1)
+        found = split_blocks((levels_NK[:, part] @ gram_KK[part, start:]) * levels_NK[:, start:], block).sum(dim=-1)
         left[:, group, group:] = left[:, group:, group] = found
     left = left.double()
     # A block of zeros has no equation: its scale stays. The ridge is below what float32 sums can tell apart.
     diagonal = left.diagonal(dim1=1, dim2=2)
     ridge = diagonal.mean(dim=1, keepdim=True) * 1e-7
     left = left + torch.diag_embed(torch.where(diagonal == 0, torch.ones_like(diagonal), ridge.expand_as(diagonal)))
-    found = torch.linalg.solve(left, right.double()[..., None])[..., 0].float()
+    found = torch.linalg.solve(left, right_NG.double()[..., None])[..., 0].float()
     kept = (diagonal == 0) | ~torch.isfinite(found) | (found == 0)
-    return dataclasses.replace(grid, scales_NG=torch.where(kept, grid.scales_NG, stored_scales(found)))
+    return torch.where(kept, scales_NG, stored_scales(found))

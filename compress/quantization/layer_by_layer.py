@@ -1,4 +1,6 @@
-"""Quantization layer by layer: memory is that of one layer and the activations.
+"""Quantization layer by layer: memory is that of one layer's matrices and their statistics.
+
+Finished tensors go into the new checkpoint's file and residual streams into scratch files beside it.
 
 With calibration text the quantized model reads it beside the full one. Each matrix is fitted first to give, from the
 quantized model's own inputs, what the full model gives (which corrects the errors of the layers before it), then
@@ -23,6 +25,7 @@ from compress.layerwise import (
     LayerStates,
     LeastSquares,
     ResidualPair,
+    StoredStates,
     fit_block,
     input_squares,
     run_layer,
@@ -69,6 +72,7 @@ def round_checkpoint(
     method: str,
     samples: Sequence[Tensor],
     keep_originals: bool,
+    path: Path | None = None,
 ) -> RoundedWeights:
     """Round a checkpoint's matrices by `rtn`, `mse`, `balance` or `gptq`.
 
@@ -79,8 +83,9 @@ def round_checkpoint(
         method: see `compress.quantize.METHODS`.
         samples: calibration token ids, each (B, T), for the last two.
         keep_originals: for `compress.quantization.qad`.
+        path: the file for the tensors; they stay in memory if None.
     """
-    packed, originals = PackedCheckpoint(model, config), dict[str, Tensor]()
+    packed, originals = PackedCheckpoint(model, config, path), dict[str, Tensor]()
     kept = originals if keep_originals else None
     if method in ("rtn", "mse"):
         quantize_without_data(checkpoint, model, packed, method == "mse", kept)
@@ -143,17 +148,15 @@ def quantize_calibrated(
     ends, norm = read_ends(tensors, model), load_last_norm(tensors, model)
     embedding, head = ends.pop(f"{EMBEDDING}.weight"), ends.pop(f"{HEAD}.weight", None)
     if gptq and head is None and packed.config.bits_for(EMBEDDING) != UNPACKED:
-        _gptq(packed, EMBEDDING, embedding, _tied_gram(tensors, model, samples, embedding, norm, rope))
+        _gptq(packed, EMBEDDING, embedding, _tied_gram(packed, tensors, model, samples, embedding, norm, rope))
     elif gptq or head is not None:
         packed.add_matrix(EMBEDDING, embedding, search=True)
     positions = ends.get(f"{POSITIONS}.weight")
     unread: dict[int, list[int]] = {}
-    full_BTD = [embed(model, embedding[tokens], positions) for tokens in samples]
-    rounded_BTD: list[Tensor] = []
+    full_BTD = _embedded(packed, model, embedding, samples, positions)
+    rounded_BTD: Sequence[Tensor] = []
     if gptq:
-        stored = packed.matrix(EMBEDDING)
-        rounded_BTD = [embed(model, stored[tokens], positions) for tokens in samples]
-        del stored
+        rounded_BTD = _embedded(packed, model, packed.matrix(EMBEDDING), samples, positions)
     del embedding
     with progress_bar("quantize", model.num_hidden_layers) as bar:
         for layer in range(model.num_hidden_layers):
@@ -192,6 +195,14 @@ def quantize_calibrated(
         packed.add_matrix(HEAD, head, search=True)
 
 
+def _embedded(
+    packed: PackedCheckpoint, model: ModelConfig, table_VD: Tensor, samples: Sequence[Tensor], positions: Tensor | None
+) -> Sequence[Tensor]:
+    """The residual stream before the first layer, (B, T, D) of every sample, in a scratch file if `packed` has one."""
+    states = (embed(model, table_VD[tokens], positions) for tokens in samples)
+    return list(states) if packed.scratch is None else StoredStates(packed.scratch, states)
+
+
 def _round_table(packed: PackedCheckpoint, module: str, weight_VD: Tensor, read_BTD: Iterable[Tensor]) -> None:
     """Round the head by itself, columns counting as what it reads is strong; in a tied one as embedding alike."""
     if packed.config.bits_for(module) == UNPACKED:
@@ -215,7 +226,7 @@ def _fit_and_round(
     streams: ResidualPair,
     between_BTD: Sequence[Tensor],
     pull: float,
-) -> tuple[list[Tensor], set[str]]:
+) -> tuple[Sequence[Tensor], set[str]]:
     """GPTQ of one layer, each matrix fitted before, see `fit_block` and PULL; `pair.block` becomes what is stored.
 
     Returns:
@@ -234,7 +245,7 @@ def _fit_and_round(
 
 def _round_alone(
     packed: PackedCheckpoint, prefix: str, block: Block, model: ModelConfig, states_BTD: Sequence[Tensor], rope: Rope
-) -> tuple[list[Tensor], set[str]]:
+) -> tuple[Sequence[Tensor], set[str]]:
     """Round each matrix of a layer by itself, columns counting as their inputs are strong.
 
     Returns:
@@ -265,6 +276,7 @@ def _check_text(samples: Sequence[Tensor], last_BTD: Sequence[Tensor], norm: Res
 
 
 def _tied_gram(
+    packed: PackedCheckpoint,
     tensors: TensorFiles,
     model: ModelConfig,
     samples: Sequence[Tensor],
@@ -277,8 +289,7 @@ def _tied_gram(
     """
     sizes = torch.tensor([tokens.numel() for tokens in samples]).cumsum(0)
     count = int((sizes < _TABLE_TOKENS * model.hidden_size).sum()) + 1
-    positions = load_positions(tensors, model)
-    states_BTD = [embed(model, embedding[tokens], positions) for tokens in samples[:count]]
+    states_BTD = _embedded(packed, model, embedding, samples[:count], load_positions(tensors, model))
     for layer in range(model.num_hidden_layers):
         states_BTD = run_layer(load_block(tensors, model, layer), states_BTD, rope)
     gram_DD = torch.stack([second_moment(norm(x_BTD)) for x_BTD in states_BTD]).sum(dim=0)

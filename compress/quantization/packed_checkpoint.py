@@ -1,10 +1,11 @@
-"""The tensors of a quantized checkpoint, gathered matrix by matrix."""
+"""The tensors of a quantized checkpoint, gathered or written matrix by matrix."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from compress.quantization.config import UNPACKED, GridSpec, QuantizationConfig
 from compress.quantization.gptq import gptq_weight
 from compress.quantization.grid import fit_grid
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.packed import QuantizedWeight
+from sportsllm.formats.packed import QuantizedWeight, stored_bits
+from sportsllm.formats.safetensors import Kind, StreamedTensors
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, parameters
 
@@ -40,15 +42,39 @@ def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     )
 
 
-class PackedCheckpoint:
-    """Collects the tensors of a quantized checkpoint, and what its quantization_config records."""
+def stored_kinds(model: ModelConfig, config: QuantizationConfig) -> dict[str, Kind]:
+    """Type and shape of every tensor of a quantized checkpoint."""
+    kinds: dict[str, Kind] = {}
+    for name, shape, role, *_ in parameters(model):
+        module = name.removesuffix(".weight")
+        if role not in ("matrix", "embedding", "head") or config.bits_for(module) == UNPACKED:
+            kinds[name] = torch.float32, shape
+            continue
+        (rows, columns), spec = shape, config.grid_for(module, shape[1])
+        groups = -(-columns // spec.block_size)
+        width = spec.block_size * stored_bits(spec.bits) // 8
+        kinds[f"{module}.weight_packed"] = torch.uint8, (rows, groups, width)
+        kinds[f"{module}.weight_scale"] = torch.float16, (rows, groups)
+        if not spec.symmetric:
+            kinds[f"{module}.weight_zero_point"] = torch.uint8, (rows, -(-groups * spec.bits // 8))
+    return kinds
 
-    def __init__(self, model: ModelConfig, config: QuantizationConfig) -> None:
+
+class PackedCheckpoint:
+    """Collects the tensors of a quantized checkpoint, and what its quantization_config records.
+
+    The tensors are in memory, or in the file `path` of the directory that is being made.
+    """
+
+    def __init__(self, model: ModelConfig, config: QuantizationConfig, path: Path | None = None) -> None:
         self.config = config
-        self.tensors: dict[str, Tensor] = {}
+        self.scratch = None if path is None else path.parent
+        self.tensors: MutableMapping[str, Tensor] = {}
+        if path is not None:
+            self.tensors = StreamedTensors(path, stored_kinds(model, config))
         self.modules: dict[str, dict[str, int]] = {}
-        self._packed: dict[str, QuantizedWeight] = {}
         self._roles = {parameter.name: parameter.role for parameter in parameters(model)}
+        self._columns = {each.name: each.shape[-1] for each in parameters(model)}
 
     def add(self, name: str, tensor: Tensor, search: bool) -> None:
         """A tensor of the model: a matrix is rounded to the nearest numbers of its grid; others stay.
@@ -88,8 +114,7 @@ class PackedCheckpoint:
             "weight_scale": packed.scales.astype(np.float16),
             "weight_zero_point": packed.zero_points,
         }
-        self.tensors |= {f"{module}.{name}": torch.from_numpy(a) for name, a in arrays.items() if a is not None}
-        self._packed[module] = packed
+        self.tensors.update({f"{module}.{name}": torch.from_numpy(a) for name, a in arrays.items() if a is not None})
         self.modules[module] = {"bits": packed.bits, "block_size": packed.block_size}
 
     def add_by_gptq(self, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
@@ -101,8 +126,17 @@ class PackedCheckpoint:
 
     def matrix(self, module: str) -> Tensor:
         """What a module's stored matrix stands for, (N, K) float32."""
-        dense = self.tensors.get(f"{module}.weight")
-        return torch.from_numpy(self._packed[module].dequantize()) if dense is None else dense
+        if (dense := self.tensors.get(f"{module}.weight")) is not None:
+            return dense
+        zeros = self.tensors.get(f"{module}.weight_zero_point")
+        packed = QuantizedWeight(
+            self.tensors[f"{module}.weight_packed"].numpy(),
+            self.tensors[f"{module}.weight_scale"].float().numpy(),
+            None if zeros is None else zeros.numpy(),
+            **self.modules[module],
+            in_features=self._columns[f"{module}.weight"],
+        )
+        return torch.from_numpy(packed.dequantize())
 
     def relative_change(self, stored: Mapping[str, Tensor]) -> float:
         """Root mean square of the change of the layers' matrices by rounding, relative to the `stored` values."""

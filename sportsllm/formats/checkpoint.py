@@ -251,19 +251,27 @@ def write_checkpoint(
     tokenizer_from: Path | None = None,
     quantization: JsonObject | None = None,
 ) -> None:
-    """Write a checkpoint from tensors by name.
+    """Write a checkpoint from tensors by name; other arguments are those of `write_config`."""
+    kind = to_hf(config)["model_type"]
+    if quantization is None and kind in LAYOUTS:
+        tensors = to_layout(kind, config, tensors)
+    save_tensors(directory / WEIGHTS, tensors)
+    write_config(directory, config, tokenizer_from, quantization)
+
+
+def write_config(
+    directory: Path, config: ModelConfig, tokenizer_from: Path | None = None, quantization: JsonObject | None = None
+) -> None:
+    """Write all files of a checkpoint but its weights.
 
     Args:
         tokenizer_from: a directory whose tokenizer and generation files are copied.
         quantization: recorded as config.json's quantization_config.
     """
     data = to_hf(config)
-    if quantization is None and data["model_type"] in LAYOUTS:
-        tensors = to_layout(data["model_type"], config, tensors)
-    elif quantization is not None:
+    if quantization is not None:
         data["quantization_config"] = {"quant_method": QUANT_METHOD, **quantization}
     write_json(directory / "config.json", data)
-    save_tensors(directory / WEIGHTS, tensors)
     if tokenizer_from is not None:
         copy_tokenizer(tokenizer_from, directory)
     if not (directory / "generation_config.json").exists():

@@ -4,7 +4,10 @@ Those that bitsandbytes quantized read as dense ones, see `sportsllm.formats.bit
 pickle runs code. Every tensor is checked for finiteness.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +28,72 @@ INDEX = "model.safetensors.index.json"
 QUANT_METHOD = "sportsllm-nbits"
 REOPEN_BYTES = 64_000_000
 _LONGEST_NAME = 200
+
+
+Kind = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of a stored tensor."""
+_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}
+"""Types of streamed tensors, in their order in a file."""
+
+
+class StreamedTensors(MutableMapping[str, Tensor]):
+    """A safetensors file that is written tensor by tensor, byte for byte what `save_file` writes at once.
+
+    Its space is allocated first, so that a full disk ends the work before it begins. Tensors that are written can be
+    read again and replaced.
+    """
+
+    def __init__(self, path: Path, kinds: Mapping[str, Kind]) -> None:
+        """Create the file for tensors of known types and shapes."""
+        self._path, self._written = path, dict[str, Kind]()
+        header: JsonObject = {"__metadata__": {"format": "pt"}}
+        order, start = list(_TYPES), 0
+        self._kinds, self._starts = dict(kinds), dict[str, int]()
+        for name in sorted(kinds, key=lambda name: (order.index(kinds[name][0]), name)):
+            (dtype, shape), self._starts[name] = kinds[name], start
+            start += torch.Size(shape).numel() * dtype.itemsize
+            place = {"shape": list(shape), "data_offsets": [self._starts[name], start]}
+            header[name] = {"dtype": _TYPES[dtype]} | place
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._data = 8 + len(text)
+        self._file = path.open("w+b")
+        try:
+            with suppress(AttributeError):  # not on macOS and Windows
+                os.posix_fallocate(self._file.fileno(), 0, self._data + start)
+            self._file.write(len(text).to_bytes(8, "little") + text)
+            self._file.truncate(self._data + start)
+        except OSError as error:
+            raise self._named(error) from None
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        assert self._kinds[name] == (tensor.dtype, tuple(tensor.shape)), name
+        try:
+            self._file.seek(self._data + self._starts[name])
+            self._file.write(tensor.detach().cpu().contiguous().numpy().data)
+            self._file.flush()
+        except OSError as error:
+            raise self._named(error) from None
+        self._written[name] = self._kinds[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        dtype, shape = self._written[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        self._file.seek(self._data + self._starts[name])
+        self._file.readinto(tensor.numpy().data)
+        return tensor
+
+    def __delitem__(self, name: str) -> None:
+        del self._written[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._written)
+
+    def __len__(self) -> int:
+        return len(self._written)
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, error.strerror, str(self._path))
 
 
 class _File(Protocol):

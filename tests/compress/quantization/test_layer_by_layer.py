@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from compress.quantization.config import QuantizationConfig
-from compress.quantization.layer_by_layer import TABLE_SHARE, quantize_calibrated
+from compress.quantization.layer_by_layer import TABLE_SHARE, quantize_calibrated, round_checkpoint
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import save_checkpoint
@@ -40,6 +41,28 @@ def test_the_head_is_rounded_for_its_inputs(checkpoint: Path, tmp_path: Path, ti
     )
     found, before = (table_error(model, samples, table) for table in (packed.matrix(name), plain))
     assert found < (0.85 if tied else 0.5) * before  # 0.80 and 0.31; as the embedding, nothing can be gained
+
+
+@pytest.mark.parametrize("experts", [None, Experts(count=4, active=2)])
+@pytest.mark.parametrize("config", [QuantizationConfig(4, symmetric=False, head_bits=4), QuantizationConfig(8)])
+def test_what_is_written_layer_by_layer_is_what_memory_holds(
+    config: QuantizationConfig, experts: Experts | None, checkpoint: Path, tmp_path: Path
+) -> None:
+    model = tiny_model() if experts is None else tiny_model(mlp_kind="experts", experts=experts)
+    save_checkpoint(tmp_path, model, checkpoint)
+    draw = torch.Generator().manual_seed(0)
+    samples = [torch.randint(0, 24, (1, length), generator=draw) for length in (40, 64, 17)]
+    in_memory, in_file = (
+        round_checkpoint(tmp_path, model.config, config, "gptq", samples, False, path)
+        for path in (None, tmp_path / "packed.safetensors")
+    )
+    written = load_file(tmp_path / "packed.safetensors")
+    assert in_file.packed.modules == in_memory.packed.modules
+    assert written.keys() == in_memory.packed.tensors.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in in_memory.packed.tensors.items())
+    assert sorted(path.name for path in tmp_path.glob("*")) == sorted(
+        [*(path.name for path in checkpoint.glob("*")), "packed.safetensors"]
+    )
 
 
 def test_inputs_that_overflow_are_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints that are damaged, incomplete or not what they say: each one clear line, never a wrong model."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.safetensors import WEIGHTS
+from sportsllm.formats.safetensors import WEIGHTS, StreamedTensors
 from tests.support.models import saved, tiny_model
 
 
@@ -40,6 +41,34 @@ def test_round_trip_is_exact(checkpoint: Path) -> None:
     loaded, original = load_checkpoint(checkpoint), tiny_model()
     for (name, a), (_, b) in zip(loaded.state_dict().items(), original.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_streamed_tensors_are_the_bytes_of_a_file_written_at_once(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        "b.weight_packed": torch.randint(0, 256, (3, 5), generator=draw).to(torch.uint8),
+        "b.weight_scale": torch.randn(3, 1, generator=draw).half(),
+        "c.bias": torch.randn(7, generator=draw),
+        "a.weight": torch.randn(4, 6, generator=draw).T,
+    }
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "whole", {"format": "pt"})
+    streamed = StreamedTensors(tmp_path / "parts", {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()})
+    streamed["c.bias"] = torch.zeros(7)
+    for name, tensor in tensors.items():
+        streamed[name] = tensor
+    assert all(torch.equal(streamed[name], tensor) for name, tensor in tensors.items())
+    assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_streamed_tensors_need_their_space_at_once(tmp_path: Path) -> None:
+    limit, path = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "large"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            StreamedTensors(path, {"weight": (torch.float32, (100, 100))})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert caught.value.filename == str(path)
 
 
 def test_shards_and_half_precision(copy: Path) -> None:
