@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject, require_directory
-from sportsllm.inference.lookup import PromptLookup
+from sportsllm.inference.lookup import Draft, DraftLookup, PromptLookup
 from sportsllm.models.config import ModelConfig
 
 Logits = npt.NDArray[np.float32]
@@ -103,6 +103,27 @@ def open_decoder(directory: Path, threads: int | None = None, kernels: str = "au
         raise UsageError(f"--kernels {kernels}: {directory} is a checkpoint, which PyTorch runs; export it first")
     decoder = importlib.import_module("sportsllm.inference.torch_decoder").open(directory, threads)
     return decoder
+
+
+def open_draft(
+    directory: Path, target: Path, decoder: Decoder, threads: int | None = None, kernels: str = "auto"
+) -> Draft:
+    """Open an export whose choices are proposed to the one in `target`.
+
+    Raises:
+        UsageError: a checkpoint, other tokens than the target's, or a target that reads tokens one by one.
+        ArtifactError, ResourceError, UsageError: see `open_decoder`.
+    """
+    from sportsllm.text.tokenizer import load_tokenizer
+
+    if not is_onnx_directory(directory):
+        raise UsageError(f"--draft {directory}: not an export; make one of a checkpoint with `export`")
+    if getattr(decoder, "exact_rows", 1) == 1:
+        raise UsageError(f"--draft: {target} reads tokens one by one; export INT4 or INT8 blocks, for native kernels")
+    draft = open_decoder(directory, threads, kernels)
+    if load_tokenizer(directory, draft.config).fingerprint() != load_tokenizer(target, decoder.config).fingerprint():
+        raise UsageError(f"--draft {directory}: its tokenizer or chat template is not that of {target}")
+    return cast(Draft, draft)
 
 
 def kernels_of(decoder: Decoder) -> tuple[str, str] | None:
@@ -228,11 +249,17 @@ def choose(logits: Logits, seen: Sequence[int], sampling: Sampling, rng: np.rand
 
 
 def generate(
-    decoder: Decoder, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_tokens: Sequence[int] = ()
+    decoder: Decoder,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_tokens: Sequence[int] = (),
+    draft: Draft | None = None,
 ) -> Iterator[int]:
     """Yield new tokens one by one until a stop token (not yielded), the context's end or `max_new_tokens`.
 
-    The prompt begins with the begin token. The decoder's cache is used.
+    The prompt begins with the begin token. The decoder's cache is used, and that of `draft`, a smaller model whose
+    choices are proposed.
 
     Raises:
         UsageError: the prompt leaves no room in the context.
@@ -243,7 +270,9 @@ def generate(
     rng = np.random.default_rng(sampling.seed)
     seen, room = list(prompt), min(max_new_tokens, context - len(prompt))
     verifier = cast(Verifier, decoder) if getattr(decoder, "exact_rows", 1) > 1 and room > 1 else None
-    lookup = PromptLookup(prompt) if verifier is not None else None
+    lookup = None
+    if verifier is not None:
+        lookup = PromptLookup(prompt) if draft is None else DraftLookup(draft, len(prompt) + room, prompt)
     logits_TV, proposed = decoder.prefill([prompt], max_length=len(prompt) + room), list[int]()
     while True:
         for place, logits_V in enumerate(logits_TV):

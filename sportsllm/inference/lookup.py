@@ -1,13 +1,17 @@
-"""Prompt lookup: tokens that followed the same words before are proposed and read in one pass.
+"""Tokens that are proposed and read in one pass: those that followed the same words before (prompt lookup), or those
+that a smaller model chooses.
 
 The model's choice after each is kept up to the first that is another one, so that the text is the same, token by token,
-greedy or sampled. (https://github.com/apoorvumang/prompt-lookup-decoding)
+greedy or sampled. (https://github.com/apoorvumang/prompt-lookup-decoding, https://arxiv.org/abs/2211.17192)
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any, Protocol
+
+from sportsllm.models.config import ModelConfig
 
 _SHORTEST, _LONGEST = 3, 8  # tokens that must have come before, and that are compared
 _PRIOR_COST = {1: 1.0, 2: 1.3, 4: 2.0, 8: 3.5}  # of a pass of so many tokens, against one (SmolLM2-135M INT4)
@@ -48,16 +52,20 @@ class PromptLookup:
         match, here = _SHORTEST, len(self._ids)
         while match < _LONGEST and at > match and self._ids[at - 1 - match] == self._ids[here - 1 - match]:
             match += 1
-        chance, room = self._chance[match], min(most, here - at)
+        return self._ids[at : at + self._count(match, min(most, here - at))]
+
+    def _count(self, match: int, most: int, extra_s: float = 0.0) -> int:
+        """How many tokens to propose if each costs `extra_s`, by the chance that those after such a match are taken."""
+        chance = self._chance[match]
         rows = max(
-            (rows for rows in _PRIOR_COST if rows - 1 <= room),
-            key=lambda rows: sum(chance**place for place in range(rows)) / self._cost(rows),
+            (rows for rows in _PRIOR_COST if rows - 1 <= most),
+            key=lambda rows: sum(chance**place for place in range(rows)) / (self._cost(rows) + extra_s * (rows - 1)),
         )
         if rows == 1:  # the chance may have become better since
             self._chance[match] += _DRIFT * (0.5 - chance)
-            return []
-        self._match = match
-        return self._ids[at : at + rows - 1]
+        else:
+            self._match = match
+        return rows - 1
 
     def _cost(self, rows: int) -> float:
         return self._cost_s.get(rows, _PRIOR_COST[rows] * self._cost_s.get(1, 1.0))
@@ -74,3 +82,44 @@ class PromptLookup:
         self.accepted += accepted
         for place in range(min(accepted + 1, proposed)):
             self._chance[self._match] += _LEARN * ((place < accepted) - self._chance[self._match])
+
+
+class Draft(Protocol):
+    """A smaller model; see `export.runtime.decoder.OnnxDecoder`."""
+
+    config: ModelConfig
+
+    def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None, reuse: bool = False) -> Any: ...
+    def step(self, tokens: Sequence[int]) -> Any: ...
+
+
+class DraftLookup(PromptLookup):
+    """Proposes what prompt lookup finds, else what a smaller model with the same tokenizer would choose.
+
+    Args:
+        draft: the smaller model; its cache is used.
+        room: tokens that the text may have.
+        ids: the text.
+    """
+
+    def __init__(self, draft: Draft, room: int, ids: Sequence[int]) -> None:
+        super().__init__(ids)
+        self._draft, self._room = draft, min(room, draft.config.max_position_embeddings)
+        self._draft_s, self._held, self._chance[0] = 0.0, 0, 0.7
+
+    def propose(self, most: int) -> list[int]:
+        """As `PromptLookup.propose`."""
+        found, most = super().propose(most), min(most, self._room - len(self._ids))
+        if found or most < 1 or not (count := self._count(0, most, self._draft_s)):
+            return found
+        self._began = time.perf_counter()
+        tokens = [int(self._draft.prefill([self._ids], self._room, reuse=True)[0].argmax())]
+        while len(tokens) < count:
+            tokens.append(int(self._draft.step(tokens[-1:])[0].argmax()))
+        now = time.perf_counter()
+        seconds, self._began = (now - self._began) / count, now
+        if len(self._ids) - self._held <= 8:  # else it has read a prompt
+            before = self._draft_s or seconds
+            self._draft_s = before + _LEARN * (min(seconds, 3 * before) - before)
+        self._held = len(self._ids)
+        return tokens

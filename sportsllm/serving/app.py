@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -21,6 +22,7 @@ from sportsllm.process_memory import peak_rss_bytes
 from sportsllm.serving.access import Access, refusal
 from sportsllm.serving.engine import Engine, Job, Piece, QueueFull
 from sportsllm.serving.models import ServedModel
+from sportsllm.serving.openapi import describe
 from sportsllm.serving.replies import Json, NativeReply, Reply, encode_json
 from sportsllm.serving.requests import (
     SAMPLING,
@@ -74,6 +76,10 @@ def _json(data: object) -> Response:
     return Response(encode_json(data), media_type="application/json")
 
 
+async def _said(response: Response, _: Request) -> Response:
+    return response
+
+
 async def read_body(request: Request) -> bytes:
     """A request's body.
 
@@ -102,17 +108,19 @@ class Server:
 
     def app(self) -> Any:
         """The ASGI application."""
-        chat, complete, native = (
-            partial(self._generate, kind=kind) for kind in (ChatRequest, CompletionRequest, NativeRequest)
-        )
-        posts: dict[str, Any] = {"/v1/chat/completions": chat, "/chat/completions": chat, "/v1/completions": complete}
-        posts |= {"/completion": native, "/completions": native, "/apply-template": self._apply_template}
-        posts |= {"/tokenize": self._tokenize, "/detokenize": self._detokenize}
-        posts |= dict.fromkeys(("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"), self._count)
-        routes = [Route(path, call, methods=["POST"]) for path, call in posts.items()]
+        chat, native = ("/v1/chat/completions", "/chat/completions"), ("/completion", "/completions")
+        kinds = ((ChatRequest, chat), (CompletionRequest, ("/v1/completions",)), (NativeRequest, native))
+        posts: dict[str, tuple[type[BaseModel], Any]] = {
+            path: (kind, partial(self._generate, kind=kind)) for kind, paths in kinds for path in paths
+        }
+        posts |= {f"{path}/input_tokens": (Conversation, self._count) for path in chat}
+        posts |= {"/tokenize": (TokenizeRequest, self._tokenize), "/detokenize": (DetokenizeRequest, self._detokenize)}
+        posts |= {"/apply-template": (Conversation, self._apply_template)}
         gets = {"/v1/models": self._list, "/models": self._list, "/v1/models/{name:path}": self._show}
         gets |= {"/health": self._health, "/props": self._props, "/metrics": self._metrics, "/": self._index}
-        gets |= {"/slots": self._slots}
+        description = describe({path: kind for path, (kind, _) in posts.items()}, [*gets, "/slots"])
+        gets |= {"/slots": self._slots, "/openapi.json": partial(_said, _json(description))}
+        routes = [Route(path, call, methods=["POST"]) for path, (_, call) in posts.items()]
         routes += [Route(path, call) for path, call in gets.items()]
         handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), refusal)
         return self._access.guard(Starlette(routes=routes, exception_handlers=handlers))

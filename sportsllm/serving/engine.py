@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Condition, Lock
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sportsllm.inference.decoder import Logits, StopSearch, log_softmax
-from sportsllm.inference.lookup import PromptLookup
+from sportsllm.inference.lookup import Draft, DraftLookup, PromptLookup
 from sportsllm.models.config import ModelConfig
 from sportsllm.serving.prefixes import PrefixCache, shared_length
 from sportsllm.serving.sampler import Sampler, TokenScore, score_token
@@ -145,9 +146,13 @@ class Engine:
         cache_bytes: bound of the prefix cache.
         most_waiting: jobs that may wait for a slot.
         turn: held while the model runs, so that several models take turns.
+        draft: a smaller model whose choices are proposed to a sequence that runs alone.
     """
 
-    def __init__(self, slots: Slots, cache_bytes: int, most_waiting: int, turn: Lock) -> None:
+    def __init__(
+        self, slots: Slots, cache_bytes: int, most_waiting: int, turn: Lock, draft: Draft | None = None
+    ) -> None:
+        self._lookup = PromptLookup if draft is None else partial(DraftLookup, draft, slots.room)
         self.slots, self.prefixes = slots, PrefixCache(cache_bytes, slots.recurrent)
         self.counts, self.most_waiting = Counter[str](), most_waiting
         self.waiting, self.running = deque[Job](), list[Job]()  # a running job's place is its slot
@@ -304,7 +309,7 @@ class Engine:
             self._leave(job, finish)
 
     def _step_alone(self, job: Job) -> None:
-        job.lookup = lookup = job.lookup or PromptLookup(job.ids)
+        job.lookup = lookup = job.lookup or self._lookup(job.ids)
         lookup.extend(job.ids[len(lookup) :])
         with self._timed("generated", 1):
             proposed = lookup.propose(min(self.slots.exact_rows, job.most - job.generated) - 1)

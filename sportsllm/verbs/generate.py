@@ -76,6 +76,7 @@ def generate(
     seed: options.Seed = 0,
     kernels: options.Kernels = "auto",
     provider: options.Provider = "cpu",
+    draft: options.Draft = None,
     threads: options.Threads = None,
 ) -> GenerateResult:
     """Stream text from a checkpoint or an export, its answer to a message, or a conversation."""
@@ -99,12 +100,13 @@ def generate(
 
     from sportsllm.console import log
     from sportsllm.inference.decoder import generate as sample_tokens
-    from sportsllm.inference.decoder import log_runtime, open_decoder
+    from sportsllm.inference.decoder import log_runtime, open_decoder, open_draft
     from sportsllm.text.chat import render_chat
     from sportsllm.text.tokenizer import load_tokenizer
 
     decoder = open_decoder(directory, threads, kernels, provider)
     ran, placement = log_runtime(decoder)
+    proposer = None if draft is None else open_draft(draft, directory, decoder, threads, kernels)
     tokenizer = load_tokenizer(directory, decoder.config)
     stops = [*decoder.config.stop_token_ids, *_single_tokens(tokenizer, stop or [])]
     stops += tokenizer.turn_ends if chat else []
@@ -114,7 +116,7 @@ def generate(
     def reply(begin: list[int], shown: str) -> _Reply:
         if len(begin) >= context:  # before the prompt is printed
             raise UsageError(f"the prompt has {len(begin):,} tokens, the model's context is {context:,}; shorten it")
-        made = sample_tokens(decoder, begin, max_new_tokens, sampling, stops)
+        made = sample_tokens(decoder, begin, max_new_tokens, sampling, stops, proposer)
         found = _stream(tokenizer, begin, made, stop or [], ids, "" if ids else shown)
         if not found.stopped and len(found.ids) < max_new_tokens and len(begin) + len(found.ids) >= context:
             log(f"the context of {context:,} tokens is full: {len(found.ids):,} of {max_new_tokens:,} were generated")

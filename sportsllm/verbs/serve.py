@@ -19,6 +19,7 @@ from sportsllm.commands import Result, load_function
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 
 if TYPE_CHECKING:
+    from sportsllm.inference.decoder import Decoder
     from sportsllm.serving.engine import Slots
 
 WAITING = 16
@@ -59,11 +60,12 @@ def serve(
         int | None, typer.Option(min=2, help="Most tokens of a request.", show_default="the model's context")
     ] = None,
     cache_mb: Annotated[int, typer.Option(min=0, help="Memory for beginnings that prompts share, per model.")] = 128,
+    draft: options.Draft = None,
     kernels: options.Kernels = "auto",
     threads: options.Threads = None,
 ) -> ServeResult:
     """Serve exports by OpenAI's API, with a page."""
-    from sportsllm.inference.decoder import is_onnx_directory
+    from sportsllm.inference.decoder import is_onnx_directory, open_draft
 
     names = [path.resolve().name for path in directories]
     if len(set(names)) < len(names):
@@ -85,7 +87,8 @@ def serve(
 
     def engine(path: Path) -> Engine:
         slots = cast("Slots", open_slots(path, parallel, context, threads, kernels))
-        return Engine(slots, cache_mb * 1_000_000, WAITING * parallel, turn)
+        small = None if draft is None else open_draft(draft, path, cast("Decoder", slots), threads, kernels)
+        return Engine(slots, cache_mb * 1_000_000, WAITING * parallel, turn, small)
 
     models = [ServedModel(path.resolve().name, path, partial(engine, path)) for path in directories]
     listening = _listen(host, port)

@@ -1,5 +1,6 @@
 """Prompt lookup over native kernels: the same tokens, in fewer passes."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from export.runtime.slots import open_slots
 from sportsllm.inference import decoder as decoder_module
 from sportsllm.inference import lookup
 from sportsllm.inference.decoder import Sampling, generate
-from sportsllm.inference.lookup import PromptLookup
+from sportsllm.inference.lookup import DraftLookup, PromptLookup
 from tests.support.export_models import Exports
 
 PATTERN = [5, 9, 2, 7, 7, 1, 3]
@@ -54,7 +55,32 @@ def test_tokens_are_the_same_in_fewer_passes(
     assert len(full) == decoder.config.max_position_embeddings - 3
 
 
-def test_the_same_in_slots(exports: Exports) -> None:
+def test_a_draft_proposes_and_the_tokens_are_the_same(exports: Exports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token for every seed, so the distribution is the same, too."""
+    decoder = OnnxDecoder(exports(**SETTINGS[0]).directory, 1, kernels="native")
+    alike = OnnxDecoder(exports(**SETTINGS[0]).directory, 1, kernels="portable")
+    other = OnnxDecoder(exports(bits=8, asymmetric=True).directory, 1)
+    other.config = dataclasses.replace(other.config, max_position_embeddings=50)  # proposes nothing beyond
+    made = list[DraftLookup]()
+    monkeypatch.setattr(decoder_module, "DraftLookup", lambda *given: made.append(DraftLookup(*given)) or made[-1])
+    for seed in range(12):
+        sampling, length = Sampling(0.4 * (seed % 3), top_k=5, seed=seed), (3, 30, 90, 1)[seed % 4]
+        for draft in (alike, other):
+            ours = list(generate(decoder, [1, 2, seed], length, sampling, draft=draft))
+            decoder.exact_rows = 1
+            assert list(generate(decoder, [1, 2, seed], length, sampling, draft=draft)) == ours
+            decoder.exact_rows = 8
+    greedy = list(generate(decoder, [9, 8, 7], 60, Sampling(0), draft=alike))
+    assert made[-1].passes < 30 and made[-1].accepted > 30 and len(greedy) == 60
+    monkeypatch.setattr(DraftLookup, "_cost", lambda self, rows: 1e-9)  # any draft costs more
+    calls, prefill = list[int](), alike.prefill
+    monkeypatch.setattr(alike, "prefill", lambda *given, **more: calls.append(1) or prefill(*given, **more))
+    list(generate(decoder, [9, 8, 7], 60, Sampling(0), draft=alike))
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_the_same_in_slots(with_draft: bool, exports: Exports) -> None:
     from threading import Lock, Thread
 
     from sportsllm.inference.decoder import StopSearch
@@ -62,7 +88,8 @@ def test_the_same_in_slots(exports: Exports) -> None:
     from sportsllm.serving.sampler import Sampler
 
     directory = exports(**SETTINGS[0]).directory
-    decoder, engine = OnnxDecoder(directory, 1), Engine(open_slots(directory, 2, None, 1), 10**6, 9, Lock())
+    decoder, draft = OnnxDecoder(directory, 1), OnnxDecoder(directory, 1, kernels="portable") if with_draft else None
+    engine = Engine(open_slots(directory, 2, None, 1), 10**6, 9, Lock(), draft)
     thread, ended = Thread(target=engine.run), list[Job]()
     thread.start()
 

@@ -451,6 +451,16 @@ def test_helpers_and_several_models(served: ServedModel, client: httpx.Client, e
     other.stop()
 
 
+def test_endpoints_are_described(client: httpx.Client) -> None:
+    told = client.get("/openapi.json").json()
+    body = told["paths"]["/completion"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = told["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+    assert schema["required"] == ["prompt"] and schema["properties"]["temperature"]["minimum"] == 0
+    assert told["paths"]["/v1/models/{name}"]["get"]["parameters"][0]["name"] == "name"
+    for path in told["paths"]:  # all are there
+        assert "{" in path or client.head(path).status_code in (200, 405), path
+
+
 def test_health_says_when_the_model_is_there(export: Path) -> None:
     model = ServedModel("slow", export, lambda: Engine(open_slots(export, 1, None, 1), 0, 1, Lock()))
     with served_by(model) as client:
@@ -485,6 +495,8 @@ def test_exports_that_cannot_be_served_are_refused(export: Path, cli: CommandLin
     cli.refuses(3, "not an export", "serve", STORIES)
     (tmp_path / "stories").mkdir()
     cli.refuses(2, "two exports", "serve", export, tmp_path / "stories")
+    cli.refuses(2, "reads tokens one by one", "generate", export, "--draft", export)
+    cli.refuses(2, "not an export", "serve", export, "--draft", STORIES, "--port", 0)
     cli.refuses(2, "more than the context of", "serve", export, "--context", 100_000, "--port", 0)
     for file in ("model.onnx", "config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "stories" / file).write_bytes((export / file).read_bytes())
