@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sportsllm import options
+from sportsllm import options, processes
 from sportsllm.commands import TrainingResult
 from sportsllm.errors import UsageError
 from sportsllm.settings import DISTILLATION, LORA, SELECTION, TEXT, TRAINING, parse_settings, pick
@@ -144,7 +144,7 @@ def distill(
     found["lora_rank"] = lora_rank
     plan = plan_training(run, source, tokens, found, corpus, valid, seed, reading, holdouts)
     out = out or Path("runs") / (plain_name(Path(student)) + "-selected" * (select_tokens is not None))
-    result = distill_student(student, begin, plan, out, resume)
+    result = distill_student(student, begin, plan, out, resume or processes.restarted())
     output().print(result.line(), markup=False)
     return result
 

@@ -157,7 +157,9 @@ def main(arguments: list[str] | None = None) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # saves what Ctrl-C saves
-    sys.exit(_run(sys.argv[1:] if arguments is None else arguments))
+    code = _run(sys.argv[1:] if arguments is None else arguments)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends processes that are ending
+    sys.exit(code)
 
 
 def _run(arguments: list[str]) -> int:

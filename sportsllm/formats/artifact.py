@@ -176,7 +176,6 @@ def run_together(out: Path, stage: Stage, make: Callable[[Path], JsonObject], re
     Raises:
         ArtifactError: this process has other inputs or another version of the program than the first.
     """
-    resume = resume or processes.restarted()
     own = f"{__version__} {stage.fingerprint()}"
     if processes.from_first(own) != own:
         raise ArtifactError("the first process has other input files, settings or another version; use the same")

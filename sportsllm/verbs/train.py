@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sportsllm import options
+from sportsllm import options, processes
 from sportsllm.commands import TrainingResult
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.settings import LORA, SHAPE, TEXT, TOKENIZER, TRAINING, parse_settings, pick
@@ -160,6 +160,7 @@ def train(
         words = load_tokenizer(source, start.config, reading)
         return _fit(start, words, texts, config, out, directory, stage, None if chat_template else checkpoint, resume)
 
+    resume = resume or processes.restarted()
     result = TrainResult.of(run_together(out, stage, make, resume))
     output().print(result.line(), markup=False)
     return result

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,6 +50,31 @@ def interrupt(run: subprocess.Popen[bytes]) -> None:
 def losses(directory: Path) -> list[float]:
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "rounds", "tolerance"),
+    [("adamw", "2:5,4:9,4:14,1", 1e-5), ("muon", "4", 1e-4)],  # Muon iterates in bfloat16
+)
+def test_killed_processes_lose_nothing_and_any_number_goes_on(
+    cli: CommandLine, corpus_file: Path, tmp_path: Path, optimizer: str, rounds: str, tolerance: float
+) -> None:
+    """Two begin, four are started after one of the two was killed, and again after another, and one finishes."""
+    one, many = tmp_path / "one", tmp_path / "many"
+    further = ["--set", f"optimizer={optimizer}", "--set", "shard=true", "--steps", "20"]
+    assert cli(*arguments(corpus_file, one), *further)[0] == 0
+    started = [sys.executable, "-m", "tests.support.forked", rounds, *arguments(corpus_file, many), *further]
+    run = subprocess.run(
+        started, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert re.findall(r"resumed at step (\d+) of 20", run.stderr) == re.findall(r":(\d+)", rounds)
+    assert losses(many) == pytest.approx(losses(one), rel=tolerance)
+    assert len(losses(many)) == 20
+    trained, expected = load_checkpoint(many).state_dict(), load_checkpoint(one).state_dict()
+    for name, weight in expected.items():
+        torch.testing.assert_close(trained[name], weight, rtol=1e-3, atol=1e-2 if optimizer == "muon" else 1e-4)
 
 
 @pytest.mark.parametrize("sharded", ["false", "true"])

@@ -1,0 +1,52 @@
+"""`python -m tests.support.forked ROUNDS WORDS...`: the command line in several processes, as torchrun starts them.
+
+The processes are forked, since each import of torch takes seconds. ROUNDS are `COUNT` or `COUNT:STEP`, with commas: the
+last of COUNT processes is killed before that step, and the next round starts. The state is saved after every step.
+"""
+
+import os
+import socket
+import sys
+
+import torch
+import torch._dynamo  # what sharding imports, imported once
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+
+from sportsllm import cli, processes
+from sportsllm.training import loop
+
+
+def run(rank: int, count: int, port: int, restarts: int, last_step: int | None, words: list[str]) -> None:
+    known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+    known |= {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_RUN_ID": 0, "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {name: str(value) for name, value in known.items()} if count > 1 else {}
+    loop._SAVE_EVERY_S = 0.0
+    take_step = loop._Run.take_step
+
+    def killed(self: loop._Run, *others: object) -> tuple[float, float, float]:
+        if self.state.step == last_step and processes.rank() == count - 1:
+            os.kill(os.getpid(), 9)
+        return take_step(self, *others)  # type: ignore[arg-type]
+
+    loop._Run.take_step = killed  # type: ignore[method-assign,assignment]
+    cli.main(words if count > 1 or not restarts else [*words, "--resume"])
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for restarts, part in enumerate(sys.argv[1].split(",")):
+        count, _, step = part.partition(":")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(int(count)):
+            if os.fork() == 0:
+                run(rank, int(count), port, restarts, int(step) if step else None, sys.argv[2:])
+        codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(int(count))]
+        if bool(step) != any(codes):
+            sys.exit(f"round {part}: exit codes {codes}")
+
+
+if __name__ == "__main__":
+    main()
