@@ -127,7 +127,7 @@ def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
         layers = macs + 4 * (scales + config.block_parameters - macs)
     # By columns for the head, since only so the runtime multiplies it packed, and by rows for the embedding.
     twice = not config.tie_word_embeddings or (stored.standard and stored.quantized and stored.head_bits != 32)
-    rotary = 0 if config.position_kind == "none" else 4 * config.max_position_embeddings * config.head_dim
+    rotary = 0 if config.position_kind == "none" else 4 * config.max_position_embeddings * config.rotary_size
     rest = rotary + _graph_bytes(config, stored)
     if stored.file_bytes is not None:
         scale = stored.file_bytes / (layers + table * (1 + twice) + rest)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NamedTuple, TypeVar, overload
@@ -160,9 +161,13 @@ def run_layer(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> Sequenc
     return kept_like(states_BTD, (block(x, first_positions(rope, x)) for x in states_BTD))
 
 
-def after_sublayer(block: Block, sublayer: str, states_BTD: Sequence[Tensor], rope: Rope) -> Sequence[Tensor]:
-    """The residual stream after one of the two sublayers (`NORMS`) of a layer, for every sample."""
-    return kept_like(states_BTD, (block.add_sublayer(sublayer, x, first_positions(rope, x)) for x in states_BTD))
+def after_sublayer(
+    block: Block, sublayer: str, states_BTD: Sequence[Tensor], rope: Rope, read_BTD: Sequence[Tensor] | None = None
+) -> Sequence[Tensor]:
+    """The residual stream after one of the two sublayers (`NORMS`) of a layer, for every sample; see `add_sublayer`."""
+    streams = zip(states_BTD, repeat(None) if read_BTD is None else read_BTD, strict=False)
+    following = (block.add_sublayer(sublayer, x, first_positions(rope, x), read_BTD=read) for x, read in streams)
+    return kept_like(states_BTD, following)
 
 
 class LayerStates(NamedTuple):
@@ -176,7 +181,8 @@ class LayerStates(NamedTuple):
         """The states of a layer that reads `states_BTD`."""
         attention, feed_forward = NORMS
         between = after_sublayer(block, attention, states_BTD, rope)
-        return LayerStates(between, after_sublayer(block, feed_forward, between, rope))
+        read_BTD = states_BTD if block.config.parallel_residual else None
+        return LayerStates(between, after_sublayer(block, feed_forward, between, rope, read_BTD))
 
 
 class ResidualPair(NamedTuple):
@@ -226,26 +232,35 @@ def fit_block(pair: LayerPair, streams: ResidualPair, between_BTD: Sequence[Tens
     Returns:
         The residual stream after the changed layer.
     """
-    changed_BTD = streams.changed
+    changed_BTD, parallel = streams.changed, pair.config.parallel_residual
     for sublayer, full_BTD, after_BTD in zip(
         NORMS, (streams.full, between_BTD), (between_BTD, streams.target), strict=True
     ):
         groups = [group for group in input_groups(pair.config) if group[0].name.startswith(f"{sublayer}.")]
         writers = [matrix.name for group in groups for matrix in group if adds_to_residual(pair.config, matrix)]
         assert len(writers) <= 1, f"{writers}: of a sublayer one matrix writes to the residual stream"
+        read = ResidualPair(full_BTD, changed_BTD, after_BTD)
+        if parallel:
+            read = ResidualPair(streams.full, streams.changed, after_BTD)
         following: Sequence[Tensor] | None = None
         for group in groups:
-            following = _fit_group(pair, sublayer, group, ResidualPair(full_BTD, changed_BTD, after_BTD), solve)
+            following = _fit_group(pair, sublayer, group, read, changed_BTD, solve)
         if following is None:
-            following = after_sublayer(pair.block, sublayer, changed_BTD, pair.own_rope or pair.rope)
+            own_rope, reads = pair.own_rope or pair.rope, read.changed if parallel else None
+            following = after_sublayer(pair.block, sublayer, changed_BTD, own_rope, reads)
         changed_BTD = following
     return changed_BTD
 
 
 def _fit_group(
-    pair: LayerPair, sublayer: str, group: Sequence[Matrix], streams: ResidualPair, solve: Solve
+    pair: LayerPair,
+    sublayer: str,
+    group: Sequence[Matrix],
+    streams: ResidualPair,
+    before_BTD: Sequence[Tensor],
+    solve: Solve,
 ) -> Sequence[Tensor] | None:
-    """Fit matrices of one sublayer that read the same input.
+    """Fit matrices of one sublayer that read the same input; its output is added to `before_BTD`.
 
     Returns:
         The residual stream after the sublayer, if the last matrix writes it and its inputs were kept, so that attention
@@ -264,11 +279,11 @@ def _fit_group(
         if adds_to_residual(pair.config, matrix):
             bias = 0.0 if linear.bias is None else linear.bias
             kept = kept_like(streams.changed, ours) if matrix.columns <= _KEPT * pair.config.hidden_size else None
-            ends = zip(streams.target, streams.changed, strict=True)
+            ends = zip(streams.target, before_BTD, strict=True)
             targets = ((after if pair.into is None else after @ pair.into) - before - bias for after, before in ends)
             solve(matrix.name, linear, LeastSquares.over(zip(ours if kept is None else kept, targets, strict=True)))
             if kept is not None:
-                read = zip(streams.changed, kept, strict=True)
+                read = zip(before_BTD, kept, strict=True)
                 following = kept_like(streams.changed, (before + linear(own) for before, own in read))
             continue
         if matrix.routed:

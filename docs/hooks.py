@@ -144,6 +144,7 @@ OWN_SIZES = {
         "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
     },
     "gemma3": {"query_pre_attn_scalar": 16},
+    "gpt_neox": {"num_key_value_heads": 4},
     "gpt2": {"num_key_value_heads": 4},
     "granite": {"embedding_multiplier": 12.0},
     "opt": {"num_key_value_heads": 4},
@@ -156,6 +157,8 @@ FAMILY_PARTS = {
     "mistral": "sliding attention: a token sees the last `sliding_window`",
     "smollm3": "layers without rotation",
     "olmo2": "norms of all query heads and of all key heads; norms behind sublayers instead of before",
+    "stablelm": "LayerNorm, rotation of the first channels of each head; parallel sublayers are read only",
+    "gpt_neox": "GPT-2's with rotation of the first channels of each head, parallel sublayers, an exact GELU",
     "granite": "scales of embedding, scores, sublayers and logits; the last two are multiplied into the weights",
     "gemma3_text": "GeGLU, norms before and after each sublayer, scaled embedding, sliding and full layers with a "
     "rotary base each, q/k norms, a score scale of its own",

@@ -161,6 +161,7 @@ def draw_model(config: ModelConfig, name: str) -> str:
         layers = [layer for layer, own in enumerate(types) if own == kind]
         seen = f", the last {config.sliding_window:,} tokens" if kind == SLIDING else ""
         lines.append(f"<p>attention: {kind}{seen}, layers {_ranges(layers)}</p>")
+    lines += ["<p>attention and feed-forward of a layer read the same</p>"] * config.parallel_residual
     lines += ["<p>token ids: T</p>", _row(drawing.before), *map(_block, drawing.blocks), _row(drawing.after)]
     lines += [f"<p>logits: {sizes('T', config.vocab_size)}</p>", _STYLE_AND_LEGEND.read_text(encoding="utf-8")]
     return "\n".join([*lines, "</div>"])

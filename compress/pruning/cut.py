@@ -46,6 +46,7 @@ _LAYER = re.compile(r"^(model\.layers\.)(\d+)\.")
 _SAME = (
     "vocab_size", "attention_kind", "mlp_kind", "qk_norm", "attention_bias", "attention_output_bias", "mlp_bias",
     "attention_scale", "embedding_scale", "norm_kind", "input_norms", "output_norms", "joint_qk_norm", "position_kind",
+    "rotary_dim", "parallel_residual",
     "rope_local_theta", "sliding_window", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "experts",
     "dense_layers", "selection",
 )  # fmt: skip

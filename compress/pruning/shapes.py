@@ -74,7 +74,7 @@ class Shape:
         """The config of the pruned model; UsageError if a dimension grows, or cannot be cut that way."""
         full = Shape.of(config)
         cuttable = {"layers", "experts", *map(dimension_of, block_units(config).values())}
-        whole_heads = config.rope_local_theta is not None or config.joint_qk_norm
+        whole_heads = config.rope_local_theta or config.rotary_dim or config.joint_qk_norm
         if config.attention_kind == "grouped_query" and not whole_heads:
             cuttable.add("head_dim")
         if not can_cut_hidden(config):

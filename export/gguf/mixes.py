@@ -34,7 +34,8 @@ def _wanted(module: str, columns: int, config: ModelConfig, mix: str, calibrated
     first = layer < layers // 8
     important = first or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     groups = config.num_attention_heads // config.num_key_value_heads
-    values = (".q_proj", ".k_proj", ".v_proj") if config.positions else (".v_proj",)  # GPT-2's are one matrix
+    fused = config.positions or config.mlp_kind == "gelu_erf"  # in GPT-2 and GPT-NeoX they are one matrix
+    values = (".q_proj", ".k_proj", ".v_proj") if fused else (".v_proj",)
     if module.endswith(values):
         if mix in ("q4_k_m", "q5_k_m") and important:
             return "Q6_K"

@@ -31,7 +31,15 @@ from sportsllm.console import log, progress_bar
 from sportsllm.errors import GateError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, read_packed
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, RoundedModel
-from sportsllm.formats.gguf.config import ARCHITECTURES, ROPE_FACTORS, open_gguf, read_config
+from sportsllm.formats.gguf.config import (
+    ARCHITECTURES,
+    LAYER_NORM,
+    PARALLEL,
+    PARTIAL,
+    ROPE_FACTORS,
+    open_gguf,
+    read_config,
+)
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import gguf_names, paired_heads, read_weights, rows_in_pairs
 from sportsllm.formats.huggingface import family_of, load_config
@@ -45,7 +53,7 @@ from sportsllm.text.tokenizer import load_tokenizer
 
 BLOCK = 32
 GGUF_FILE = "model.gguf"
-UNTIED = ("olmo2",)
+UNTIED = ("olmo2", "stablelm", "gptneox")
 
 
 def architecture_of(config: ModelConfig) -> str:
@@ -54,7 +62,7 @@ def architecture_of(config: ModelConfig) -> str:
     Raises:
         UsageError: it has none for this model.
     """
-    family = {"gemma3_text": "gemma3"}.get(family := family_of(config) or "", family)
+    family = {"gemma3_text": "gemma3", "gpt_neox": "gptneox"}.get(family := family_of(config) or "", family)
     if family not in ARCHITECTURES:
         kinds = f"a model with {config.attention_kind} attention and {config.mlp_kind} feed-forward"
         raise UsageError(f"GGUF: {family or kinds} is not supported; use a model of {', '.join(ARCHITECTURES)}")
@@ -179,15 +187,17 @@ def _sizes(kind: str, config: ModelConfig) -> dict[str, Any]:
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
     }
+    found[f"attention.layer_norm_{'' if kind in LAYER_NORM else 'rms_'}epsilon"] = float(config.rms_norm_eps)
     if kind == "gpt2":
-        return found | {"attention.layer_norm_epsilon": float(config.rms_norm_eps)}
+        return found
+    if kind in ("stablelm", "gptneox"):
+        found[PARALLEL] = config.parallel_residual
     found |= {
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "rope.freq_base": float(config.rope_theta),
-        "rope.dimension_count": config.head_dim,
+        PARTIAL: config.rotary_size,
         "vocab_size": config.vocab_size,
     }
     scaling = config.rope_scaling

@@ -63,6 +63,7 @@ BUILDERS: dict[str, Callable[[LayerBuilder, str], SublayerBuilder]] = {
     "swiglu": Gated,
     "geglu": Gated,
     "gelu": Plain,
+    "gelu_erf": Plain,
     "relu": Plain,
     "experts": MixtureOfExperts,
     "selected": SelectedAttention,
@@ -235,7 +236,11 @@ def _emit(
         x_BTD = attention.output(layer, x_BTD)
         if layers.config.output_norms:
             x_BTD, _ = layers.norm(f"{base}.{OUTPUT_NORMS['self_attn']}", x_BTD, None)
-        normed, residual = layers.norm_before(f"{base}.{NORMS['mlp']}", x_BTD, residual_BTD)
+        if layers.config.parallel_residual:
+            normed, _ = layers.norm_before(f"{base}.{NORMS['mlp']}", residual_BTD, None)
+            residual = graph.node(f"{base}.after_attention", "Add", x_BTD, residual_BTD)
+        else:
+            normed, residual = layers.norm_before(f"{base}.{NORMS['mlp']}", x_BTD, residual_BTD)
     with graph.recording() as router:
         routed = mlp.route(layer, normed)
     with graph.recording() as second:

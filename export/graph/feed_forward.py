@@ -36,6 +36,8 @@ class Plain(SublayerBuilder):
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         (up,) = self.products(layer, HIDDEN, x_BTD)
         name = f"{self.name(layer)}/inner"
+        if self.config.mlp_kind == "gelu_erf":
+            return self.graph.node(name, "Gelu", up), ()
         return self.graph.node(name, "Relu", up) if self.config.mlp_kind == "relu" else self.layers.gelu(name, up), ()
 
 

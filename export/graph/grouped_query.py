@@ -46,7 +46,9 @@ class OrtGroupedQuery(SublayerBuilder):
             layers.rotary_caches(layer) if config.rotates(layer) else () for layer in range(config.num_hidden_layers)
         ]
         self._half_cache = layers.matmul.real == FLOAT and layers.form.half_cache
-        self._rotates_outside = self._half_cache or config.head_dim % ROTARY_MULTIPLE != 0
+        self._rotates_outside = self._half_cache or any(
+            size % ROTARY_MULTIPLE for size in (config.head_dim, config.rotary_size)
+        )
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         name, config, tables = self.name(layer), self.config, self._tables[layer]
@@ -129,7 +131,7 @@ class OrtGroupedQuery(SublayerBuilder):
             x = graph.node(f"{name}_norm/flat", "Reshape", normed, flat)
         if ids_BT is None:
             return x
-        sizes = {"num_heads": heads, "rotary_embedding_dim": size}
+        sizes = {"num_heads": heads, "rotary_embedding_dim": self.config.rotary_size}
         return graph.node(f"{name}_rotary", "RotaryEmbedding", x, ids_BT, *tables, **sizes)
 
 

@@ -78,6 +78,8 @@ def kernels_lack(config: ModelConfig) -> list[str]:
         f"attention {config.attention_kind}": config.attention_kind != "grouped_query",
         "no norm before a sublayer": not config.input_norms,
         "a norm of all heads together": config.joint_qk_norm,
+        "heads that are rotated in part": config.rotary_dim is not None,
+        "a parallel residual": config.parallel_residual,
     }
     return [part for part, given in parts.items() if given]
 

@@ -210,13 +210,16 @@ class LayerBuilder:
         if tables is None:
             return x_BTHE
         graph, at, (cos, sin) = self.graph, self.graph.at(f"{name}/"), tables
+        sizes, rest = [self.config.rotary_size, self.config.head_dim - self.config.rotary_size], list[ir.Value]()
+        if sizes[1]:
+            x_BTHE, *rest = graph.split(f"{name}/parts", x_BTHE, sizes, [f"{name}/rotated", f"{name}/unrotated"])
         outputs = [f"{name}/first", f"{name}/second"]
         first, second = graph.nodes_of(f"{name}/halves", "Split", [x_BTHE], outputs, axis=-1, num_outputs=2)
         first_cos, second_sin = at("first_cos", "Mul", first, cos), at("second_sin", "Mul", second, sin)
         turned_first = at("turned_first", "Sub", first_cos, second_sin)
         second_cos, first_sin = at("second_cos", "Mul", second, cos), at("first_sin", "Mul", first, sin)
         turned_second = at("turned_second", "Add", second_cos, first_sin)
-        return at("turned", "Concat", turned_first, turned_second, axis=-1)
+        return at("turned", "Concat", turned_first, turned_second, *rest, axis=-1)
 
     def with_config(self, config: ModelConfig) -> LayerBuilder:
         """The same builder for layers of another config."""

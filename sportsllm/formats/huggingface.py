@@ -91,9 +91,9 @@ def _parse(data: JsonObject, where: str) -> ModelConfig:
             f"{where}: model_type {clip(repr(model_type))} is not supported; use one of {', '.join(FAMILIES)}"
         )
     rest = Fields({key: value for key, value in data.items() if key not in _IGNORED}, where)
-    rest.require(**_REQUIRED)
     family = FAMILIES[model_type]
     own = family.read(rest)
+    rest.require(**_REQUIRED)
     try:
         values: JsonObject = {name: rest.pop(name) for name in _SIZES}
     except KeyError as error:

@@ -333,6 +333,58 @@ def _write_qwen3_moe(config: ModelConfig) -> JsonObject | None:
     }
 
 
+def _read_partial(rest: Fields, share: str) -> JsonObject:
+    """LayerNorm, and the rotation of a `share` of each head's channels; the residual may be parallel."""
+    size = rest.get("head_dim") or rest.get("hidden_size", 0) // (rest.get("num_attention_heads") or 1)
+    factor = float(rest.pop(share, 0.25))
+    rest.drop("partial_rotary_factor", "rotary_pct")
+    rest["rms_norm_eps"] = rest.pop("layer_norm_eps", 1e-5)
+    rest["dropout"] = rest.pop("hidden_dropout", 0.0)
+    return {"norm_kind": "layer", "rotary_dim": None if factor == 1.0 else int(size * factor)}
+
+
+def _write_partial(config: ModelConfig, share: str) -> JsonObject:
+    none = dict.fromkeys(("rms_norm_eps", "head_dim", "mlp_bias", "attention_bias"))
+    own = {share: config.rotary_size / config.head_dim, "layer_norm_eps": config.rms_norm_eps}
+    return none | own | {"hidden_dropout": config.dropout, "use_parallel_residual": config.parallel_residual}
+
+
+def _read_stablelm(rest: Fields) -> JsonObject:
+    """LLaMA's with LayerNorm and partial rotation; one norm serves both sublayers if they are parallel."""
+    rest.require(qk_layernorm=(False,))
+    parallel, bias = bool(rest.pop("use_parallel_residual", False)), bool(rest.pop("use_qkv_bias", False))
+    own = _read_partial(rest, "partial_rotary_factor") | {"parallel_residual": parallel, "attention_bias": bias}
+    return _read_llama(rest) | own
+
+
+def _write_stablelm(config: ModelConfig) -> JsonObject | None:
+    if config.parallel_residual:  # with norms of their own
+        return None
+    own = {"hidden_act": "silu", "use_qkv_bias": config.attention_bias}
+    return _write_partial(config, "partial_rotary_factor") | own
+
+
+_GELU = {"gelu": "gelu_erf", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu"}
+
+
+def _read_gpt_neox(rest: Fields) -> JsonObject:
+    """GPT-2's parts with partial rotation and a parallel residual."""
+    kind = _GELU.get(rest.get("hidden_act", "gelu"))
+    rest.require(hidden_act=tuple(_GELU))
+    rest.drop("classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob")
+    rest["rope_theta"] = rest.pop("rotary_emb_base", rest.get("rope_theta"))
+    parallel, bias = bool(rest.pop("use_parallel_residual", True)), bool(rest.pop("attention_bias", True))
+    biases = {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": True}
+    return _read_partial(rest, "rotary_pct") | {"mlp_kind": kind, "parallel_residual": parallel, **biases}
+
+
+def _write_gpt_neox(config: ModelConfig) -> JsonObject:
+    act = next((name for name, kind in _GELU.items() if kind == config.mlp_kind), None)
+    none: JsonObject = {"num_key_value_heads": None, "rope_theta": None}
+    own = {"hidden_act": act, "rotary_emb_base": config.rope_theta, "attention_bias": config.attention_bias}
+    return _write_partial(config, "rotary_pct") | none | own
+
+
 _OPT_NAMES = {"ffn_dim": "intermediate_size", "enable_bias": "mlp_bias"}
 
 
@@ -402,6 +454,8 @@ FAMILIES = {
     "olmo2": Family(
         "Olmo2ForCausalLM", _read_olmo2, lambda config: {"hidden_act": "silu", "mlp_bias": None, "head_dim": None}
     ),
+    "stablelm": Family("StableLmForCausalLM", _read_stablelm, _write_stablelm),
+    "gpt_neox": Family("GPTNeoXForCausalLM", _read_gpt_neox, _write_gpt_neox),
     "granite": Family("GraniteForCausalLM", _read_granite, _write_granite),
     "opt": Family("OPTForCausalLM", _read_opt, _write_opt, ties=True),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", partial(_read_deepseek, version=3), _write_deepseek),

@@ -62,9 +62,12 @@ def parts_of(
     return parts
 
 
+_BUFFERS = {"gpt2": (".attn.bias", ".attn.masked_bias"), "gpt_neox": (".attention.bias", ".attention.masked_bias")}
+
+
 def is_buffer(model_type: str, name: str) -> bool:
-    """Whether a stored tensor is a constant that early versions of GPT-2 wrote: the causal mask."""
-    return model_type == "gpt2" and name.endswith((".attn.bias", ".attn.masked_bias"))
+    """Whether a stored tensor is a constant that early versions of GPT-2 and GPT-NeoX wrote: the causal mask."""
+    return name.endswith(_BUFFERS.get(model_type, ()))
 
 
 def to_layout(model_type: str, config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -227,6 +230,42 @@ def _opt(config: ModelConfig, name: str) -> Part:
     return Part(stored, lambda table: table[2:], lambda parts: torch.cat([torch.zeros_like(parts[0][:2]), *parts]))
 
 
+def _stablelm(config: ModelConfig, name: str) -> Part:
+    """One norm serves parallel sublayers; each gets a copy."""
+    shared = name.replace(NORMS["mlp"], NORMS["self_attn"]) if config.parallel_residual else name
+    return Part(shared, lambda tensor: tensor if shared == name else tensor.clone())
+
+
+_NEOX_MODULES = {
+    "self_attn.o_proj": "attention.dense",
+    "mlp.up_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+    EMBEDDING: "gpt_neox.embed_in",
+    LAST_NORM: "gpt_neox.final_layer_norm",
+    HEAD: "embed_out",
+}
+
+
+def _gpt_neox(config: ModelConfig, name: str) -> Part:
+    """Query, key and value of a head follow each other in one matrix."""
+    layer, rest = _layer(name)
+    module, _, kind = rest.rpartition(".")
+    base = layer.replace("model.", "gpt_neox.") + "." * bool(layer)
+    places = {f"self_attn.{part}_proj": place for place, part in enumerate("qkv")}
+    if module not in places:
+        return Part(f"{base}{_NEOX_MODULES.get(module, module)}.{kind}")
+    heads, size, place = config.num_attention_heads, config.head_dim, places[module]
+    return Part(
+        f"{base}attention.query_key_value.{kind}",
+        lambda rows: (
+            _rows(0, 3 * heads * size, 3 * heads * size, rows)
+            .reshape(heads, 3, size, *rows.shape[1:])[:, place]
+            .flatten(0, 1)
+        ),
+        lambda parts: torch.stack([part.reshape(heads, size, *part.shape[1:]) for part in parts], 1).flatten(0, 2),
+    )
+
+
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
@@ -253,6 +292,8 @@ LAYOUTS: dict[str, Layout] = {
     "mixtral": _mixtral,
     "granite": partial(_granite, {}),
     "opt": _opt,
+    "stablelm": _stablelm,
+    "gpt_neox": _gpt_neox,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
 }

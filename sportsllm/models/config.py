@@ -37,10 +37,12 @@ _BOUNDS = {
 }
 """Least and most of a size, 1 to 2**20 if not given, so that a damaged file ends in a line and not in a full memory."""
 _ROTARY_NUMBERS = 2**29  # of the cosine and sine tables together
-_PLAIN = {"qk_norm": False, "attention_bias": False, "attention_output_bias": False, "layer_types": None}
+_PLAIN = {
+    "qk_norm": False, "attention_bias": False, "attention_output_bias": False, "layer_types": None, "rotary_dim": None,
+}  # fmt: skip
 _REQUIRED: dict[str, dict[str, object]] = {
     "latent": {"position_kind": "rotary", "num_key_value_heads": 1, **_PLAIN},
-    "selected": {"position_kind": "rotary", "layer_types": None, "joint_qk_norm": False},
+    "selected": {"position_kind": "rotary", "layer_types": None, "joint_qk_norm": False, "rotary_dim": None},
     "lstm": {
         "position_kind": "none", "num_attention_heads": 1, "num_key_value_heads": 1, "rope_scaling": None, **_PLAIN,
     },
@@ -164,6 +166,9 @@ class ModelConfig:
         input_norms         whether a norm precedes each sublayer of a block; not in OLMo 2
         output_norms        whether a norm follows each sublayer of a block, before the sum (Gemma 3, OLMo 2)
         joint_qk_norm       whether `qk_norm` normalises all query heads together, and all key heads (OLMo 2)
+        rotary_dim          channels of each head that are rotated, its first; all if None (StableLM, GPT-NeoX)
+        parallel_residual   whether the feed-forward reads what attention reads, not its sum with attention's output
+                            (GPT-NeoX)
         norm_kind           `rms`, or `layer`: LayerNorm with a bias (GPT-2)
         position_kind       `rotary`, or `learned`: a table of positions is added to the embedding (GPT-2); or `none`,
                             of an LSTM, which has one head: `head_dim` counts its cells
@@ -206,6 +211,8 @@ class ModelConfig:
     input_norms: bool = True
     output_norms: bool = False
     joint_qk_norm: bool = False
+    rotary_dim: int | None = None
+    parallel_residual: bool = False
     norm_kind: str = "rms"
     position_kind: str = "rotary"
     q_lora_rank: int | None = None
@@ -275,6 +282,10 @@ class ModelConfig:
             raise UsageError(f"config: position_kind is 'none'; attention_kind {self.attention_kind!r} has positions")
         if self.joint_qk_norm > self.qk_norm or not (self.input_norms or self.output_norms):
             raise UsageError("config: joint_qk_norm needs qk_norm, and a block input_norms or output_norms")
+        if self.rotary_size not in range(2, self.head_dim + 1, 2):
+            raise UsageError(f"config: rotary_dim is {self.rotary_dim}; give an even number up to {self.head_dim}")
+        if self.parallel_residual and self.experts is not None:
+            raise UsageError("config: parallel_residual is true; a mixture of experts has none")
         if self.attention_kind == "latent":
             for name in LATENT[self.q_lora_rank is None :]:
                 check_size(name, getattr(self, name))
@@ -325,6 +336,11 @@ class ModelConfig:
     def value_dim(self) -> int:
         """Width of a head's values."""
         return self.v_head_dim or self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of each head that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
     def query_size(self) -> int:

@@ -31,6 +31,7 @@ FEED_FORWARD_MODULES: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "swiglu": lambda c: FeedForward(c.hidden_size, c.intermediate_size, F.silu, c.mlp_bias),
     "geglu": lambda c: FeedForward(c.hidden_size, c.intermediate_size, gelu_tanh, c.mlp_bias),
     "gelu": lambda c: FeedForward(c.hidden_size, c.intermediate_size, gelu_tanh, c.mlp_bias, gated=False),
+    "gelu_erf": lambda c: FeedForward(c.hidden_size, c.intermediate_size, F.gelu, c.mlp_bias, gated=False),
     "relu": lambda c: FeedForward(c.hidden_size, c.intermediate_size, F.relu, c.mlp_bias, gated=False),
     "experts": MixtureOfExperts,
 }
@@ -79,8 +80,8 @@ class Block(nn.Module):
         self, x_BTD: Tensor, rope: Rope, documents: Sequence[int] | None = None, cache: KVCache | None = None
     ) -> Tensor:
         """(B, T, D) to (B, T, D); `documents` and `cache` as in `SportsLLM.hidden`."""
-        x_BTD = self.add_sublayer("self_attn", x_BTD, rope, documents, cache)
-        return self.add_sublayer("mlp", x_BTD, rope)
+        after_BTD = self.add_sublayer("self_attn", x_BTD, rope, documents, cache)
+        return self.add_sublayer("mlp", after_BTD, rope, read_BTD=x_BTD if self.config.parallel_residual else None)
 
     def add_sublayer(
         self,
@@ -89,14 +90,19 @@ class Block(nn.Module):
         rope: Rope,
         documents: Sequence[int] | None = None,
         cache: KVCache | None = None,
+        read_BTD: Tensor | None = None,
     ) -> Tensor:
-        """The residual stream after `self_attn` or `mlp`: x + sublayer(norm(x)), the change normed too in Gemma 3."""
+        """The residual stream after `self_attn` or `mlp`: x + sublayer(norm(x)), the change normed too in Gemma 3.
+
+        In a block with `parallel_residual` `mlp` reads another stream than x, the block's own input.
+        """
         change: Tensor
+        read_BTD = x_BTD if read_BTD is None else read_BTD
         if name == "self_attn":
-            change = self.self_attn(self.input_layernorm(x_BTD), rope, documents, cache)
+            change = self.self_attn(self.input_layernorm(read_BTD), rope, documents, cache)
             output_norm = self.attention_output_norm
         else:
-            change = self.mlp(self.post_attention_layernorm(x_BTD))
+            change = self.mlp(self.post_attention_layernorm(read_BTD))
             output_norm = self.feed_forward_output_norm
         if output_norm is not None:
             change = output_norm(change)

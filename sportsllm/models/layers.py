@@ -62,10 +62,15 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def rotate(x_BTHE: Tensor, rope: Sequence[Tensor]) -> Tensor:
-    """Rotary embedding of half-split pairs; `rope` is cosine and sine, each (T, E / 2) or (B, T, E / 2)."""
+    """Rotary embedding of half-split pairs; `rope` is cosine and sine, each (T, X) or (B, T, X).
+
+    X is E / 2, or less if only the first 2 X channels are rotated.
+    """
     cos, sin = (table.unsqueeze(-2) for table in rope)
-    first, second = x_BTHE.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTHE.dtype)
+    size = 2 * cos.shape[-1]
+    first, second = x_BTHE[..., :size].float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTHE.dtype)
+    return turned if size == x_BTHE.shape[-1] else torch.cat([turned, x_BTHE[..., size:]], dim=-1)
 
 
 class KVCache:

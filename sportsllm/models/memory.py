@@ -208,7 +208,7 @@ def tensor_shapes(config: ModelConfig, batch: int, length: int, element_bytes: i
     if config.positions:
         add("embed_positions.weight", "weight", (config.positions, hidden))
     elif config.position_kind == "rotary":
-        add("rope cos, sin", "table", (2, length, config.head_dim // 2))
+        add("rope cos, sin", "table", (2, length, config.rotary_size // 2))
     for part, layers in config.runs():
         for (name, sublayer), result in zip(sublayers(part).items(), ("attention", "feed-forward"), strict=True):
             if config.input_norms:

@@ -404,6 +404,7 @@ FEED_FORWARD: dict[str, Kind] = {
     "swiglu": lambda config: gated(config, "silu"),
     "geglu": lambda config: gated(config, "gelu"),
     "gelu": lambda config: plain(config, "gelu"),
+    "gelu_erf": lambda config: plain(config, "gelu"),
     "relu": lambda config: plain(config, "relu"),
     "experts": mixture,
 }

@@ -78,11 +78,11 @@ class RopeScaling:
 
 
 def inverse_frequencies(config: ModelConfig, local: bool = False) -> npt.NDArray[np.float32]:
-    """Angle per position of each pair of channels, shape (head_dim / 2,), float32 as `transformers` has it.
+    """Angle per position of each pair of channels, shape (rotary_size / 2,), float32 as `transformers` has it.
 
     `local` are those of sliding layers, in a model that has a base for them.
     """
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    exponent = np.arange(0, config.rotary_size, 2, dtype=np.float64) / config.rotary_size
     base, scaling = config.rope_theta, config.rope_scaling
     if local and config.rope_local_theta is not None:
         base, scaling = config.rope_local_theta, None
@@ -111,12 +111,12 @@ def _share_kept(inverse: _Array, scaling: RopeScaling, config: ModelConfig) -> _
         raise UsageError(f"config: rope_theta is {config.rope_theta}; YaRN needs one above 1")
 
     def pair_of(turns: float) -> float:
-        return config.head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        return config.rotary_size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
     first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, config.head_dim - 1)
+    first, last = max(first, 0), min(last, config.rotary_size - 1)
     width = last - first or 0.001  # as `transformers` has it
     stretched: _Array = np.clip((np.arange(len(inverse)) - first) / width, 0.0, 1.0)
     return 1.0 - stretched
@@ -140,7 +140,7 @@ def attention_factor(scaling: RopeScaling | None) -> float:
 def rope_tables(
     config: ModelConfig, length: int, local: bool = False
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Cosine and sine tables, each (length, head_dim / 2) float32, for half-split (Hugging Face) rotation.
+    """Cosine and sine tables, each (length, rotary_size / 2) float32, for half-split (Hugging Face) rotation.
 
     YaRN's attention factor is in them; `local` as in `inverse_frequencies`.
     """

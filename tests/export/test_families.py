@@ -30,6 +30,9 @@ NAMES = [
     "deepseek-v3-mixed",
     "granite",
     "olmo2",
+    "stablelm",
+    "stablelm-16",
+    "gpt-neox",
     "opt",
     "qwen3-moe",
 ]

@@ -30,6 +30,7 @@ _YARN = {
     "mscale": 0.707, "mscale_all_dim": 0.9,
 }  # fmt: skip
 _ALL_HEADS = SIZES | {"num_key_value_heads": 4}
+_NEOX = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
 CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "gemma3": transformers.Gemma3TextConfig(**SIZES, **_GEMMA3),
     "gemma3-stretched": transformers.Gemma3TextConfig(
@@ -45,6 +46,12 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
         **_ALL_HEADS, **_LATENT, q_lora_rank=None, rope_interleave=False, tie_word_embeddings=True
     ),
     "olmo2": transformers.Olmo2Config(**SIZES),
+    "stablelm": transformers.StableLmConfig(**SIZES, use_qkv_bias=True),
+    "stablelm-16": transformers.StableLmConfig(**_ALL_HEADS | {"hidden_size": 128}, partial_rotary_factor=0.5),
+    "gpt-neox": transformers.GPTNeoXConfig(**_NEOX),
+    "gpt-neox-serial": transformers.GPTNeoXConfig(
+        **_NEOX, use_parallel_residual=False, hidden_act="gelu_new", rotary_pct=1.0, rotary_emb_base=500.0
+    ),
     "granite": transformers.GraniteConfig(
         **SIZES, embedding_multiplier=12.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=6.0
     ),

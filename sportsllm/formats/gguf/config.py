@@ -14,9 +14,11 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig
 from sportsllm.models.rope import RopeScaling, inverse_frequencies
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3", "gemma3", "gpt2", "olmo2")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3", "gemma3", "gpt2", "olmo2", "stablelm", "gptneox")
 """Those that are written too; further ones are read."""
 READ_ARCHITECTURES = (*ARCHITECTURES, "phi3")
+LAYER_NORM = ("gpt2", "stablelm", "gptneox")
+PARALLEL = "use_parallel_residual"
 ROPE_FACTORS = "rope_freqs.weight"
 _SIZES = {
     "embedding_length": "hidden_size",
@@ -25,9 +27,10 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "context_length": "max_position_embeddings",
 }
+PARTIAL = "rope.dimension_count"
 _ORIGINAL_CONTEXT = "rope.scaling.original_context_length"
 _READ = {
-    *_SIZES, "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
+    *_SIZES, "attention.head_count_kv", "attention.key_length", "attention.value_length", PARTIAL,
     "rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.type", "rope.scaling.factor", "expert_count",
     "expert_used_count", _ORIGINAL_CONTEXT,
 }  # fmt: skip
@@ -35,6 +38,8 @@ _READ_OF = {
     "gemma3": {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"},
     "phi3": {"attention.sliding_window"},
     "gpt2": {"attention.layer_norm_epsilon"},
+    "stablelm": {"attention.layer_norm_epsilon", PARALLEL},
+    "gptneox": {"attention.layer_norm_epsilon", PARALLEL},
 }
 # What these say is in other keys, or is about how the model came about.
 _IGNORED = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
@@ -151,7 +156,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = file.value_or(heads, f"{name}.attention.head_count_kv", int)
     head_dim = file.value_or(values["hidden_size"] // max(heads, 1), f"{name}.attention.key_length", int)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length",) if name in ("stablelm", "gptneox") else ("attention.value_length", PARTIAL):
         if file.value_or(head_dim, f"{name}.{key}", int) != head_dim:
             found = file.metadata[f"{name}.{key}"]
             raise file.error(f"{name}.{key} is {found}; only the head size, {head_dim}, is supported")
@@ -161,7 +166,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
         "head_dim": head_dim,
         "vocab_size": int(file.tensors["token_embd.weight"].shape[-1]),
         "rms_norm_eps": _decimal(
-            file.value(f"{name}.attention.layer_norm_{'' if name == 'gpt2' else 'rms_'}epsilon", float)
+            file.value(f"{name}.attention.layer_norm_{'' if name in LAYER_NORM else 'rms_'}epsilon", float)
         ),
         "rope_theta": _decimal(file.value_or(10_000.0, f"{name}.rope.freq_base", float)),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -221,12 +226,28 @@ def _gpt2(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"mlp_kind": "gelu", "norm_kind": "layer", "position_kind": "learned", **biases}
 
 
+def _stablelm(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    if file.value_or(False, f"stablelm.{PARALLEL}", bool):
+        raise file.error(f"stablelm.{PARALLEL} is true, which is not supported; convert it from Hugging Face's files")
+    rotated = file.value_or(values["head_dim"], f"stablelm.{PARTIAL}", int)
+    return {"norm_kind": "layer", "rotary_dim": None if rotated == values["head_dim"] else rotated}
+
+
+def _gptneox(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    rotated = file.value_or(values["head_dim"], f"gptneox.{PARTIAL}", int)
+    own = {"mlp_kind": "gelu_erf", "norm_kind": "layer", "parallel_residual": file.value(f"gptneox.{PARALLEL}", bool)}
+    biases = dict.fromkeys(("attention_bias", "attention_output_bias"), "blk.0.attn_qkv.bias" in file.tensors)
+    return own | biases | {"mlp_bias": True, "rotary_dim": None if rotated == values["head_dim"] else rotated}
+
+
 _FAMILIES: dict[str, Callable[[GGUFFile, Mapping[str, Any]], dict[str, Any]]] = {
     "smollm3": _smollm3,
     "gemma3": _gemma3,
     "phi3": _phi3,
     "gpt2": _gpt2,
     "olmo2": _olmo2,
+    "stablelm": _stablelm,
+    "gptneox": _gptneox,
 }
 
 

@@ -27,7 +27,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import parameters
 from sportsllm.text.tokenizer import load_tokenizer
 
-_LAYOUTS = {"gemma3": "gemma3_text", "phi3": "phi3", "gpt2": "gpt2", "olmo2": "olmo2"}
+_LAYOUTS = {"gemma3": "gemma3_text", "phi3": "phi3", "gpt2": "gpt2", "olmo2": "olmo2", "gptneox": "gpt2"}
 """Architectures that name or fuse tensors as a layout of Hugging Face's does; Gemma's norms are 1 + weight here."""
 _READER = 1  # changes when the same file gives another checkpoint
 _ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()}
@@ -100,7 +100,7 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> dict[str, Tensor]:
         try:
             if kind == "phi3" and part is not None:
                 tensor = part.read(tensor)  # its rows of a fused matrix
-            elif kind == "gpt2" and part is not None and parameter.role in ("matrix", "bias"):
+            elif kind in ("gpt2", "gptneox") and part is not None and parameter.role in ("matrix", "bias"):
                 # Matrices lie as (outputs, inputs) here, unlike in Hugging Face's files.
                 tensor = part.read(tensor.T if tensor.ndim == 2 else tensor)
         except UnlikeTensor as error:

@@ -22,6 +22,7 @@ from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.models import DATA, tiny_model
 
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
+PARALLEL = BIASES | {"parallel_residual": True}
 
 
 def samples(count: int = 6, seed: int = 0) -> list[Tensor]:
@@ -51,6 +52,7 @@ class Inputs:
     """What every module in a model's layers reads of the samples, a row a token, float64; `end` is after the last."""
 
     def __init__(self, model: SportsLLM) -> None:
+        self.model = model
         caught: dict[str, list[Tensor]] = {}
         hooks = [
             module.register_forward_pre_hook(
@@ -68,6 +70,14 @@ class Inputs:
     def __getitem__(self, name: str) -> Tensor:
         return self.by_name[name]
 
+    def stream(self, layer: int, sublayer: str) -> Tensor:
+        """The residual stream that a sublayer adds to: what its norm reads, unless sublayers are parallel."""
+        if sublayer == "self_attn" or not self.model.config.parallel_residual:
+            return self[f"{layer}.{NORMS[sublayer]}"]
+        output = self.model.model.layers[layer].self_attn.o_proj
+        bias = 0.0 if output.bias is None else output.bias.double()
+        return self[str(layer)] + self[f"{layer}.self_attn.o_proj"] @ output.weight.double().T + bias
+
 
 def targets(
     matrix: Matrix, model: SportsLLM, full: Inputs, cut: Inputs, kept: KeptUnits, new: int, into: Tensor
@@ -79,15 +89,15 @@ def targets(
     if not matrix.writes_residual:
         return (full[f"{old}.{matrix.name}"] @ source.weight.double().T)[:, rows]
     if matrix.name.startswith("self_attn"):
-        after = full[f"{old}.{NORMS['mlp']}"]
+        after = full.stream(old, "mlp")
     else:
         after = full[str(kept.layers[new + 1])] if new + 1 < len(kept.layers) else full["end"]
-    before = cut[f"{new}.{NORMS[matrix.name.split('.')[0]]}"]
+    before = cut.stream(new, matrix.name.split(".")[0])
     return (after - (0.0 if source.bias is None else source.bias.double())) @ into.double() - before
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("changes", [{}, BIASES, {"qk_norm": True}, {"mlp_kind": "gelu"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, BIASES, {"qk_norm": True}, {"mlp_kind": "gelu"}, PARALLEL], ids=str)
 def test_every_matrix_is_the_ridge_solution(changes: dict[str, object]) -> None:
     """Against lstsq in float64, the ridge as rows of data; every dimension is cut, and a layer in the middle dropped.
 

@@ -44,6 +44,13 @@ OLMO2 = {
     "output_norms": True,
     "tie_word_embeddings": False,
 }
+NEOX = GPT2 | {
+    "mlp_kind": "gelu_erf",
+    "position_kind": "rotary",
+    "rotary_dim": 16,
+    "parallel_residual": True,
+    "tie_word_embeddings": False,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"attention_bias": True},
@@ -52,6 +59,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA3,
     "gpt2": GPT2,
     "olmo2": OLMO2,
+    "stablelm": {"norm_kind": "layer", "rotary_dim": 32, "attention_bias": True, "tie_word_embeddings": False},
+    "gptneox": NEOX,
+    "gptneox-serial": NEOX | {"parallel_residual": False},
 }
 
 

@@ -94,6 +94,29 @@ def test_gpt2_as_it_was_first_published(tmp_path: Path) -> None:
         assert distance(load_checkpoint(tmp_path)(TOKENS), peer(TOKENS).logits) < TOLERANCE
 
 
+def test_gpt_neox_as_it_was_first_published(tmp_path: Path) -> None:
+    """The causal mask and the rotary frequencies are among the tensors."""
+    peer = families.save("gpt-neox", tmp_path)
+    tensors, base = load_file(tmp_path / "model.safetensors"), "gpt_neox.layers.0.attention"
+    tensors |= {f"{base}.bias": torch.ones(1, 1, 320, 320).tril(), f"{base}.masked_bias": torch.tensor(-1e9)}
+    tensors[f"{base}.rotary_emb.inv_freq"] = torch.ones(2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.inference_mode():
+        assert distance(load_checkpoint(tmp_path)(TOKENS), peer(TOKENS).logits) < TOLERANCE
+
+
+def test_parallel_sublayers_of_stablelm_share_a_norm(tmp_path: Path) -> None:
+    """Each has a copy of its own here, so the model is saved as one of no family."""
+    peer = families.peer_of(transformers.StableLmConfig(**families.SIZES, use_parallel_residual=True))
+    peer.save_pretrained(tmp_path / "theirs")
+    ours = load_checkpoint(tmp_path / "theirs")
+    saved(tmp_path / "ours", ours)
+    with torch.inference_mode():
+        assert distance(ours(TOKENS), peer(TOKENS).logits) < TOLERANCE
+        assert torch.equal(load_checkpoint(tmp_path / "ours")(TOKENS), ours(TOKENS))
+    assert family_of(ours.config) is None
+
+
 def test_rotary_bases_as_transformers_5_keeps_them() -> None:
     data = json.loads(families.CONFIGS["gemma3"].to_json_string())
     local, base = data.pop("rope_local_base_freq"), data.pop("rope_theta")
@@ -152,6 +175,10 @@ def test_a_missing_tensor_is_named_as_in_the_file(name: str, tensor: str, said: 
         ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim is 32"),
         ("qwen3-moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]; only the first layers can be dense"),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True"),
+        ("stablelm", {"partial_rotary_factor": 0.2}, "rotary_dim is 3; give an even number up to 16"),
+        ("gpt-neox", {"rotary_pct": 0.0}, "rotary_dim is 0; give"),
+        ("gpt-neox", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "layer_types has 2 entries for 4 layers"),
         ("mistral", {"use_sliding_window": True}, "use_sliding_window is True"),

@@ -22,6 +22,8 @@ _ARCH = {
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "gpt2": gguf.MODEL_ARCH.GPT2,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "stablelm": gguf.MODEL_ARCH.STABLELM,
+    "gpt_neox": gguf.MODEL_ARCH.GPTNEOX,
 }
 _SIZES = families.SIZES | {"num_hidden_layers": 6}
 _CONFIGS: dict[str, transformers.PretrainedConfig] = {
@@ -31,6 +33,8 @@ _CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "smollm3": transformers.SmolLM3Config(**_SIZES),
     "gpt2": families.CONFIGS["gpt2"],
     "olmo2": families.CONFIGS["olmo2"],
+    "stablelm": families.CONFIGS["stablelm"],
+    "gpt-neox": families.CONFIGS["gpt-neox"],
 }
 
 
@@ -50,6 +54,9 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
             halves = values.reshape(heads, 2, values.shape[0] // heads // 2, values.shape[1])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+        if ".query_key_value." in name:
+            by_head = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
+            values = np.ascontiguousarray(by_head.swapaxes(0, 1).reshape(values.shape))
         found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = values
     return found
 
@@ -65,6 +72,13 @@ def settings(config: Any) -> dict[str, Any]:
             "attention.head_count": config.n_head,
             "attention.layer_norm_epsilon": config.layer_norm_epsilon,
         }
+    if config.model_type in ("stablelm", "gpt_neox"):
+        heads, epsilon = config.num_attention_heads, {"attention.layer_norm_epsilon": config.layer_norm_eps}
+        config.head_dim, config.rms_norm_eps = config.hidden_size // heads, None
+        config.num_key_value_heads = getattr(config, "num_key_value_heads", heads)
+        rotated = {"rope.dimension_count": int(config.head_dim * config.partial_rotary_factor)}
+        rotated["rope.freq_base"] = float(config.rope_theta)
+        return settings_of(config) | epsilon | rotated | {"use_parallel_residual": config.use_parallel_residual}
     if not hasattr(config, "head_dim"):
         config.head_dim = config.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None)
@@ -98,6 +112,8 @@ def test_logits_are_those_of_the_model_that_was_written(name: str, tokenizer_dir
         ("gemma3", {"attention.sliding_window": None}, "sliding_window"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not known"),
         ("gpt2", {"attention.layer_norm_epsilon": None}, "layer_norm_epsilon"),
+        ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual is true, which is not supported"),
+        ("gpt-neox", {"use_parallel_residual": None}, "use_parallel_residual is missing"),
         ("phi3", {"feed_forward_length": 97}, "has 192 rows, the config asks for 194"),
     ],
 )
