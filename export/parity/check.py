@@ -99,12 +99,17 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
     rounds = precision != "fp32" or isinstance(rounding, HalfCache)  # the files compute something else than exactly
     model = load_checkpoint(checkpoint)
     unequal = tuple(unequal_tables(graph, config, TensorFiles(checkpoint)))
+    halved = rounds and (computes_in_half(graph) or precision == "fp16")
+    reread = halved or isinstance(rounding, HalfCache)  # the exact pass widens a cache of float16
     with threads_of_torch(threads):
         expected = _read_whole(model, sequences, rounding)
         exact_limits = EXACT
         if isinstance(rounding, CacheScales):
             moved = _read_whole(model, sequences, replace(rounding, moved=MOVED))
             exact_limits = int8_cache_limits(merge("", [compare(*pair) for pair in zip(expected, moved, strict=True)]))
+            del moved
+        if not reread:
+            del model  # frees its weights for the sessions
         deployed_limits = _deployed_limits(graph, config, precision) if rounds else DEPLOYED["fp16"]
         limits = deployed_limits if rounds else exact_limits
         passes = _passes("deployed" if rounds else "exact", decoder, sequences, expected, limits)
@@ -119,11 +124,11 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
             log(str(elsewhere.placement))
             passes.append(run_pass(f"provider {provider.name}", elsewhere, sequences, expected, deployed_limits))
         if rounds:
-            if rounded := computes_in_half(graph):
+            if computes_in_half(graph):
                 round_to_half(model.parameters())
-            elif rounded := precision == "fp16":
+            elif halved:
                 round_to_half(model.get_parameter(f"{name}.weight") for name in matrix_shapes(model.config))
-            if rounded or isinstance(rounding, HalfCache):  # its cache is widened
+            if reread:
                 expected = _read_whole(model, sequences, None if isinstance(rounding, HalfCache) else rounding)
             exact = OnnxDecoder(export, threads, exact_graph(graph, config))
             passes = [*_passes("exact", exact, sequences, expected, exact_limits), *passes]

@@ -271,7 +271,7 @@ def run_pass(
 
     What comes before a token does not change with what follows, so their beginnings serve as shorter prompts.
     """
-    whole = [compare(want, decoder.logits(row)) for row, want in zip(sequences, expected, strict=True)]
+    whole = [_compare_prompt(decoder, row, want) for row, want in zip(sequences, expected, strict=True)]
     # A long prompt, which is read in pieces; one that starts from a single token; a single token and no more.
     cases = [(0, len(sequences[0])), (1, STEPS + 1), (1, 1)]
     stepped = [_compare_decoding(decoder, [sequences[i][:cut]], [expected[i][:cut]]) for i, cut in cases]
@@ -281,6 +281,15 @@ def run_pass(
     together = _compare_decoding(decoder, rows, [want[:cut] for want, cut in zip(expected, cuts, strict=True)])
     kinds = {"prefill": whole, "decode": stepped, "ragged batch": [together]}
     return Pass(name, limits, tuple(merge(kind, parts) for kind, parts in kinds.items()))
+
+
+def _compare_prompt(decoder: Decoder, row: Sequence[int], expected_TV: Logits) -> Comparison:
+    """Read a prompt whole; only a piece of its logits is held."""
+    parts, start = list[Comparison](), 0
+    for found_TV in decoder.stream_logits(row):
+        parts.append(compare(expected_TV[start : start + len(found_TV)], found_TV))
+        start += len(found_TV)
+    return merge("", parts)
 
 
 def _compare_decoding(decoder: Decoder, rows: Sequence[Sequence[int]], expected: Sequence[Logits]) -> Comparison:
