@@ -1,10 +1,16 @@
-"""Peak memory of the process, and returning freed memory to the system."""
+"""Peak memory of the process, memory that is free, and returning freed memory to the system."""
 
 import ctypes
 import gc
 import sys
 from contextlib import suppress
 from pathlib import Path
+
+# Of control groups, version 2 and 1, and the field of memory.stat beside it that counts what no file can give back.
+_CONTAINER_LIMITS = {
+    "/sys/fs/cgroup/memory.max": "anon",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes": "total_rss",
+}
 
 
 def reset_peak_rss() -> None:
@@ -28,6 +34,18 @@ def peak_rss_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def available_bytes() -> int:
+    """Memory that this process may take: what the machine has free, within the limit of a container."""
+    import psutil
+
+    found = int(psutil.virtual_memory().available)
+    for limit, used in _CONTAINER_LIMITS.items():
+        with suppress(OSError, ValueError):  # "max" is no number
+            stat = dict(line.split() for line in Path(limit).with_name("memory.stat").read_text("ascii").splitlines())
+            found = min(found, int(Path(limit).read_text("ascii")) - int(stat[used]))
+    return max(0, found)
 
 
 def give_back() -> None:

@@ -281,7 +281,9 @@ def check_gguf(checkpoint: Path, path: Path, threads: int | None, rounded: Round
     """
     file, config = open_gguf(path), load_config(checkpoint)
     found = SportsLLM(read_config(file))
-    found.load_state_dict(read_weights(file, config))
+    with torch.no_grad():
+        for name, tensor in read_weights(file, config):
+            found.get_parameter(name).copy_(tensor)
     tokenizer = load_tokenizer(checkpoint, config)
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(file, Path(folder))

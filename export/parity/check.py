@@ -23,16 +23,17 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from export import layout
 from export.cache_scales import CacheScales, HalfCache, RoundedCache, Rounding
@@ -64,12 +65,12 @@ from export.runtime.providers import CPU, Provider
 from export.runtime.session import SLOW_VARIANT, Kernels, called_version, problem_of
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.checkpoint import StoredBlock, open_model
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, LAST_NORM, block_state, matrix_shapes
+from sportsllm.models.kinds import EMBEDDING, LAST_NORM, POSITIONS, block_state
 from sportsllm.models.language_model import SportsLLM, rope_of
 from sportsllm.models.rope import rope_tables
 from sportsllm.text.tokenizer import load_tokenizer
@@ -97,7 +98,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
     precision = graph_precision(graph_nodes(graph), graph.graph.initializers.values())
     rounding, sequences = graph_rounding(graph, config), make_sequences(config, tokenizer)
     rounds = precision != "fp32" or isinstance(rounding, HalfCache)  # the files compute something else than exactly
-    model = load_checkpoint(checkpoint)
+    model = open_model(checkpoint)
     unequal = tuple(unequal_tables(graph, config, TensorFiles(checkpoint)))
     halved = rounds and (computes_in_half(graph) or precision == "fp16")
     reread = halved or isinstance(rounding, HalfCache)  # the exact pass widens a cache of float16
@@ -124,10 +125,8 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
             log(str(elsewhere.placement))
             passes.append(run_pass(f"provider {provider.name}", elsewhere, sequences, expected, deployed_limits))
         if rounds:
-            if computes_in_half(graph):
-                round_to_half(model.parameters())
-            elif halved:
-                round_to_half(model.get_parameter(f"{name}.weight") for name in matrix_shapes(model.config))
+            if halved:
+                round_model(model, every=computes_in_half(graph))
             if reread:
                 expected = _read_whole(model, sequences, None if isinstance(rounding, HalfCache) else rounding)
             exact = OnnxDecoder(export, threads, exact_graph(graph, config))
@@ -300,11 +299,21 @@ def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, T
             yield name
 
 
+def round_model(model: SportsLLM, every: bool) -> None:
+    """Round a model's matrices, or `every` parameter, to float16, in place; layers on disk whenever they are read."""
+    rounded = partial(round_to_half, every=every)
+    for layer in model.model.layers:
+        if isinstance(layer, StoredBlock):
+            layer.change = rounded
+    rounded(model)
+
+
 @torch.no_grad()
-def round_to_half(matrices: Iterable[Tensor]) -> None:
-    """Round numbers to float16, in place."""
-    for matrix in matrices:
-        matrix.copy_(matrix.half())
+def round_to_half(module: nn.Module, every: bool) -> None:
+    """The same for the parameters that a module has in memory; a table of positions is no matrix."""
+    for name, parameter in module.named_parameters():
+        if every or (parameter.ndim > 1 and not name.startswith(POSITIONS)):
+            parameter.copy_(parameter.half())
 
 
 @contextmanager

@@ -7,8 +7,11 @@ saved, and for speed the dequantized float32 matrix: the reference that an expor
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,22 +20,32 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sportsllm import processes
+from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, write_json
 from sportsllm.formats.huggingface import load_config, to_hf
-from sportsllm.formats.layouts import LAYOUTS, to_layout
+from sportsllm.formats.layouts import LAYOUTS, parts_of, to_layout
 from sportsllm.formats.packed import BITS, ROW_BITS, QuantizedWeight, stored_bits
-from sportsllm.formats.safetensors import QUANT_METHOD, WEIGHTS, TensorFiles, check_shape, quantization_config
+from sportsllm.formats.safetensors import (
+    QUANT_METHOD,
+    WEIGHTS,
+    StreamedTensors,
+    TensorFiles,
+    check_shape,
+    quantization_config,
+)
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, LAST_NORM, POSITIONS, parameters
 from sportsllm.models.language_model import Block, SportsLLM
-from sportsllm.models.layers import ResidualNorm, residual_norm
+from sportsllm.models.layers import KVCache, ResidualNorm, Rope, residual_norm
 from sportsllm.models.memory import BLOCK_SIZES
+from sportsllm.process_memory import available_bytes
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     "chat_template.jinja",
 )  # fmt: skip
+_SHARE_OF_MEMORY = 0.75  # of what is free, for weights; the rest is for activations
 _PACKED = ("_packed", "_scale", "_zero_point")
 
 
@@ -103,6 +116,45 @@ def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
             zeros = None if zero is None else zero.numpy()
             return QuantizedWeight(packed.numpy(), scales.float().numpy(), zeros, bits, block, shape[1])
     raise ArtifactError(f"{directory}: packed tensor of {name!r} does not fit shape {shape}; make it again")
+
+
+class StoredBlock(nn.Module):
+    """A layer that is read from its files whenever it runs; `change`, if set, is applied to what is read."""
+
+    def __init__(self, read: Callable[[], Block]) -> None:
+        super().__init__()
+        self.read, self.change = read, cast(Callable[[Block], None] | None, None)
+
+    def forward(
+        self, x_BTD: Tensor, rope: Rope, documents: Sequence[int] | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        block = self.read()
+        if self.change is not None:
+            self.change(block)
+        after_BTD: Tensor = block(x_BTD, rope, documents, cache)
+        return after_BTD
+
+
+def open_model(directory: Path) -> SportsLLM:
+    """Open a checkpoint to run it: as `load_checkpoint` does, or layer by layer if its weights exceed the free memory.
+
+    Both compute the same. Layers that are not in memory have no parameters.
+
+    Raises:
+        ArtifactError: as `load_checkpoint`; about a layer when it runs.
+    """
+    config = load_config(directory)
+    if (size := 4 * config.parameters) <= _SHARE_OF_MEMORY * available_bytes():
+        return load_checkpoint(directory)
+    log(f"{directory}: {size / 1e9:.1f} GB of float32 weights exceed the free memory; each layer is read when it runs")
+    tensors = TensorFiles(directory)
+    check_names(tensors, config)
+    with torch.device("meta"):
+        model = SportsLLM(config)
+    layers = [StoredBlock(partial(load_block, tensors, config, layer)) for layer in range(config.num_hidden_layers)]
+    model.model.layers = nn.ModuleList(layers)
+    _fill(model, tensors)
+    return model.eval()
 
 
 def load_checkpoint(directory: Path) -> SportsLLM:
@@ -257,6 +309,26 @@ def write_checkpoint(
         tensors = to_layout(kind, config, tensors)
     save_tensors(directory / WEIGHTS, tensors)
     write_config(directory, config, tokenizer_from, quantization)
+
+
+def stream_checkpoint(directory: Path, config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write an unquantized checkpoint's float32 tensors one after the other, in the order of `parameters`."""
+    kind = to_hf(config)["model_type"]
+    parts = parts_of(kind, config)
+    stored = {item.name: torch.empty(item.shape, device="meta") for item in parameters(config)}
+    if parts:
+        stored = to_layout(kind, config, stored)
+    file = StreamedTensors(directory / WEIGHTS, {name: (t.dtype, tuple(t.shape)) for name, t in stored.items()})
+    counts, waiting = Counter(part.stored for part in parts.values()), dict[str, list[Tensor]]()
+    for name, tensor in tensors:
+        if not parts:
+            file[name] = tensor
+            continue
+        part = parts[name]
+        waiting.setdefault(part.stored, []).append(tensor)
+        if len(waiting[part.stored]) == counts[part.stored]:
+            file[part.stored] = part.join(waiting.pop(part.stored))
+    write_config(directory, config)
 
 
 def write_config(

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from sportsllm.errors import UsageError
-from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.checkpoint import open_model
 from sportsllm.inference.decoder import LOGITS_AT_ONCE, Logits
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import KVCache
@@ -100,4 +100,4 @@ def open(directory: Path, threads: int | None = None) -> TorchDecoder:  # named 
     """Load a checkpoint directory; see `sportsllm.inference.decoder.open_decoder`."""
     if threads:
         torch.set_num_threads(threads)
-    return TorchDecoder(load_checkpoint(directory))
+    return TorchDecoder(open_model(directory))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from sportsllm.console import log
 from sportsllm.files import JsonObject
 from sportsllm.formats.artifact import Stage, run_stage
-from sportsllm.formats.checkpoint import write_checkpoint
+from sportsllm.formats.checkpoint import stream_checkpoint
 from sportsllm.formats.gguf.config import ROPE_FACTORS, GGUFFile, architecture, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.layouts import UnlikeTensor, parts_of
@@ -80,8 +81,8 @@ def rows_in_pairs(rows: Tensor, heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows.shape).contiguous()
 
 
-def read_weights(file: GGUFFile, config: ModelConfig) -> dict[str, Tensor]:
-    """Every parameter of the model, float32.
+def read_weights(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of the model, float32, in the order of `parameters`.
 
     Raises:
         ArtifactError: a tensor is missing, of another shape, not finite, in a format that is not known, or of no use.
@@ -89,7 +90,6 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> dict[str, Tensor]:
     kind = architecture(file)
     parts = parts_of(_LAYOUTS.get(kind, ""), config)
     unused = set(file.tensors) - {ROPE_FACTORS}
-    found: dict[str, Tensor] = {}
     for parameter in parameters(config):
         part = parts.get(parameter.name)
         name = gguf_name(kind, config, parameter.name if part is None else part.stored)
@@ -109,10 +109,9 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> dict[str, Tensor]:
             shape = tuple(tensor.shape)
             raise file.error(f"tensor {name!r} has shape {shape}, the header asks for {parameter.shape}")
         heads = paired_heads(kind, config, parameter.name)
-        found[parameter.name] = rows_in_halves(tensor, heads) if heads else tensor
+        yield parameter.name, rows_in_halves(tensor, heads) if heads else tensor
     if unused:
         raise file.error(f"tensor {sorted(unused)[0]!r} belongs to no part of a {kind} model; refuse")
-    return found
 
 
 def _dense(file: GGUFFile, name: str) -> Tensor:
@@ -140,7 +139,7 @@ def convert_gguf(source: Path, out: Path) -> JsonObject:
         config = read_config(file)
         write_tokenizer(file, directory)
         load_tokenizer(directory, config)
-        write_checkpoint(directory, config, read_weights(file, config))
+        stream_checkpoint(directory, config, read_weights(file, config))
         bytes_of: Counter[str] = Counter()
         for tensor in file.tensors.values():
             bytes_of[tensor.tensor_type.name] += int(tensor.n_bytes)

@@ -66,6 +66,16 @@ def test_a_faithful_export_passes(
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
 
 
+@pytest.mark.parametrize(("bits", "half"), [(None, True), (4, False)])
+def test_a_reference_beyond_the_free_memory_gives_the_same_report(
+    bits: int | None, half: bool, exports: Exports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = exports(bits, half=half).directory
+    report = check_parity(directory, directory, threads=1)
+    monkeypatch.setattr("sportsllm.formats.checkpoint.available_bytes", lambda: 0)
+    assert check_parity(directory, directory, threads=1) == report
+
+
 def test_an_int8_cache_does_not_make_weights_int8(exports: Exports) -> None:
     """Of latent attention, whose graph has 8-bit constants of its own."""
     latent = {"attention_kind": "latent", "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8}

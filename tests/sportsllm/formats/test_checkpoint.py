@@ -9,9 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compress.quantization.config import QuantizationConfig
+from compress.quantize import quantize_checkpoint
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint, open_model
 from sportsllm.formats.safetensors import WEIGHTS, StreamedTensors
+from sportsllm.models.layers import KVCache
 from tests.support.models import saved, tiny_model
 
 
@@ -69,6 +72,29 @@ def test_streamed_tensors_need_their_space_at_once(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert caught.value.filename == str(path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_beyond_the_free_memory_runs_layer_by_layer(
+    packed: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = checkpoint
+    if packed:
+        quantize_checkpoint(checkpoint, directory := tmp_path / "packed", QuantizationConfig(), "rtn")
+    whole = open_model(directory)
+    assert "each layer is read" not in capsys.readouterr().err
+    monkeypatch.setattr("sportsllm.formats.checkpoint.available_bytes", lambda: 1_000)
+    streamed = open_model(directory)
+    assert "GB of float32 weights exceed the free memory; each layer is read when it runs" in capsys.readouterr().err
+    assert not any(name.startswith("model.layers") for name in streamed.state_dict())
+    tokens, caches = torch.arange(3, 23)[None], [KVCache(whole.config, 1, 32) for _ in range(2)]
+    assert torch.equal(streamed(tokens), whole(tokens))
+    for part in (tokens[:, :7], tokens[:, 7:8]):
+        assert torch.equal(streamed(part, caches[0]), whole(part, caches[1]))
+    edit(shutil.copytree(directory, tmp_path / "damaged"), "model.layers.1.input_layernorm.weight", torch.ones(3))
+    (tmp_path / "damaged" / "manifest.json").unlink(missing_ok=True)
+    with pytest.raises(ArtifactError, match="has shape"):
+        open_model(tmp_path / "damaged")(tokens)
 
 
 def test_shards_and_half_precision(copy: Path) -> None:
