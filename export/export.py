@@ -315,6 +315,7 @@ def _write_graph(job: _Job, checkpoint: Path, directory: Path, wide_inputs: froz
     from export.layout import not_opened_by, web_precision, write_loader_files
     from export.parity.check import check_parity
     from export.runtime.providers import find_provider
+    from export.web_page import write_page
     from sportsllm.console import log
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.safetensors import bitsandbytes_kind
@@ -340,6 +341,8 @@ def _write_graph(job: _Job, checkpoint: Path, directory: Path, wide_inputs: froz
     log(str(written.kernels))
     web = web_precision(written.precision, job.in_half) if job.format == "web" else None
     write_loader_files(checkpoint, directory, job.format != "standard", web, job.in_half)
+    if web is not None:
+        write_page(directory)
     others = not_opened_by(load_config(checkpoint))
     if others is not None:
         log(others)

@@ -33,7 +33,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "export": [
         {"__init__", "layout", "kernels"},
-        {"cache_scales", "runtime"},
+        {"cache_scales", "runtime", "web_page"},
         {"graph"},
         {"parity"},
         {"gguf"},
@@ -61,7 +61,7 @@ FLOORS: dict[str, list[set[str]]] = {
 }
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
-MOST_LINES = {"sportsllm": 17_556, "compress": 7_740, "export": 6_292, "benchmarks": 8_980, "tests": 23_073}
+MOST_LINES = {"sportsllm": 17_556, "compress": 7_740, "export": 6_328, "benchmarks": 8_980, "tests": 23_108}
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
 

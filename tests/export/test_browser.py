@@ -20,8 +20,8 @@ import pytest
 import sportsllm
 from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
+from tests.support.browser import CHROMIUM, browser
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 MODULES = Path(os.environ.get("SPORTSLLM_NODE_MODULES", "missing"))
 TUTORIAL = Path(__file__).resolve().parents[2] / "docs" / "tutorials" / "web-page.md"
 PROMPT, TOKENS = "Once upon a time", 20
@@ -87,6 +87,40 @@ def test_the_page_of_the_tutorial(site: tuple[Path, str]) -> None:
     page = page.replace("max_new_tokens: 60", f"max_new_tokens: {TOKENS}").replace("Full-time", PROMPT)
     page = page.replace("await write();", "await write();\nfetch('/', { method: 'POST', body: text.textContent });")
     assert opened(folder, page) == text
+
+
+def test_the_page_beside_the_export(site: tuple[Path, str], tmp_path: Path) -> None:
+    """It loads, streams, stops, and says that a model is missing; nothing is asked of another host."""
+    folder, text = site
+    shutil.copytree(folder / "models" / "student", folder / "gone", ignore=shutil.ignore_patterns("*.onnx"))
+    with served(folder) as (address, _), browser(tmp_path / "profile") as page:
+        page.open(f"{address}/models/student/")
+        page.wait("document.querySelector('h2')?.textContent === 'student'", 60)
+        page.run("document.querySelector('[value=text]').click(); document.getElementById('temperature').value = 0")
+
+        def write(tokens: int) -> None:
+            page.run(
+                f"document.getElementById('max_tokens').value = {tokens}; document.getElementById('input').value = ''"
+            )
+            page.run("document.getElementById('input').focus()")
+            page.type(PROMPT)
+            page.press("Enter", "\r")
+
+        idle, log = "!document.getElementById('send').disabled", "document.querySelector('.log').textContent"
+        write(TOKENS)
+        page.wait(idle, 60)
+        assert page.run(log) == text
+        assert f"{TOKENS} tokens" in page.run("document.querySelector('.figures').textContent")
+        write(4000)
+        page.wait(f"{log}.length > {len(PROMPT) + 5}")
+        page.press("Escape")
+        page.wait(f"{idle} && document.querySelector('.figures').textContent.includes('stopped')", 5)
+        write(TOKENS)
+        page.wait(idle, 60)
+        assert page.run(log) == text and page.complaints == []
+        page.open(f"{address}/gone/")
+        page.wait("document.querySelector('[role=alert]')?.textContent.includes('The model cannot be loaded')", 60)
+        assert all(url.startswith((address, "data:", "blob:")) for url in page.requested)
 
 
 def test_the_snippet_of_the_card(site: tuple[Path, str]) -> None:

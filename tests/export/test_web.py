@@ -44,6 +44,7 @@ def test_layout(precision: str, checkpoint: Path, int4: Path, tmp_path: Path) ->
     assert {path.name for path in (out / "onnx").iterdir()} == {graph_name, f"{graph_name}_data"}
     beside = {path.name for path in out.iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "parity.json"} <= beside
+    assert {"index.html", "browser.js"} <= beside and 'src="browser.js"' in (out / "index.html").read_text()
     assert "genai_config.json" not in beside and "model.onnx" not in beside
 
     graph = onnx.load(str(out / "onnx" / graph_name), load_external_data=False).graph

@@ -1,0 +1,33 @@
+"""The page of `serve` beside a web export, with the model running in the browser."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import sportsllm.serving
+from sportsllm.console import log
+
+_LIBRARY = "@huggingface/transformers/dist/transformers.min.js"
+_RUNTIME = tuple(f"onnxruntime-web/dist/ort-wasm-simd-threaded.asyncify.{end}" for end in ("mjs", "wasm"))
+_INSTALL = "npm install @huggingface/transformers@4.3.1 --ignore-scripts"
+
+
+def write_page(directory: Path) -> None:
+    """Write index.html and its script, and copy transformers.js from the folder that npm has installed it in.
+
+    That is `node_modules` here, or SPORTSLLM_NODE_MODULES. Without it the page is complete but for `lib`.
+    """
+    source = Path(sportsllm.serving.__file__).parent
+    begin, _, end = (source / "page.html").read_text(encoding="utf-8").rpartition("start();\n</script>")
+    script = '</script>\n<script type="module" src="browser.js"></script>'
+    (directory / "index.html").write_text(f"{begin}{script}{end}", encoding="utf-8")
+    shutil.copyfile(source / "browser.js", directory / "browser.js")
+    files = [Path(os.environ.get("SPORTSLLM_NODE_MODULES", "node_modules")) / name for name in (_LIBRARY, *_RUNTIME)]
+    if not all(file.is_file() for file in files):
+        log(f"index.html lacks transformers.js: run `{_INSTALL}` here, and export again")
+        return
+    (directory / "lib").mkdir()
+    for file in files:
+        shutil.copyfile(file, directory / "lib" / file.name)
