@@ -16,9 +16,16 @@ _PARTS = {
     "master_weights": "master weights, float32",
     "gradients": "gradients",
     "optimizer_states": "optimizer states",
+    "gathered": "gathered weights and gradients",
     "activations": "activations",
     "logits": "logits in chunks, loss",
     "work": "gradients of activations",
+}
+_LAYOUTS = {
+    "plain": "plain",
+    "checkpointed": "checkpointed",
+    "sharded": "sharded",
+    "sharded_checkpointed": "both",
 }
 _PEAKS = {"loss": "loss", "backward": "backward pass", "optimizer": "optimizer's step"}
 _COST = {
@@ -139,13 +146,17 @@ def _cache(result: Mapping[str, Any]) -> Table:
 
 def _training(result: Mapping[str, Any], training: Mapping[str, Any]) -> Iterator[Table]:
     """A training step's memory by part, plain and checkpointed, against the device's; then time, energy and price."""
-    columns, device = (training["plain"], training["checkpointed"]), training["device"]
+    names = [name for name in _LAYOUTS if name in training]
+    columns, device = [training[name] for name in names], training["device"]
+    headers = [_LAYOUTS[name] for name in names]
     title = (
         f"{result['model']}, {result['parameters']:,} parameters: training step of {training['batch']} x "
         f"{training['length']:,} tokens, {training['precision']}, {training['optimizer']}"
     )
     if training["optimizer_bits"] != 32:
         title += f" with {training['optimizer_bits']}-bit states"
+    if training["gpus"] > 1:
+        title += f" on each of {training['gpus']:,} GPUs"
     words = _PARTS if training["precision"] != "fp32" else _PARTS | {"weights": "weights, float32"}
     parts = {word: [column[f"{name}_bytes"] for column in columns] for name, word in words.items()}
     rows = [(word, *map(megabytes, sizes)) for word, sizes in parts.items() if any(sizes)]
@@ -154,11 +165,12 @@ def _training(result: Mapping[str, Any], training: Mapping[str, Any]) -> Iterato
     if tokens is not None:
         work += f", {training['flops']:.3g} FLOPs for {tokens:,} tokens"
     if device is not None:
-        rows.append((f"usable on {device}", *[megabytes(training["usable_bytes"])] * 2))
+        rows.append((f"usable on {device}", *[megabytes(training["usable_bytes"])] * len(names)))
         rows.append(("fits", *("yes" if column["fits"] else "no" for column in columns)))
         rows.append(("largest batch that fits", *(f"{column['largest_batch']:,}" for column in columns)))
     rows.append(("peak in the", *(_PEAKS[column["peak"]] for column in columns)))
-    yield Table(title, ("part", "MB", "MB, checkpointed"), rows, (0,), "" if device is not None else f"\n{work}.")
+    in_mb = ["MB", *(f"MB, {header}" for header in headers[1:])]
+    yield Table(title, ("part", *in_mb), rows, (0,), "" if device is not None else f"\n{work}.")
     if device is None:
         return
     if not training["plain"]["fits"]:
@@ -172,7 +184,7 @@ def _training(result: Mapping[str, Any], training: Mapping[str, Any]) -> Iterato
         f"\n{work}, at {training['utilization']:.0%} (--set utilization) of the device's "
         f"{number(training['peak_flops_per_s'], 1e12)} TFLOP/s of {kind} products."
     )
-    yield Table("estimated time", ("", "plain", "checkpointed"), rows, (0,), caption)
+    yield Table("estimated time", ("", *headers), rows, (0,), caption)
 
 
 def _predictions(result: Mapping[str, Any]) -> Iterator[Table]:

@@ -93,7 +93,8 @@ def plan(
     group_size, head_bits, kv_cache = rare.get("group_size", 32), rare.get("head_bits", 8), rare.get("kv_cache", "fp32")
     cached, sequences = rare.get("cache_tokens"), rare.get("cache_sequences")
     optimizer, precision, price = rare.get("optimizer", "adamw"), rare.get("precision"), rare.get("price_per_hour")
-    cost = {"tokens": tokens, "price_per_hour": price, "utilization": rare.get("utilization")}
+    utilization, gpus = rare.get("utilization"), rare.get("gpus")
+    cost = {"tokens": tokens, "price_per_hour": price, "utilization": utilization, "gpus": gpus}
     given = [name for name, value in cost.items() if value is not None]
     if given and not training:
         raise UsageError(f"{', '.join(given)}: belongs to --training; add it, or leave it out")
@@ -122,7 +123,7 @@ def plan(
         rare.get("optimizer_bits", 32),
         "cpu" if device is None else device.processor,
     )
-    planned = plan_training(config, step, device, Cost(tokens, price, cost["utilization"] or UTILIZATION))
+    planned = plan_training(config, step, device, Cost(tokens, price, utilization or UTILIZATION, gpus or 1))
     figures = _sizes(model, config, group_size, head_bits)
     figures |= {"training_memory_bytes": planned["plain"]["total_bytes"], "training": planned}
     if directory is not None:

@@ -154,7 +154,8 @@ TRAINING_STEP: Group = {
     "precision": Setting(
         str, "Compute dtype of training", "bf16; fp32 with --shapes", choices=("auto", "fp32", "bf16", "fp16")
     ),
-    "price_per_hour": Setting(float, "Price of the target for an hour of training", "none", 0),
+    "gpus": Setting(int, "GPUs that train together, each with the batch", "1", 1),
+    "price_per_hour": Setting(float, "Price of the target, or of each GPU, for an hour of training", "none", 0),
 }
 QUANTIZATION: Group = {
     "samples": Setting(int, "Calibration samples", "64; 16 for balance", 1),

@@ -15,7 +15,7 @@ from sportsllm.models.training_memory import TrainingStep, largest_batch, traini
 UTILIZATION = 0.3
 """Model FLOPs over the processor's peak. Large models on accelerators reached 21 to 46% (PaLM, table 3,
 https://arxiv.org/abs/2204.02311); models below 10M parameters on two cores 21 to 35%, `small` 57% (docs/results)."""
-CHECKPOINT = "--set checkpoint_activations=true"
+CHECKPOINT, SHARD = "--set checkpoint_activations=true", "--set shard=true"
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,13 @@ class Cost:
         tokens: to train on.
         price_per_hour: of the device, in any currency.
         utilization: model FLOPs as a share of the peak of the device's matrix products.
+        gpus: devices that train together, each with the step's batch.
     """
 
     tokens: int | None = None
     price_per_hour: float | None = None
     utilization: float = UTILIZATION
+    gpus: int = 1
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 1:
@@ -44,20 +46,26 @@ class Cost:
 def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None, cost: Cost) -> dict[str, Any]:
     """Memory of a training step, plain and with activation checkpointing, and on a device what fits and how long.
 
+    With several GPUs `plain` and `checkpointed` are those of whole models, and figures of memory are for each GPU.
+
     Returns:
-        The step's settings; `plain` and `checkpointed`, each with bytes by part, `total_bytes`, when its `peak` is and
-        with a device `fits`, `largest_batch` and the figures of `_speed`; `changes`, each with the `flags` of `train`
-        that make the step fit; `flops_per_token`, and with tokens `flops`.
+        The step's settings; `plain` and `checkpointed`, with several GPUs `sharded` and `sharded_checkpointed`, each
+        with bytes by part, `total_bytes`, when its `peak` is and with a device `fits`, `largest_batch` and the figures
+        of `_speed`; `changes`, each with the `flags` of `train` that make the step fit; `flops_per_token`, and with
+        tokens `flops`.
 
     Raises:
-        UsageError: a price without a device.
+        UsageError: a price without a device, or several devices that are no GPUs.
     """
+    if cost.gpus > 1 and step.processor != "gpu":
+        raise UsageError(f"gpus={cost.gpus}: give --target NAME too, a GPU")
     if device is None and cost.price_per_hour is not None:
         raise UsageError("price_per_hour needs --target: how long a training takes depends on it")
     per_token = training_flops_per_token(config, step.length)
     result: dict[str, Any] = {
         "device": None if device is None else device.name,
-        **{name: value for name, value in vars(step).items() if name != "checkpointed"},
+        **{name: value for name, value in vars(step).items() if name not in ("checkpointed", "shards")},
+        "gpus": cost.gpus,
         "flops_per_token": per_token,
         "tokens": cost.tokens,
         "flops": None if cost.tokens is None else per_token * cost.tokens,
@@ -67,8 +75,7 @@ def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None
         hardware = device.hardware or this_machine()
         usable = round(1e6 * hardware.memory_usable.value)
         result |= {"usable_bytes": usable, "utilization": cost.utilization, **_peak_rate(hardware, step)}
-    for name, checkpointed in (("plain", False), ("checkpointed", True)):
-        each = replace(step, checkpointed=checkpointed)
+    for name, each in _layouts(step, cost.gpus).items():
         needed = training_memory(config, each)
         parts = {f"{part}_bytes": count for part, count in needed.parts().items()}
         result[name] = {**parts, "total_bytes": needed.total, "peak": needed.peak}
@@ -76,8 +83,18 @@ def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None
             fits = {"fits": needed.total <= usable, "largest_batch": largest_batch(config, each, usable)}
             result[name] |= fits | _speed(config, each, result["peak_flops_per_s"], hardware, cost)
     if device is not None:
-        result["changes"] = [] if result["plain"]["fits"] else _changes(config, step, usable)
+        result["changes"] = [] if result["plain"]["fits"] else _changes(config, step, usable, cost.gpus)
     return result
+
+
+def _layouts(step: TrainingStep, gpus: int) -> dict[str, TrainingStep]:
+    layouts = {"plain": step, "checkpointed": replace(step, checkpointed=True)}
+    if gpus > 1:
+        sharded = {
+            "sharded" + f"_{name}" * each.checkpointed: replace(each, shards=gpus) for name, each in layouts.items()
+        }
+        layouts |= sharded
+    return layouts
 
 
 def _peak_rate(hardware: Hardware, step: TrainingStep) -> dict[str, Any]:
@@ -99,18 +116,18 @@ def _speed(
     if step.checkpointed:
         head = 2 * config.vocab_size * config.hidden_size
         work += forward_flops_per_token(config, step.length) - head
-    rate = peak_flops_per_s * cost.utilization / work
-    found: dict[str, Any] = {"tokens_per_s": rate, "step_ms": 1e3 * step.batch * step.length / rate}
+    rate = cost.gpus * peak_flops_per_s * cost.utilization / work
+    found: dict[str, Any] = {"tokens_per_s": rate, "step_ms": 1e3 * cost.gpus * step.batch * step.length / rate}
     if cost.tokens is not None:
         hours = cost.tokens / rate / 3_600
         watts, price = hardware.power, cost.price_per_hour
         found["hours"] = hours
-        found["energy_kwh"] = None if watts is None else hours * watts.value / 1e3
-        found["price"] = None if price is None else hours * price
+        found["energy_kwh"] = None if watts is None else cost.gpus * hours * watts.value / 1e3
+        found["price"] = None if price is None else cost.gpus * hours * price
     return found
 
 
-def _changes(config: ModelConfig, step: TrainingStep, usable: int) -> list[dict[str, Any]]:
+def _changes(config: ModelConfig, step: TrainingStep, usable: int, gpus: int) -> list[dict[str, Any]]:
     """Changes to a step's settings with which it fits, the ones that cost least time and quality first.
 
     A smaller batch divides the given one, so that the accumulated step keeps its tokens. Smaller optimizer states are
@@ -120,7 +137,9 @@ def _changes(config: ModelConfig, step: TrainingStep, usable: int) -> list[dict[
     checkpointed = replace(step, checkpointed=True)
     if not step.mixed:
         tries += [("--set precision=bf16", replace(step, precision="bf16"))]
-    for each, flags in ((step, ()), (checkpointed, (CHECKPOINT,))):
+    alone = [(step, ()), (checkpointed, (CHECKPOINT,))]
+    shared = [(replace(each, shards=gpus), (SHARD, *flags)) for each, flags in alone] if gpus > 1 else []
+    for each, flags in (*shared, *alone):
         most = largest_batch(config, each, usable)
         batch = max((size for size in range(1, min(most, step.batch) + 1) if step.batch % size == 0), default=0)
         if batch == step.batch:
@@ -128,7 +147,7 @@ def _changes(config: ModelConfig, step: TrainingStep, usable: int) -> list[dict[
         elif batch:
             smaller = f"--batch-size {batch} --set accumulation={step.batch // batch}"
             tries.append((" ".join((smaller, *flags)), replace(each, batch=batch)))
-    short = training_memory(config, checkpointed).total > usable
+    short = gpus == 1 and training_memory(config, checkpointed).total > usable
     for bits in (16, 8):
         if short and bits < step.optimizer_bits and not (bits == 8 and step.optimizer == "muon"):
             less = replace(checkpointed, optimizer_bits=bits)

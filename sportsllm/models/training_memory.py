@@ -28,6 +28,7 @@ class TrainingStep:
 
     `batch` sequences of `length` tokens are in memory at once; accumulation adds none. bf16 and fp16 are autocast over
     float32 weights. `optimizer_bits` are those of the optimizer's states: 32; 16, gradients too; or 8, by bitsandbytes.
+    `shards` processes hold a part each of weights, gradients and states, by FSDP2; the batch is that of one.
 
     Raises:
         UsageError: a value that no training has.
@@ -40,6 +41,7 @@ class TrainingStep:
     optimizer_bits: int = 32
     processor: Processor = "cpu"
     checkpointed: bool = False
+    shards: int = 1
 
     def __post_init__(self) -> None:
         for value, words in ((self.batch, "batch size"), (self.length, "sequence length")):
@@ -51,6 +53,8 @@ class TrainingStep:
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(f"optimizer {self.optimizer!r} is not known; use {' or '.join(OPTIMIZERS)}")
         check_optimizer_bits(self.optimizer, self.optimizer_bits)
+        if self.shards > 1 and self.optimizer_bits != 32:
+            raise UsageError(f"optimizer_bits={self.optimizer_bits}: states in parts have 32; leave it or gpus out")
 
     @property
     def mixed(self) -> bool:
@@ -63,7 +67,8 @@ class TrainingMemory:
     """Bytes of a training step at its peak, by what they are for; they add up to `total`.
 
     `weights` are the 16-bit copies that products read under mixed precision and `master_weights` the float32
-    originals; in plain float32 there is only `weights`. `activations` are what the forward pass keeps for the backward
+    originals; in plain float32 there is only `weights`. `gathered` are other processes' parts of weights and gradients,
+    held for a moment. `activations` are what the forward pass keeps for the backward
     pass, `logits` the loss over the vocabulary and its gradients, `work` what the backward pass or the optimizer makes
     on the way. `peak` says when the peak is.
     """
@@ -73,6 +78,7 @@ class TrainingMemory:
     master_weights: int
     gradients: int
     optimizer_states: int
+    gathered: int = 0
     activations: int = 0
     logits: int = 0
     work: int = 0
@@ -99,10 +105,15 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
         loss         final norm and its output; logits C V, their gradient, N D and V D for its results
         backward     the gradients of a layer's widest activation; a tied head's gradient; checkpointed, one layer
         optimizer    a float32 value for each of P, or three for each of the largest tensor if states have 16 bits
+        sharded      weights, gradients, states and the optimizer's values divided; gathered are what lies outside of
+                     the blocks' sublayers, from backward on with its gradients, and the largest sublayer: its weights,
+                     in backward also those of the next, its gradients and twice what is sent of them; at its end
+                     a tied head's gradient instead
 
     Not counted: results of single small operators, dropout's masks, and what the allocator and the driver keep.
     """
-    total, table, value = config.parameters, config.vocab_size * config.hidden_size, 2 if step.mixed else 4
+    total, table = config.parameters // step.shards, config.vocab_size * config.hidden_size
+    value = 2 if step.mixed else 4
     tokens, hidden, layers = step.batch * step.length, config.hidden_size, config.num_hidden_layers
     each = [(layer_activation_bytes(part, step.mixed, step.processor), count) for part, count in config.runs()]
     copies = 2 * matrix_parameters(config) if step.mixed else 0
@@ -111,7 +122,7 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
         weights=0 if step.mixed else 4 * total,
         master_weights=4 * total if step.mixed else 0,
         gradients=(2 if step.optimizer_bits == 16 else 4) * total,
-        optimizer_states=_optimizer_state_bytes(config, step.optimizer, step.optimizer_bits),
+        optimizer_states=_optimizer_state_bytes(config, step.optimizer, step.optimizer_bits) // step.shards,
         work={32: 4 * total, 16: 12 * table, 8: 0}[step.optimizer_bits],
     )
     in_layers = 4 * hidden * layers if step.checkpointed else sum(size * count for size, count in each)
@@ -119,12 +130,16 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
     widest = max(max(matrix.rows, matrix.columns) for part, _ in config.runs() for matrix in block_matrices(part))
     # A recomputed layer's first input is there already: it makes room for the gradient of its output.
     recomputed = tokens * max(each)[0] if step.checkpointed else 0
+    root, sublayer = _gathered_bytes(config) if step.shards > 1 else (0, 0)
+    tied = 4 * table if config.tie_word_embeddings else 0
+    cached = 0 if step.shards > 1 and step.checkpointed else copies  # autocast keeps no copies of gathered weights
     loss = replace(
         always,
         peak="loss",
-        weights=always.weights + copies + (2 * table if step.mixed else 0),
+        weights=always.weights + cached + (2 * table if step.mixed else 0),
         activations=kept + tokens * (_norm_bytes(hidden, step.processor) + value * hidden),
         logits=_loss_bytes(config, tokens, step),
+        gathered=root + sublayer,
         work=0,
     )
     backward = replace(
@@ -132,7 +147,8 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
         peak="backward",
         weights=always.weights + (copies // layers if step.checkpointed else copies),
         activations=kept + recomputed,
-        work=(4 * table if config.tie_word_embeddings else 0) + tokens * 2 * value * widest,
+        gathered=2 * root + max(5 * sublayer, sublayer + tied) if step.shards > 1 else 0,
+        work=(tied if step.shards == 1 else 0) + tokens * 2 * value * widest,
     )
     return max((loss, backward, always), key=lambda moment: moment.total)
 
@@ -167,6 +183,17 @@ def layer_activation_bytes(config: ModelConfig, mixed: bool, processor: Processo
 def _norm_bytes(size: int, processor: Processor) -> int:
     """RMSNorm of a token keeps x and 1 / rms(x); on a CPU, where it is not one kernel, x / rms(x) too."""
     return (4 if processor == "gpu" else 8) * size + 4
+
+
+def _gathered_bytes(config: ModelConfig) -> tuple[int, int]:
+    """Float32 weights outside of the blocks' sublayers, and of the largest sublayer."""
+    runs = [
+        (sum(matrix.numel for matrix in sublayer.matrices), layers)
+        for part, layers in config.runs()
+        for sublayer in sublayers(part).values()
+    ]
+    inside = sum(numel * layers for numel, layers in runs)
+    return 4 * (config.parameters - inside), 4 * max(numel for numel, _ in runs)
 
 
 def _loss_bytes(config: ModelConfig, tokens: int, step: TrainingStep) -> int:

@@ -39,6 +39,7 @@ TABLE = {
     "rtx-3070": CARD,
     "rtx-3080": CARD,
     "rtx-3090": CARD,
+    "h100": CARD,
     "host": (100, 160, 250, 4, 6, 3),
 }
 
@@ -78,6 +79,7 @@ def test_every_figure_has_its_evidence(name: str) -> None:
         ("rtx-3070", 14 * 256 / 8),
         ("rtx-3080", 19 * 320 / 8),
         ("rtx-3090", 19.5 * 384 / 8),
+        ("h100", 5.238 * 5_120 / 8),
     ],
 )
 def test_bandwidth_is_transfers_times_width(name: str, gigabytes_per_s: float) -> None:
@@ -96,6 +98,7 @@ def test_bandwidth_is_transfers_times_width(name: str, gigabytes_per_s: float) -
         ("rtx-3070", 5_888 * 1.725 * 2, 184 * 1.725 * 512),
         ("rtx-3080", 8_704 * 1.71 * 2, 272 * 1.71 * 512),
         ("rtx-3090", 10_496 * 1.695 * 2, 328 * 1.695 * 512),
+        ("h100", 16_896 * 1.98 * 2, 528 * 1.83 * 2_048),
     ],
 )
 def test_rates_are_units_times_clock(name: str, float_rate: float, integer_rate: float) -> None:

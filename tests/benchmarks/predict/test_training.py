@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.devices.load import DEVICES, load_device
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.presets import PRESETS
+from sportsllm.models.kinds import block_matrices
+from sportsllm.models.presets import PLANNED, PRESETS
 from sportsllm.models.training_memory import TrainingStep, training_memory
 from tests.support.plans import plan
 
@@ -129,6 +130,35 @@ def test_the_tables_in_the_docs_are_what_is_computed() -> None:
     shapes = plan(shape="base-162m", shapes=True, batch=32, length=2_048, precision="fp16")["shapes"]
     sizes = {shape["name"]: shape["bytes"] for shape in shapes}
     assert f"{sizes['hidden']:,} bytes" in model and f"{sizes['attention scores']:,} bytes" in model
+
+
+def test_several_gpus_share_weights_gradients_and_states(capsys: pytest.CaptureFixture[str]) -> None:
+    """What lies outside of the blocks is gathered twice with its gradients, the largest sublayer five times."""
+    step = {"length": 4_096, "batch": 1, "training": True, "tokens": 20 * 10**9, "price_per_hour": 2.5}
+    one, many = (plan(shape="8b", device="h100", gpus=gpus, **step)["training"] for gpus in (1, 64))
+    sharded, parameters = many["sharded"], PLANNED["8b"].parameters
+    assert not one["plain"]["fits"] and sharded["fits"] and many["changes"][0]["flags"] == "--set shard=true"
+    for part, held in (("master_weights", 4), ("gradients", 4), ("optimizer_states", 8)):
+        assert many["plain"][f"{part}_bytes"] == one["plain"][f"{part}_bytes"] == held * parameters
+        assert sharded[f"{part}_bytes"] == pytest.approx(held * parameters / 64, rel=1e-6)
+    config = PLANNED["8b"]
+    feed_forward = 3 * config.hidden_size * config.intermediate_size
+    outside = parameters - config.num_hidden_layers * sum(part.numel for part in block_matrices(config))
+    assert sharded["gathered_bytes"] == 4 * (2 * outside + 5 * feed_forward)
+    for name in ("plain", "checkpointed"):
+        assert many[name]["tokens_per_s"] == pytest.approx(64 * one[name]["tokens_per_s"])
+        assert many[name]["hours"] == pytest.approx(one[name]["hours"] / 64)
+        assert many[name]["price"] == pytest.approx(one[name]["price"])
+    row = next(
+        line for line in (DOCS / "how-to" / "plan.md").read_text().splitlines() if line.startswith("| memory, MB")
+    )
+    totals = [many[name]["total_bytes"] for name in ("plain", "checkpointed", "sharded", "sharded_checkpointed")]
+    assert row == f"| memory, MB | {' | '.join(f'{total / 1e6:,.0f}' for total in totals)} |"
+    assert "on each of 64 GPUs" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(UsageError, match="gpus=2: give --target NAME too, a GPU"):
+        plan(shape="8b", training=True, gpus=2)
+    with pytest.raises(UsageError, match="optimizer_bits=16: states in parts have 32"):
+        plan(shape="8b", training=True, gpus=2, device="h100", optimizer_bits=16)
 
 
 def test_refusals(tmp_path: Path) -> None:
