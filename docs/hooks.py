@@ -143,7 +143,7 @@ OWN_SIZES = {
     "deepseek": {
         "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
     },
-    "gemma3": {"query_pre_attn_scalar": 16},
+    "gemma": {"query_pre_attn_scalar": 16},
     "gpt_neox": {"num_key_value_heads": 4},
     "gpt2": {"num_key_value_heads": 4},
     "granite": {"embedding_multiplier": 12.0},
@@ -162,6 +162,7 @@ FAMILY_PARTS = {
     "granite": "scales of embedding, scores, sublayers and logits; the last two are multiplied into the weights",
     "gemma3_text": "GeGLU, norms before and after each sublayer, scaled embedding, sliding and full layers with a "
     "rotary base each, q/k norms, a score scale of its own",
+    "gemma2": "Gemma 3's without q/k norms, with one rotary base; bounded scores and logits",
     "gpt2": "LayerNorm, learned positions, GELU without gate, biases everywhere",
     "opt": "GPT-2's, with ReLU",
     "mixtral": "experts instead of one feed-forward",

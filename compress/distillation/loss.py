@@ -62,7 +62,8 @@ def distillation_loss(
     def loss(student: SportsLLM, batch: Batch) -> Tensor:
         weight = config.kl_weight.at(batch.index / max(1, batches - 1))
         if cache is None and weight == 0.0 and not config.hidden_weight:
-            return cross_entropy(student.hidden(batch.tokens, batch.documents), student.head_weight, batch.targets)
+            hidden = student.hidden(batch.tokens, batch.documents)
+            return cross_entropy(hidden, student.head_weight, batch.targets, softcap=student.config.logit_softcap)
         theirs: list[Tensor] | None = [] if config.hidden_weight else None
         ours: list[Tensor] | None = [] if config.hidden_weight else None
         logits = None if teacher is None else teacher_logits(teacher, batch, theirs, config.exact_logits)
@@ -73,7 +74,8 @@ def distillation_loss(
             assert logits is not None, "without a cache the teacher runs"
             targets_N = batch.targets.flatten()
             chunk_loss = mixed_chunk(targets_N, logits, weight, config.temperature, config.divergence, config.mix)
-        total = head_loss(hidden.flatten(0, 1), student.head_weight, chunk_loss, exact=config.exact_logits)
+        weight_VD, cap = student.head_weight, student.config.logit_softcap
+        total = head_loss(hidden.flatten(0, 1), weight_VD, chunk_loss, exact=config.exact_logits, softcap=cap)
         if ours and theirs:
             assert isinstance(student.matching, HiddenMatching)
             total = total + config.hidden_weight * student.matching(ours, theirs, batch.targets)

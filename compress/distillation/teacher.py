@@ -17,6 +17,7 @@ from sportsllm.formats.checkpoint import load_block, load_checkpoint, read_ends
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import TensorFiles, quantization_config
 from sportsllm.models.language_model import Block, SportsLLM
+from sportsllm.models.layers import softcapped
 from sportsllm.processors import training_device
 from sportsllm.text.packing import Batch
 from sportsllm.training.loop import resolve_precision
@@ -157,6 +158,6 @@ def teacher_logits(
         with torch.inference_mode():
             logits_CV = h_CD.new_empty(len(h_CD), len(weight), dtype=torch.float32)
             float32_product(h_CD, weight.T, logits_CV, exact)
-        return logits_CV.clone()
+            return softcapped(logits_CV, teacher.config.logit_softcap).clone()
 
     return logits

@@ -46,7 +46,7 @@ _LAYER = re.compile(r"^(model\.layers\.)(\d+)\.")
 _SAME = (
     "vocab_size", "attention_kind", "mlp_kind", "qk_norm", "attention_bias", "attention_output_bias", "mlp_bias",
     "attention_scale", "embedding_scale", "norm_kind", "input_norms", "output_norms", "joint_qk_norm", "position_kind",
-    "rotary_dim", "parallel_residual",
+    "rotary_dim", "parallel_residual", "attention_softcap", "logit_softcap",
     "rope_local_theta", "sliding_window", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "experts",
     "dense_layers", "selection",
 )  # fmt: skip
@@ -214,7 +214,8 @@ def loss_per_token(model: SportsLLM, samples: Sequence[Tensor], layers: Sequence
     total = 0.0
     try:
         for tokens in samples:
-            total += float(cross_entropy(model.hidden(tokens[:, :-1]), model.head_weight, tokens[:, 1:]))
+            hidden, cap = model.hidden(tokens[:, :-1]), model.config.logit_softcap
+            total += float(cross_entropy(hidden, model.head_weight, tokens[:, 1:], softcap=cap))
     finally:
         model.model.layers = blocks
     return total / sum(tokens[:, 1:].numel() for tokens in samples)

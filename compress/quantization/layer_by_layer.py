@@ -181,7 +181,8 @@ def quantize_calibrated(
             bar.advance()
     if (line := unused_line(unread)) is not None:
         log(f"calibration text: {line}; more samples (--set samples=N) may reach them")
-    _check_text(samples, full_BTD, norm, tensors[f"{EMBEDDING}.weight"] if head is None else head)
+    head_VD = tensors[f"{EMBEDDING}.weight"] if head is None else head
+    _check_text(samples, full_BTD, norm, head_VD, model.logit_softcap)
     for name, tensor in ends.items():
         packed.add(name, tensor, search=True)
     if not gptq:
@@ -265,11 +266,13 @@ def _round_alone(
     return following, set(strong)
 
 
-def _check_text(samples: Sequence[Tensor], last_BTD: Sequence[Tensor], norm: ResidualNorm, head_VD: Tensor) -> None:
+def _check_text(
+    samples: Sequence[Tensor], last_BTD: Sequence[Tensor], norm: ResidualNorm, head_VD: Tensor, cap: float | None
+) -> None:
     """Whether the full model, whose last states are given, knows the calibration text; a few pieces tell."""
     few = samples[:JUDGED_SAMPLES]
     nats = sum(
-        float(cross_entropy(norm(x_BTD[:, :-1]), head_VD.float(), tokens[:, 1:]))
+        float(cross_entropy(norm(x_BTD[:, :-1]), head_VD.float(), tokens[:, 1:], softcap=cap))
         for x_BTD, tokens in zip(last_BTD, few, strict=False)
     )
     check_familiar(samples, nats / sum(tokens[:, 1:].numel() for tokens in few))

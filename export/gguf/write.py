@@ -33,6 +33,7 @@ from sportsllm.formats.checkpoint import load_checkpoint, read_packed
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, RoundedModel
 from sportsllm.formats.gguf.config import (
     ARCHITECTURES,
+    CAPS,
     LAYER_NORM,
     PARALLEL,
     PARTIAL,
@@ -53,6 +54,10 @@ from sportsllm.text.tokenizer import load_tokenizer
 
 BLOCK = 32
 GGUF_FILE = "model.gguf"
+_GEMMA = {
+    "gemma2": "Gemma 2 with every second layer full, bounded scores and logits,",
+    "gemma3": "Gemma 3 with full layers at equal distances",
+}
 UNTIED = ("olmo2", "stablelm", "gptneox")
 
 
@@ -70,12 +75,14 @@ def architecture_of(config: ModelConfig) -> str:
         UNROTATED if layer % 4 == 3 else FULL for layer in range(config.num_hidden_layers)
     ):
         raise UsageError("GGUF: llama.cpp leaves rotation out in every fourth layer of SmolLM3; these layers differ")
-    if family == "gemma3":
-        scored = config.hidden_size // config.num_attention_heads if config.num_hidden_layers == 62 else config.head_dim
-        if _period(config) is None or abs((config.attention_scale or 0) * scored**0.5 - 1) > 1e-6:
-            raise UsageError(
-                "GGUF: llama.cpp knows Gemma 3 with full layers at equal distances and scores / head_dim ** 0.5"
-            )
+    if family in _GEMMA:
+        largest = config.num_hidden_layers == {"gemma2": 46, "gemma3": 62}[family]
+        scored = config.hidden_size // config.num_attention_heads if largest else config.head_dim
+        unlike = _period(config) is None or abs((config.attention_scale or 0) * scored**0.5 - 1) > 1e-6
+        if family == "gemma2":
+            unlike |= _period(config) != 2 or config.attention_softcap is None or config.logit_softcap is None
+        if unlike:
+            raise UsageError(f"GGUF: llama.cpp knows {_GEMMA[family]} and scores / head_dim ** 0.5")
     scaling = config.rope_scaling
     if scaling is not None and scaling.rope_type == "yarn":
         original = scaling.original_max_position_embeddings  # with Hugging Face's other defaults, llama.cpp's too
@@ -205,6 +212,9 @@ def _sizes(kind: str, config: ModelConfig) -> dict[str, Any]:
         found |= {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": float(scaling.factor)}
     if scaling is not None and scaling.rope_type == "yarn":
         found["rope.scaling.original_context_length"] = scaling.original_max_position_embeddings
+    if kind == "gemma2":
+        found |= {theirs: float(getattr(config, ours)) for ours, theirs in CAPS.items()}
+        found["attention.sliding_window"] = config.sliding_window
     if kind == "gemma3":
         found["attention.sliding_window"] = config.sliding_window
         if config.rope_local_theta is not None:

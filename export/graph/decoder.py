@@ -145,6 +145,7 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
         x_BTD, _ = layers.norm(LAST_NORM, stream.x_BTD, stream.residual_BTD)
         logits = matmul.product(HEAD, x_BTD, [table])
     logits = add_head(layers, (stream.x_BTD, stream.residual_BTD), table, nodes, logits)
+    logits = layers.softcapped("logits", logits, config.logit_softcap)
     if form.in_half:
         logits = graph.node("logits/float", "Cast", logits, to=FLOAT.value)
     graph.output(logits, layout.LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])

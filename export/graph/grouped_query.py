@@ -91,6 +91,8 @@ class OrtGroupedQuery(SublayerBuilder):
         given: dict[str, Any] = {**heads, "do_rotary": do_rotary, **attributes}
         if config.attention_scale is not None:
             given["scale"] = float(config.attention_scale)
+        if config.attention_softcap is not None:
+            given["softcap"] = float(config.attention_softcap)
         names = [f"{name}/{output}" for output in outputs]
         return self.graph.nodes_of(f"{name}/attention", "GroupQueryAttention", inputs, names, **given)
 
@@ -169,6 +171,7 @@ class StandardGroupedQuery(SublayerBuilder):
 
         keys_BKES = graph.node(f"{name}.k/columns", "Transpose", keys, perm=[0, 1, 3, 2])
         scores = at("scores", "MatMul", shaped("query", query_BHTE, shared, size), keys_BKES)
+        scores = self.layers.softcapped(f"{name}/scores", scores, config.attention_softcap)
         scores_BHTS = shaped("scores_by_head", scores, heads, 0)
         masked = at("masked", "Where", self._seen[layer], scores_BHTS, graph.real("attention_least", LEAST))
         weights = at("weights", "Softmax", masked, axis=-1)

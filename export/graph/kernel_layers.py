@@ -80,6 +80,7 @@ def kernels_lack(config: ModelConfig) -> list[str]:
         "a norm of all heads together": config.joint_qk_norm,
         "heads that are rotated in part": config.rotary_dim is not None,
         "a parallel residual": config.parallel_residual,
+        "bounded scores": config.attention_softcap is not None,
     }
     return [part for part, given in parts.items() if given]
 

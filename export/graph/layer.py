@@ -70,6 +70,13 @@ class LayerBuilder:
         total = x if residual is None else self.graph.node(f"{name}/sum", "Add", x, residual)
         return total, total
 
+    def softcapped(self, name: str, x: ir.Value, cap: float | None) -> ir.Value:
+        """cap * tanh(x / cap), or x without a cap."""
+        if cap is None:
+            return x
+        at, limit = self.graph.at(f"{name}/"), self.graph.real(f"cap_{cap:g}", cap)
+        return at("capped", "Mul", at("bent", "Tanh", at("share", "Div", x, limit)), limit)
+
     def rms_norm(self, name: str, x: ir.Value, gamma: ir.Value, eps: float | None = None) -> ir.Value:
         """x / sqrt(mean(x ** 2) + eps) * gamma in standard operators, which ONNX Runtime fuses into one.
 

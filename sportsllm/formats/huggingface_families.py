@@ -251,6 +251,17 @@ def _read_gemma3(rest: Fields) -> JsonObject:
     }
 
 
+_CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+
+
+def _read_gemma2(rest: Fields) -> JsonObject:
+    """Gemma 3's without norms of heads and with one rotary base; scores and logits are bounded."""
+    caps = {ours: rest.pop(theirs, cap) for (ours, theirs), cap in zip(_CAPS.items(), (50.0, 30.0), strict=True)}
+    rest.setdefault("sliding_window_pattern", 2)
+    rest.setdefault("rope_theta", 10_000.0)
+    return _read_gemma3(rest) | caps | {"qk_norm": False, "rope_local_theta": None}
+
+
 def _by_type_of_layer(rest: Fields) -> None:
     """The rotary bases of full and of sliding layers, which `transformers` 5 keeps apart."""
     rope = rest.get("rope_parameters") or {}
@@ -429,6 +440,12 @@ def _write_gemma3(config: ModelConfig) -> JsonObject | None:
     }
 
 
+def _write_gemma2(config: ModelConfig) -> JsonObject | None:
+    if (written := _write_gemma3(config)) is None or written.pop("rope_local_base_freq") is not None:
+        return None
+    return written | {theirs: getattr(config, ours) for ours, theirs in _CAPS.items()}
+
+
 def _write_gpt2(config: ModelConfig) -> JsonObject:
     others = ("intermediate_size", "num_key_value_heads", "head_dim", "rope_theta", "attention_bias", "mlp_bias")
     gone = {*_GPT2_NAMES.values(), *others} - {"dropout"}
@@ -448,6 +465,7 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM", _read_mistral, _write_mistral),
     "smollm3": Family("SmolLM3ForCausalLM", _read_smollm3, _write_smollm3, ties=True),
     "gemma3_text": Family("Gemma3ForCausalLM", _read_gemma3, _write_gemma3, ties=True),
+    "gemma2": Family("Gemma2ForCausalLM", _read_gemma2, _write_gemma2, ties=True),
     "gpt2": Family("GPT2LMHeadModel", _read_gpt2, _write_gpt2, ties=True),
     "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe),

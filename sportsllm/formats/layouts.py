@@ -285,6 +285,7 @@ def layout_name(config_json: Mapping[str, object]) -> str:
 
 
 LAYOUTS: dict[str, Layout] = {
+    "gemma2": _gemma3,
     "gemma3_text": _gemma3,
     "olmo2": _olmo2,
     "phi3": _phi3,

@@ -39,10 +39,14 @@ _BOUNDS = {
 _ROTARY_NUMBERS = 2**29  # of the cosine and sine tables together
 _PLAIN = {
     "qk_norm": False, "attention_bias": False, "attention_output_bias": False, "layer_types": None, "rotary_dim": None,
+    "attention_softcap": None,
 }  # fmt: skip
 _REQUIRED: dict[str, dict[str, object]] = {
     "latent": {"position_kind": "rotary", "num_key_value_heads": 1, **_PLAIN},
-    "selected": {"position_kind": "rotary", "layer_types": None, "joint_qk_norm": False, "rotary_dim": None},
+    "selected": {
+        "position_kind": "rotary", "layer_types": None, "joint_qk_norm": False, "rotary_dim": None,
+        "attention_softcap": None,
+    },
     "lstm": {
         "position_kind": "none", "num_attention_heads": 1, "num_key_value_heads": 1, "rope_scaling": None, **_PLAIN,
     },
@@ -162,6 +166,8 @@ class ModelConfig:
         sliding_window      tokens that a sliding layer sees, the newest included
         rope_local_theta    rotary base of sliding layers, without `rope_scaling`; `rope_theta` if None (Gemma 3)
         attention_scale     what scores are multiplied by; head_dim ** -0.5 if None (Gemma 3)
+        attention_softcap, logit_softcap
+                            c of c * tanh(x / c), which bounds scores of attention, and logits; none if None (Gemma 2)
         embedding_scale     what embeddings are multiplied by before the first layer (Gemma 3)
         input_norms         whether a norm precedes each sublayer of a block; not in OLMo 2
         output_norms        whether a norm follows each sublayer of a block, before the sum (Gemma 3, OLMo 2)
@@ -207,6 +213,8 @@ class ModelConfig:
     sliding_window: int | None = None
     rope_local_theta: float | None = None
     attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     embedding_scale: float = 1.0
     input_norms: bool = True
     output_norms: bool = False
@@ -249,6 +257,9 @@ class ModelConfig:
             raise UsageError(f"config: dropout is {self.dropout}; it must be in [0, 1)")
         if not (0 < self.rms_norm_eps < math.inf and 0 < self.rope_theta < math.inf):
             raise UsageError("config: rms_norm_eps and rope_theta must be greater than 0")
+        for name in ("attention_softcap", "logit_softcap"):
+            if (cap := getattr(self, name)) is not None and not 0 < cap < math.inf:
+                raise UsageError(f"config: {name} is {cap}; it must be greater than 0, or null")
         known = {"attention_kind": tuple(ATTENTION), "mlp_kind": tuple(FEED_FORWARD)}
         for name in ("attention_kind", "mlp_kind", "norm_kind", "position_kind"):
             check_choice(name, getattr(self, name), (known | _CHOICES)[name])

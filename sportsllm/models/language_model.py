@@ -15,7 +15,15 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import MixtureOfExperts
 from sportsllm.models.kinds import block_matrices, check_parameters, parameters
 from sportsllm.models.latent import LatentAttention
-from sportsllm.models.layers import FeedForward, GroupedQueryAttention, KVCache, Rope, gelu_tanh, residual_norm
+from sportsllm.models.layers import (
+    FeedForward,
+    GroupedQueryAttention,
+    KVCache,
+    Rope,
+    gelu_tanh,
+    residual_norm,
+    softcapped,
+)
 from sportsllm.models.lstm import LSTMLayer
 from sportsllm.models.rope import rope_tables
 from sportsllm.models.selection import SelectedAttention
@@ -228,7 +236,7 @@ class SportsLLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (..., D) to logits (..., V)."""
-        return F.linear(hidden, self.head_weight)
+        return softcapped(F.linear(hidden, self.head_weight), self.config.logit_softcap)
 
     def auxiliary_loss(self) -> Tensor | None:
         """Sum of the losses that blocks add of their own (balance of experts, the indexer's); None without any."""

@@ -73,6 +73,11 @@ def rotate(x_BTHE: Tensor, rope: Sequence[Tensor]) -> Tensor:
     return turned if size == x_BTHE.shape[-1] else torch.cat([turned, x_BTHE[..., size:]], dim=-1)
 
 
+def softcapped(x: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(x / cap), or x without a cap."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
 class KVCache:
     """Keys and values, or other states, of the tokens read so far; grows with them, up to a limit.
 
@@ -138,6 +143,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     seen_B1TL: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention with grouped heads, (B, T, H, E), in v's type.
 
@@ -149,22 +155,35 @@ def attend(
         scale: of the scores; E ** -0.5 if None.
         window: tokens that count, the newest included; all if None.
         seen_B1TL: which tokens each query attends to, instead of all up to its own.
+        softcap: see `softcapped`, of the scores, which are then made whole.
     """
     q, k, v = (t.transpose(1, 2) for t in (q_BTHE, k_BLKE, v_BLKE))
     device, (new, length), mask = v.device.type, (q.shape[2], k.shape[2]), seen_B1TL
-    if mask is None and (past or (window is not None and length > window)):  # row t sees the past and itself
+    if mask is None and (
+        past or softcap is not None or (window is not None and length > window)
+    ):  # row t sees the past and itself
         mask = torch.ones(new, length, dtype=torch.bool, device=v.device).tril(past)
         if window is not None:
             mask = mask.triu(past - window + 1)
+    if softcap is not None and mask is not None:  # scores as the mask, beside others of 0
+        with torch.autocast(device, enabled=False):
+            k_BHLE = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            scores_BHTL = q.float() @ k_BHLE.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        mask, scale = softcapped(scores_BHTL, softcap).masked_fill(~mask, -torch.inf), 0.0
     attended = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=mask is None, scale=scale)
-    if device != "cpu":
+    if device != "cpu" and softcap is None:
         return attended(q, k, v, enable_gqa=True).transpose(1, 2)
     with torch.autocast(device, enabled=False):
         return attended(q.float(), k.float(), v.float(), enable_gqa=True).to(v.dtype).transpose(1, 2)
 
 
 def attend_last(
-    q_B1HE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, scale: float | None = None, window: int | None = None
+    q_B1HE: Tensor,
+    k_BLKE: Tensor,
+    v_BLKE: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of one token a sequence to all L, (B, 1, H, E); a group's heads are multiplied together."""
     batch, _, heads, size = q_B1HE.shape
@@ -172,7 +191,7 @@ def attend_last(
     if window is not None:
         k_BKLE, v_BKLE = k_BKLE[:, :, -window:], v_BKLE[:, :, -window:]
     q_BKGE = q_B1HE.float().reshape(batch, k_BKLE.shape[1], -1, size) * (size**-0.5 if scale is None else scale)
-    weights_BKGL = torch.softmax(q_BKGE @ k_BKLE.float().transpose(2, 3), dim=-1)
+    weights_BKGL = torch.softmax(softcapped(q_BKGE @ k_BKLE.float().transpose(2, 3), softcap), dim=-1)
     return (weights_BKGL @ v_BKLE.float()).view(batch, 1, heads, -1).to(v_BKLE.dtype)
 
 
@@ -219,16 +238,17 @@ class GroupedQueryAttention(nn.Module):
         """(B, T, D) to (B, T, D); `documents` as in `in_documents`, not together with a cache."""
         q_BTHE, k_BTKE, v_BTKE = heads = self.heads(x_BTD, rope)
         scale, window, past = self.config.attention_scale, self.config.window(self.layer), 0
+        cap = self.config.attention_softcap
         if documents is not None:
-            y_BTHE = in_documents(documents, partial(attend, scale=scale, window=window), *heads)
+            y_BTHE = in_documents(documents, partial(attend, scale=scale, window=window, softcap=cap), *heads)
         else:
             if cache is not None:
                 past, states = cache.length, (t.transpose(1, 2) for t in (k_BTKE, v_BTKE))
                 k_BTKE, v_BTKE = (t.transpose(1, 2) for t in cache.append(self.layer, *states))
             if cache is not None and x_BTD.shape[1] == 1:
-                y_BTHE = attend_last(q_BTHE, k_BTKE, v_BTKE, scale, window)
+                y_BTHE = attend_last(q_BTHE, k_BTKE, v_BTKE, scale, window, cap)
             else:
-                y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, past, scale, window)
+                y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, past, scale, window, softcap=cap)
         y_BTD: Tensor = self.o_proj(y_BTHE.flatten(2))
         return y_BTD
 

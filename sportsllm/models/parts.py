@@ -182,7 +182,7 @@ def grouped_query(config: ModelConfig) -> Sublayer:
     norms = (Vector("q_norm", queries, rows_of="q_proj"), Vector("k_norm", keys, rows_of="k_proj"))
     norms = norms if together else (Vector("q_norm", size), Vector("k_norm", size))
     made = Activation("q", (heads, size)), *(Activation(f"{name}, cached", cached, "cache") for name in "kv")
-    scores = Activation("attention scores", (heads,), "scores", held=False)
+    scores = Activation("attention scores", (heads,), "scores", held=config.attention_softcap is not None)
     return Sublayer(
         matrices=(q, k, v, o),
         tensors=(q, k, v, *made, scores, Activation("attention output", (heads, size)), o),

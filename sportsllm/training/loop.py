@@ -75,7 +75,8 @@ class LoopResult:
 
 def language_model_loss(model: SportsLLM, batch: Batch) -> Tensor:
     """Next-token cross-entropy, summed over the scored tokens."""
-    return cross_entropy(model.hidden(batch.tokens, batch.documents), model.head_weight, batch.targets)
+    hidden, cap = model.hidden(batch.tokens, batch.documents), model.config.logit_softcap
+    return cross_entropy(hidden, model.head_weight, batch.targets, softcap=cap)
 
 
 def resolve_precision(name: str, device: torch.device) -> torch.dtype | None:

@@ -92,18 +92,35 @@ def float32_product(a_MK: Tensor, b_KN: Tensor, out: Tensor, exact: bool = False
 
 
 def head_loss(
-    hidden_ND: Tensor, weight_VD: Tensor, chunk_loss: ChunkLoss, chunk: int | None = None, exact: bool = False
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    chunk_loss: ChunkLoss,
+    chunk: int | None = None,
+    exact: bool = False,
+    softcap: float | None = None,
 ) -> Tensor:
     """Sum over tokens of a loss on hidden @ weight.T, made `chunk` (or `loss_chunk_tokens`) tokens at a time.
 
-    With `exact` the logits of a 16-bit compute dtype are float32 sums on every device, see `float32_product`.
+    With `exact` the logits of a 16-bit compute dtype are float32 sums on every device, see `float32_product`. `softcap`
+    is the model's `logit_softcap`.
 
     Returns:
         A float32 scalar; its gradient reaches hidden states and weight, once.
     """
     size = chunk or loss_chunk_tokens(weight_VD.shape[0], hidden_ND.device.type)
     apply: Callable[..., Tensor] = _HeadLoss.apply
-    return apply(hidden_ND, weight_VD, chunk_loss, size, exact)
+    return apply(hidden_ND, weight_VD, chunk_loss if softcap is None else _capped(chunk_loss, softcap), size, exact)
+
+
+def _capped(chunk_loss: ChunkLoss, cap: float) -> ChunkLoss:
+    """A loss on cap * tanh(logits / cap); the slope of that is 1 - tanh(logits / cap) ** 2."""
+
+    def capped(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+        slope_CV = 1 - logits_CV.div_(cap).tanh_().square()
+        loss, grad_CV = chunk_loss(start, logits_CV.mul_(cap))
+        return loss, grad_CV.mul_(slope_CV)
+
+    return capped
 
 
 def softmax_into(out_CV: Tensor, logits_CV: Tensor) -> Tensor:
@@ -140,6 +157,9 @@ def cross_entropy_chunk(targets_N: Tensor) -> ChunkLoss:
     return chunk_loss
 
 
-def cross_entropy(hidden: Tensor, weight_VD: Tensor, targets: Tensor, chunk: int | None = None) -> Tensor:
+def cross_entropy(
+    hidden: Tensor, weight_VD: Tensor, targets: Tensor, chunk: int | None = None, softcap: float | None = None
+) -> Tensor:
     """Summed next-token cross-entropy in nats of hidden states (..., D) and targets (...), IGNORE unscored."""
-    return head_loss(hidden.flatten(0, -2), weight_VD, cross_entropy_chunk(targets.flatten()), chunk)
+    chunk_loss = cross_entropy_chunk(targets.flatten())
+    return head_loss(hidden.flatten(0, -2), weight_VD, chunk_loss, chunk, softcap=softcap)

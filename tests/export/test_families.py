@@ -29,6 +29,7 @@ NAMES = [
     "mixtral",
     "deepseek-v3-mixed",
     "granite",
+    "gemma2",
     "olmo2",
     "stablelm",
     "stablelm-16",

@@ -45,6 +45,14 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "deepseek-v3-halves": transformers.DeepseekV3Config(
         **_ALL_HEADS, **_LATENT, q_lora_rank=None, rope_interleave=False, tie_word_embeddings=True
     ),
+    "gemma2": transformers.Gemma2Config(
+        **SIZES,
+        head_dim=32,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
     "olmo2": transformers.Olmo2Config(**SIZES),
     "stablelm": transformers.StableLmConfig(**SIZES, use_qkv_bias=True),
     "stablelm-16": transformers.StableLmConfig(**_ALL_HEADS | {"hidden_size": 128}, partial_rotary_factor=0.5),

@@ -14,7 +14,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig
 from sportsllm.models.rope import RopeScaling, inverse_frequencies
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3", "gemma3", "gpt2", "olmo2", "stablelm", "gptneox")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "gpt2", "olmo2", "stablelm", "gptneox")
 """Those that are written too; further ones are read."""
 READ_ARCHITECTURES = (*ARCHITECTURES, "phi3")
 LAYER_NORM = ("gpt2", "stablelm", "gptneox")
@@ -29,6 +29,7 @@ _SIZES = {
 }
 PARTIAL = "rope.dimension_count"
 _ORIGINAL_CONTEXT = "rope.scaling.original_context_length"
+CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
 _READ = {
     *_SIZES, "attention.head_count_kv", "attention.key_length", "attention.value_length", PARTIAL,
     "rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.type", "rope.scaling.factor", "expert_count",
@@ -36,6 +37,7 @@ _READ = {
 }  # fmt: skip
 _READ_OF = {
     "gemma3": {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"},
+    "gemma2": {"attention.sliding_window", *CAPS.values()},
     "phi3": {"attention.sliding_window"},
     "gpt2": {"attention.layer_norm_epsilon"},
     "stablelm": {"attention.layer_norm_epsilon", PARALLEL},
@@ -210,6 +212,21 @@ def _gemma3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma2(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    """As Gemma 3's; every second layer is full."""
+    layers, hidden = values["num_hidden_layers"], values["hidden_size"]
+    scored = hidden // values["num_attention_heads"] if layers == 46 else values["head_dim"]  # of 27 billion parameters
+    caps = {ours: _decimal(file.value(f"gemma2.{theirs}", float)) for ours, theirs in CAPS.items()}
+    return caps | {
+        "mlp_kind": "geglu",
+        "output_norms": True,
+        "embedding_scale": hidden**0.5,
+        "attention_scale": scored**-0.5,
+        "layer_types": tuple(FULL if layer % 2 else SLIDING for layer in range(layers)),
+        "sliding_window": file.value("gemma2.attention.sliding_window", int),
+    }
+
+
 def _olmo2(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"qk_norm": True, "joint_qk_norm": True, "input_norms": False, "output_norms": True}
 
@@ -242,6 +259,7 @@ def _gptneox(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
 
 _FAMILIES: dict[str, Callable[[GGUFFile, Mapping[str, Any]], dict[str, Any]]] = {
     "smollm3": _smollm3,
+    "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,
     "gpt2": _gpt2,

@@ -28,7 +28,9 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import parameters
 from sportsllm.text.tokenizer import load_tokenizer
 
-_LAYOUTS = {"gemma3": "gemma3_text", "phi3": "phi3", "gpt2": "gpt2", "olmo2": "olmo2", "gptneox": "gpt2"}
+_LAYOUTS = {
+    "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3", "gpt2": "gpt2", "olmo2": "olmo2", "gptneox": "gpt2",
+}  # fmt: skip
 """Architectures that name or fuse tensors as a layout of Hugging Face's does; Gemma's norms are 1 + weight here."""
 _READER = 1  # changes when the same file gives another checkpoint
 _ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()}

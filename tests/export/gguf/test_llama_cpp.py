@@ -30,6 +30,7 @@ GEMMA3 = {
     "sliding_window": 8,
     "rope_local_theta": 10_000.0,
 }
+GEMMA2 = GEMMA3 | {"qk_norm": False, "rope_local_theta": None, "attention_softcap": 2.0, "logit_softcap": 3.0}
 GPT2 = {
     "mlp_kind": "gelu",
     "norm_kind": "layer",
@@ -56,6 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"attention_bias": True},
     "qwen3": {"qk_norm": True, "tie_word_embeddings": False},
     "smollm3": {"num_hidden_layers": 4, "layer_types": (FULL, FULL, FULL, UNROTATED)},
+    "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "gpt2": GPT2,
     "olmo2": OLMO2,
@@ -133,6 +135,7 @@ def test_what_llama_cpp_does_not_know_is_refused(tokenizer_directory: Path, tmp_
         (
             ({"num_hidden_layers": 4, "layer_types": (UNROTATED, FULL, FULL, FULL)}, "every fourth layer"),
             (OLMO2 | {"tie_word_embeddings": True}, "olmo2 models with a head of their own alone"),
+            (GEMMA2 | {"logit_softcap": None}, "Gemma 2 with every second layer full, bounded"),
             (GEMMA3 | {"attention_scale": 0.3}, "Gemma 3 with full layers"),
             (GEMMA3 | {"num_hidden_layers": 4, "layer_types": uneven}, "Gemma 3 with full layers"),
         )

@@ -16,6 +16,7 @@ from sportsllm.formats.huggingface import config_from_hf, family_of, load_config
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, Experts
 from sportsllm.models.experts import route
 from sportsllm.models.layers import KVCache
+from sportsllm.training.loss import cross_entropy
 from tests.support import families
 from tests.support.models import saved, tiny_config, tiny_model
 
@@ -92,6 +93,21 @@ def test_gpt2_as_it_was_first_published(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with torch.inference_mode():
         assert distance(load_checkpoint(tmp_path)(TOKENS), peer(TOKENS).logits) < TOLERANCE
+
+
+def test_bounded_scores_and_logits_have_their_gradients(tmp_path: Path) -> None:
+    peer = families.save("gemma2", tmp_path)
+    ours = load_checkpoint(tmp_path)
+    logits_NV = peer(TOKENS[:, :-1]).logits.flatten(0, 1)
+    wanted = torch.nn.functional.cross_entropy(logits_NV, TOKENS[:, 1:].flatten(), reduction="sum")
+    hidden, cap = ours.hidden(TOKENS[:, :-1]), ours.config.logit_softcap
+    found = cross_entropy(hidden, ours.head_weight, TOKENS[:, 1:], softcap=cap)
+    wanted.backward()
+    found.backward()
+    assert abs(float(found.detach() - wanted.detach())) < TOLERANCE * float(wanted.detach())
+    for name in ("embed_tokens", *(f"layers.0.self_attn.{part}_proj" for part in "qkvo")):
+        theirs = peer.get_parameter(f"model.{name}.weight").grad
+        assert distance(ours.get_parameter(f"model.{name}.weight").grad, theirs) < 10 * TOLERANCE, name
 
 
 def test_gpt_neox_as_it_was_first_published(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ _ARCH = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "gpt2": gguf.MODEL_ARCH.GPT2,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "stablelm": gguf.MODEL_ARCH.STABLELM,
     "gpt_neox": gguf.MODEL_ARCH.GPTNEOX,
@@ -32,6 +33,7 @@ _CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "phi3-sliding": transformers.Phi3Config(**_SIZES, sliding_window=8),
     "smollm3": transformers.SmolLM3Config(**_SIZES),
     "gpt2": families.CONFIGS["gpt2"],
+    "gemma2": transformers.Gemma2Config(**_SIZES, head_dim=32, sliding_window=8, query_pre_attn_scalar=32),
     "olmo2": families.CONFIGS["olmo2"],
     "stablelm": families.CONFIGS["stablelm"],
     "gpt-neox": families.CONFIGS["gpt-neox"],
@@ -46,7 +48,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
-        if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
+        if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
         if config.model_type == "gpt2" and name.endswith((".c_attn.weight", ".c_fc.weight", ".c_proj.weight")):
             values = np.ascontiguousarray(values.T)
@@ -82,7 +84,9 @@ def settings(config: Any) -> dict[str, Any]:
     if not hasattr(config, "head_dim"):
         config.head_dim = config.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None)
-    return settings_of(config) | ({"attention.sliding_window": window} if window else {})
+    names = ("attn_logit_softcapping", "final_logit_softcapping")
+    caps = {name: getattr(config, name) for name in names} if config.model_type == "gemma2" else {}
+    return settings_of(config) | caps | ({"attention.sliding_window": window} if window else {})
 
 
 def write(name: str, path: Path, tokenizer: Path, **changes: Any) -> Any:
@@ -103,7 +107,9 @@ def test_logits_are_those_of_the_model_that_was_written(name: str, tokenizer_dir
         # Float32 sums in another order, as a share of the logits' spread.
         assert float((ours(tokens) - wanted).abs().max() / wanted.std()) < 1e-5
     types = ours.config.layer_types or ()
-    assert (SLIDING in types) == (name in ("gemma3", "phi3-sliding")) and (UNROTATED in types) == (name == "smollm3")
+    assert (SLIDING in types) == (name in ("gemma2", "gemma3", "phi3-sliding")) and (UNROTATED in types) == (
+        name == "smollm3"
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,6 +117,7 @@ def test_logits_are_those_of_the_model_that_was_written(name: str, tokenizer_dir
     [
         ("gemma3", {"attention.sliding_window": None}, "sliding_window"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not known"),
+        ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping is missing"),
         ("gpt2", {"attention.layer_norm_epsilon": None}, "layer_norm_epsilon"),
         ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual is true, which is not supported"),
         ("gpt-neox", {"use_parallel_residual": None}, "use_parallel_residual is missing"),
