@@ -135,7 +135,10 @@ def test_pairs_go_to_the_nearest_frequency(changes: dict[str, object]) -> None:
     assert nearest_pairs(full, full) == [[p] for p in range(48)]
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"qk_norm": True}], ids=str)
+CUT = [{}, {"attention_bias": True}, {"qk_norm": True}, {"attention_scale": 0.5}]
+
+
+@pytest.mark.parametrize("changes", CUT, ids=str)
 def test_channels_that_say_nothing_are_cut_without_a_trace(changes: dict[str, object]) -> None:
     """Even rotary pairs have the frequencies of a head of half the size; values lie in eight dimensions."""
     g = torch.Generator().manual_seed(1)
