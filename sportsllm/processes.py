@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+_copies = 1  # processes that compute the same sequences, each with its part of every matrix
+
+
 def count() -> int:
     """How many processes `torchrun` has started."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
@@ -36,6 +39,23 @@ def rank() -> int:
 def local_rank() -> int:
     """The number of this process on its machine, which is that of its GPU."""
     return int(os.environ["LOCAL_RANK"]) if count() > 1 else 0
+
+
+def share_matrices(among: int) -> None:
+    """Compute the same sequences in every `among` processes.
+
+    Raises:
+        UsageError: the number of processes is no multiple.
+    """
+    global _copies
+    if count() % among:
+        raise UsageError(f"--set tensor_parallel={among}: {count()} processes are no multiple of it")
+    _copies = among
+
+
+def copies() -> int:
+    """How many processes compute the same sequences."""
+    return _copies
 
 
 def join(device: torch.device) -> None:
@@ -62,10 +82,11 @@ def own_share(rows: range) -> range:
     Raises:
         UsageError: the number of processes does not divide them.
     """
-    if len(rows) % count():
-        raise UsageError(f"{count()} processes cannot share the {len(rows)} sequences of a step; change --batch-size")
-    size = len(rows) // count()
-    return rows[rank() * size : (rank() + 1) * size]
+    shares, number = count() // _copies, rank() // _copies
+    if len(rows) % shares:
+        raise UsageError(f"{shares} processes cannot share the {len(rows)} sequences of a step; change --batch-size")
+    size = len(rows) // shares
+    return rows[number * size : (number + 1) * size]
 
 
 def from_first(text: str) -> str:

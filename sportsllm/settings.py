@@ -57,6 +57,7 @@ TRAINING: Group = {
     "muon_coefficients": Setting(tuple, "Newton-Schulz coefficients of Muon", "3.4445,-4.775,2.0315"),
     "checkpoint_activations": Setting(bool, "Recompute activations in the backward pass to save memory", "false"),
     "shard": Setting(bool, "Several processes each hold a part of weights, gradients and optimizer states", "false"),
+    "tensor_parallel": Setting(int, "With shard: processes that compute each matrix together", "1", 1),
     "validate_every": Setting(int, "Steps between scores of held-out text; 0: at the end only", "2 or 4 a run", 0),
     "try_rates": Setting(bool, "Choose the learning rate by short trial runs", "true for a good start"),
     "log_every": Setting(int, "Steps between two lines of metrics.jsonl", "10", 1),

@@ -186,7 +186,7 @@ def train_student(
         judged = judged and dataclasses.replace(judged, reported=training.reported)
         loss = distillation_loss(distillation, teacher, config.steps * config.accumulation, cache)
         with attached(student, matching):
-            place(student, device, config.shard)
+            place(student, device, config.shard, config.tensor_parallel)
             if fits:
                 assert matching is not None and teacher is not None, "there are projections"
                 matching.fit(student, teacher, batches.batch(0).to(device))

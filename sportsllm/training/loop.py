@@ -27,6 +27,7 @@ from sportsllm.text.packing import IGNORE, Batch, PackedSequences
 from sportsllm.training.loss import cross_entropy
 from sportsllm.training.optimizers import Schedule, build_optimizers, computes_in_bfloat16
 from sportsllm.training.settings import TrainConfig
+from sportsllm.training.sharding import clip_gradients
 from sportsllm.training.state import RunState, Validation
 
 # (model, batch) -> loss summed over the batch's scored tokens, in nats
@@ -239,8 +240,7 @@ class _Run:
         total = self._add_all_gradients(chosen, int(scored), loss)
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        clipped = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
-        norm = float(clipped.full_tensor() if processes.is_sharded(clipped) else clipped)
+        norm = clip_gradients(self.model, config.clip_norm)
         if not math.isfinite(norm) and not self.scaler.is_enabled():
             raise DivergedError(f"step {self.state.step + 1}: the gradient norm is {norm}; use a lower --learning-rate")
         for optimizer in self.optimizers:
@@ -254,10 +254,10 @@ class _Run:
         return total, config.learning_rate * factor, norm
 
     def _summed(self, *values: float) -> list[float]:
-        """Sums over all processes."""
+        """Sums over all processes that compute other sequences."""
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
         processes.add_up([sums])
-        return sums.tolist()
+        return (sums / processes.copies()).tolist()
 
     def _add_all_gradients(self, chosen: list[Batch], scored: int, loss: Loss) -> float:
         """`_add_gradients` of all processes, which also agree here whether to stop and whether to save."""

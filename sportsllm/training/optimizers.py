@@ -97,7 +97,8 @@ def _adamw(groups: list[ParameterGroup], learning_rate: float, bits: int) -> tor
         return optimizer
     if bits == 16:
         return Bfloat16AdamW(groups, lr=learning_rate, betas=_BETAS)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, foreach=True)
+    # Tensors of several meshes, as with `tensor_parallel`, cannot be in one call.
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, foreach=processes.copies() == 1)
 
 
 class Bfloat16AdamW(torch.optim.AdamW):

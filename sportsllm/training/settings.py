@@ -52,6 +52,7 @@ class TrainConfig:
     seed: int = 0
     checkpoint_activations: bool = False
     shard: bool = False
+    tensor_parallel: int = 1
     validate_every: int = 0
     try_rates: bool = False
     log_every: int = 10
@@ -77,6 +78,9 @@ class TrainConfig:
         check_optimizer_bits(self.optimizer, self.optimizer_bits)
         if self.shard and (self.optimizer_bits, self.parallel_batches) != (32, 1):
             raise UsageError("--set shard=true: needs optimizer_bits=32 and parallel_batches=1")
+        plain = (self.shard, self.optimizer) == (True, "adamw") and self.precision != "fp16"
+        if self.tensor_parallel > 1 and not plain:
+            raise UsageError("--set tensor_parallel: needs shard=true, optimizer=adamw and no precision=fp16")
 
     @property
     def tokens_per_step(self) -> int:

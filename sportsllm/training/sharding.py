@@ -8,28 +8,45 @@ import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from sportsllm import processes
-from sportsllm.errors import InterruptedRun
+from sportsllm.errors import InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.models.language_model import SportsLLM
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-def place(model: SportsLLM, device: torch.device, shard: bool) -> None:
-    """Move a model, the same in all processes, to a device; with `shard` this process's part of it."""
+
+def place(model: SportsLLM, device: torch.device, shard: bool, tensor_parallel: int = 1) -> None:
+    """Move a model, the same in all processes, to a device; with `shard` this process's part of it.
+
+    With `tensor_parallel`, so many neighbours compute each matrix of the blocks together, on the same sequences.
+
+    Raises:
+        UsageError: that number does not divide the processes, heads or neurons, or a kind of layer has no such plan.
+    """
     if not shard or processes.count() == 1:
         model.to(device)
         return
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-    # On a CPU Muon's exchange of matrices is a gather, which torch warns of.
-    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
-    mesh = init_device_mesh(device.type, (processes.count(),))
+    # Warnings of slow exchanges: on a CPU Muon gathers matrices, with two meshes norms are summed twice.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # may not be changed in place, and is not
+    if tensor_parallel > 1:
+        processes.share_matrices(tensor_parallel)
+    shape = (processes.count() // tensor_parallel, tensor_parallel)
+    grid = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
+    mesh = grid["data"]
+    if tensor_parallel > 1:
+        _share_matrices(model, grid["tensor"])
     for block in model.model.layers:
         for name in ("self_attn", "mlp"):
             fully_shard(block.get_submodule(name), mesh=mesh)
@@ -41,6 +58,44 @@ def place(model: SportsLLM, device: torch.device, shard: bool) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo sums where it is asked for a mean
             module.unshard()  # the memory of gathered weights, first needed in inference mode, could not be trained
             module.reshard()
+
+
+def _share_matrices(model: SportsLLM, mesh: "DeviceMesh") -> None:
+    """Megatron's plan (https://arxiv.org/abs/1909.08053): each process has some heads and neurons."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel.style import ParallelStyle
+
+    config, among = model.config, mesh.size()
+    kinds = {(part.attention_kind, part.mlp_kind, part.qk_norm) for part, _ in config.runs()}
+    known = {("grouped_query", "swiglu", False), ("grouped_query", "geglu", False)}
+    if kinds - known or type(model.model.layers[0].get_submodule("self_attn.q_proj")) is not nn.Linear:
+        raise UsageError("--set tensor_parallel: is for models of LLaMA's family, without adapters; leave it out")
+    for part, _ in config.runs():
+        sizes = {"heads": part.num_attention_heads, "key/value heads": part.num_key_value_heads}
+        for name, size in (sizes | {"neurons": part.intermediate_size}).items():
+            if size % among:
+                raise UsageError(f"--set tensor_parallel={among}: does not divide the model's {size} {name}")
+    columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for block in model.model.layers:
+        parallelize_module(block, mesh, plan)
+
+
+def clip_gradients(model: SportsLLM, most: float) -> float:
+    """`torch.nn.utils.clip_grad_norm_`, also of gradients that are spread over processes in different ways."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if processes.copies() == 1:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, most)
+        return float(norm.full_tensor() if processes.is_sharded(norm) else norm)
+    groups: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        assert processes.is_sharded(parameter), "all parameters are in parts"
+        groups.setdefault(parameter.device_mesh.ndim, []).append(parameter)
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups.values()]
+    total = torch.stack([norm.full_tensor() if processes.is_sharded(norm) else norm for norm in norms]).norm()
+    torch.nn.utils.clip_grads_with_norm_(parameters, most, total, foreach=False)
+    return float(total)
 
 
 def forget_gathered(model: SportsLLM) -> None:

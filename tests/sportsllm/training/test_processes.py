@@ -54,15 +54,26 @@ def losses(directory: Path) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optimizer", "rounds", "tolerance"),
-    [("adamw", "2:5,4:9,4:14,1", 1e-5), ("muon", "4", 1e-4)],  # Muon iterates in bfloat16
+    ("optimizer", "rounds", "tensor_parallel", "tolerance"),
+    # Muon iterates in bfloat16.
+    [("adamw", "2:5,4:9,4:14,1", 1, 1e-5), ("muon", "4", 1, 1e-4), ("adamw", "4:7,2:14,1", 2, 1e-5)],
 )
 def test_killed_processes_lose_nothing_and_any_number_goes_on(
-    cli: CommandLine, corpus_file: Path, tmp_path: Path, optimizer: str, rounds: str, tolerance: float
+    cli: CommandLine,
+    corpus_file: Path,
+    tmp_path: Path,
+    optimizer: str,
+    rounds: str,
+    tensor_parallel: int,
+    tolerance: float,
 ) -> None:
-    """Two begin, four are started after one of the two was killed, and again after another, and one finishes."""
+    """Two begin, four are started after one of the two was killed, and again after another, and one finishes.
+
+    With `tensor_parallel`, four are 2 x 2 and two share every matrix.
+    """
     one, many = tmp_path / "one", tmp_path / "many"
     further = ["--set", f"optimizer={optimizer}", "--set", "shard=true", "--steps", "20"]
+    further += ["--set", f"tensor_parallel={tensor_parallel}", "--set", "kv_heads=2"]
     assert cli(*arguments(corpus_file, one), *further)[0] == 0
     started = [sys.executable, "-m", "tests.support.forked", rounds, *arguments(corpus_file, many), *further]
     run = subprocess.run(
@@ -103,6 +114,10 @@ def test_what_several_processes_cannot_do_is_refused(cli: CommandLine, monkeypat
     assert processes.own_share(range(6, 12)) == range(8, 10)
     with pytest.raises(UsageError, match="optimizer_bits=32"):
         TrainConfig(shard=True, optimizer_bits=8)
+    with pytest.raises(UsageError, match="tensor_parallel: needs shard=true"):
+        TrainConfig(tensor_parallel=2)
+    with pytest.raises(UsageError, match="tensor_parallel=2: 3 processes are no multiple"):
+        processes.share_matrices(2)
     with pytest.raises(UsageError, match="3 processes cannot share the 4 sequences"):
         processes.own_share(range(4))
     assert cli("verify", "nowhere")[0] == UsageError.exit_code
