@@ -56,7 +56,7 @@ class PromptLookup:
 
     def _count(self, match: int, most: int, extra_s: float = 0.0) -> int:
         """How many tokens to propose if each costs `extra_s`, by the chance that those after such a match are taken."""
-        chance = self._chance[match]
+        chance, most = self._chance[match], most if 1 in self._cost_s else 0  # the first pass is measured alone
         rows = max(
             (rows for rows in _PRIOR_COST if rows - 1 <= most),
             key=lambda rows: sum(chance**place for place in range(rows)) / (self._cost(rows) + extra_s * (rows - 1)),
@@ -68,7 +68,9 @@ class PromptLookup:
         return rows - 1
 
     def _cost(self, rows: int) -> float:
-        return self._cost_s.get(rows, _PRIOR_COST[rows] * self._cost_s.get(1, 1.0))
+        """Time of a pass: at most that of a longer one, so that a single slow measurement cannot favour proposals."""
+        own = self._cost_s.get(rows, _PRIOR_COST[rows] * min(self._cost_s.values(), default=1.0))
+        return min([own, *(seconds for longer, seconds in self._cost_s.items() if longer > rows)])
 
     def read(self, proposed: int) -> None:
         """The pass has ended."""

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.measure.worker import time_passes
@@ -16,7 +17,7 @@ from sportsllm.inference import decoder as decoder_module
 from sportsllm.inference import lookup
 from sportsllm.inference.decoder import Sampling, generate
 from sportsllm.inference.lookup import DraftLookup, PromptLookup
-from tests.support.export_models import Exports
+from tests.support.export_models import TINY, Exports
 
 PATTERN = [5, 9, 2, 7, 7, 1, 3]
 SETTINGS: list[dict[str, Any]] = [
@@ -140,6 +141,36 @@ def test_proposals_follow_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cost, 4, 9.0)
     monkeypatch.setitem(cost, 8, 9.0)
     assert widths(1.0)[-1] == 1
+
+
+def test_a_draft_is_asked_as_often_as_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the pass that the others are compared with was slow."""
+    monkeypatch.undo()
+    clock = [0.0]
+    monkeypatch.setattr("sportsllm.inference.lookup.time.perf_counter", lambda: clock[0])
+
+    class Constant:
+        config = dataclasses.replace(TINY, max_position_embeddings=10**4)
+
+        def prefill(self, rows: Any, max_length: int | None = None, reuse: bool = False) -> Any:
+            return self.step([rows[0][-1]])
+
+        def step(self, tokens: Any) -> Any:
+            clock[0] += 0.001
+            return np.eye(1, 4)
+
+    def width(accepted: int) -> float:
+        text, widths = DraftLookup(Constant(), 10**4, range(50)), list[int]()
+        for _ in range(60):
+            proposed = len(text.propose(7))
+            clock[0] += 0.01 * {1: 1.0, 2: 1.3, 4: 2.0, 8: 3.5}[proposed + 1] * (1 if widths else 3)
+            text.read(proposed)
+            text.learn(proposed, accepted * proposed)
+            text.extend(range(len(text), len(text) + 1 + accepted * proposed))
+            widths.append(proposed + 1)
+        return sum(widths[-20:]) / 20
+
+    assert width(1) == 8 and width(0) < 1.3
 
 
 def test_bench_times_passes_and_says_what_they_would_gain(exports: Exports) -> None:
