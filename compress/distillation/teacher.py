@@ -158,6 +158,7 @@ def teacher_logits(
         with torch.inference_mode():
             logits_CV = h_CD.new_empty(len(h_CD), len(weight), dtype=torch.float32)
             float32_product(h_CD, weight.T, logits_CV, exact)
-            return softcapped(logits_CV, teacher.config.logit_softcap).clone()
+            capped_CV = softcapped(logits_CV, teacher.config.logit_softcap)
+        return capped_CV.clone()  # out here, so that the caller may change it in place
 
     return logits
