@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -46,14 +45,12 @@ class Mailbox:
     """Pieces of one request's jobs, from the engine's thread to the event loop."""
 
     def __init__(self) -> None:
-        self._pieces, self._news = deque[Piece](), asyncio.Event()
-        self._loop = asyncio.get_running_loop()
+        self._pieces, self._loop = asyncio.Queue[Piece](), asyncio.get_running_loop()
 
     def put(self, piece: Piece) -> None:
         """In the engine's thread."""
-        self._pieces.append(piece)
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._news.set)
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     async def pieces(self, jobs: int) -> AsyncIterator[Piece]:
         """All pieces until that many jobs have ended.
@@ -62,14 +59,11 @@ class Mailbox:
             ApiError: one of them failed.
         """
         while jobs:
-            await self._news.wait()
-            self._news.clear()
-            while self._pieces:
-                piece = self._pieces.popleft()
-                if piece.finish in ("error", "timeout", "cancelled"):
-                    raise ApiError(500, f"generation ended: {piece.finish}", "server_error")
-                jobs -= piece.finish is not None
-                yield piece
+            piece = await self._pieces.get()
+            if piece.finish in ("error", "timeout", "cancelled"):
+                raise ApiError(500, f"generation ended: {piece.finish}", "server_error")
+            jobs -= piece.finish is not None
+            yield piece
 
 
 def _json(data: object) -> Response:
@@ -104,7 +98,6 @@ class Server:
     def __init__(self, models: Sequence[ServedModel], access: Access) -> None:
         self._models, self._access = {model.name: model for model in models}, access
         self._started = time.time()
-        self._page = Path(__file__).with_name("page.html").read_bytes()
 
     def app(self) -> Any:
         """The ASGI application."""
@@ -117,9 +110,10 @@ class Server:
         posts |= {"/tokenize": (TokenizeRequest, self._tokenize), "/detokenize": (DetokenizeRequest, self._detokenize)}
         posts |= {"/apply-template": (Conversation, self._apply_template)}
         gets = {"/v1/models": self._list, "/models": self._list, "/v1/models/{name:path}": self._show}
-        gets |= {"/health": self._health, "/props": self._props, "/metrics": self._metrics, "/": self._index}
-        description = describe({path: kind for path, (kind, _) in posts.items()}, [*gets, "/slots"])
-        gets |= {"/slots": self._slots, "/openapi.json": partial(_said, _json(description))}
+        gets |= {"/health": self._health, "/props": self._props, "/metrics": self._metrics, "/slots": self._slots}
+        description = _json(describe({path: kind for path, (kind, _) in posts.items()}, gets))
+        page = Response(Path(__file__).with_name("page.html").read_bytes(), media_type="text/html")
+        gets |= {"/openapi.json": partial(_said, description), "/": partial(_said, page)}
         routes = [Route(path, call, methods=["POST"]) for path, (_, call) in posts.items()]
         routes += [Route(path, call) for path, call in gets.items()]
         handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), refusal)
@@ -136,9 +130,6 @@ class Server:
             message = f"no such model; this server has {', '.join(self._models)}"
             raise ApiError(404, message, "not_found_error", param="model")
         return self._models[name]
-
-    async def _index(self, _: Request) -> Response:
-        return Response(self._page, media_type="text/html")
 
     async def _health(self, _: Request) -> Response:
         if not all(model.ready for model in self._models.values()):

@@ -10,13 +10,9 @@ from pydantic.json_schema import models_json_schema
 from sportsllm import __version__
 from sportsllm.serving.replies import Json
 
-_ERROR = {"type": "object", "properties": {"message": {"type": "string"}, "type": {"type": "string"}}}
 _RESPONSES = {
     "200": {"description": "The reply; with `stream`, server-sent events."},
-    "default": {
-        "description": "A refusal in OpenAI's shape.",
-        "content": {"application/json": {"schema": {"type": "object", "properties": {"error": _ERROR}}}},
-    },
+    "default": {"description": "A refusal in OpenAI's shape: an object `error` with `message`, `type` and `param`."},
 }
 
 
@@ -28,10 +24,9 @@ def describe(posts: Mapping[str, type[BaseModel]], gets: Iterable[str]) -> Json:
     for path, record in posts.items():
         body = {"content": {"application/json": {"schema": references[record, "validation"]}}, "required": True}
         paths[path] = {"post": {"requestBody": body, "responses": _RESPONSES}}
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     for path in gets:
-        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        paths[path.replace(":path", "")] = {
-            "get": {"parameters": [name] if "{" in path else [], "responses": _RESPONSES}
-        }
+        operation = {"parameters": [name] if "{" in path else [], "responses": _RESPONSES}
+        paths[path.replace(":path", "")] = {"get": operation}
     info = {"title": "sportsllm-compress", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas["$defs"]}}

@@ -210,7 +210,17 @@ class TextTokenizer:
     def decoder(self, prompt: Sequence[int]) -> Callable[[int], str]:
         """A function from the next token to the text that it completes, never half a character."""
         stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
-        return lambda token: stream.step(self._tokenizer, token) or ""
+
+        def text_of(token: int) -> str:
+            nonlocal stream
+            try:
+                return stream.step(self._tokenizer, token) or ""
+            except Exception:  # bytes before it are no character after all; the library knows no other error
+                anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+                stream = DecodeStream(ids=anchor, skip_special_tokens=True)
+                return stream.step(self._tokenizer, token) or ""
+
+        return text_of
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digits: str = "grouped") -> TextTokenizer:

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.huggingface import load_config
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import (
     TextTokenizer,
@@ -127,6 +128,13 @@ def test_a_piece_does_not_disturb_what_another_thread_encodes(tokenizer: TextTok
 def test_pieces_of_sentencepiece(stories: Path) -> None:
     pieces = token_pieces(read_tokenizer(stories / "tokenizer.json"), "Once upon a time", 10)
     assert "".join(pieces) == " Once upon a time" and "▁" not in "".join(pieces)
+
+
+def test_a_stream_goes_on_after_bytes_that_are_no_character(stories: Path) -> None:
+    tokenizer = load_tokenizer(stories, load_config(stories))
+    assert "".join(tokenizer.decode_stream([214, 151, 209, 168, 228], [193, 178, 238, 135, 403, 407])).endswith(
+        " Once upon"
+    )
 
 
 def test_single_digits_are_tokens_of_their_own(texts: list[str], tmp_path: Path) -> None:
