@@ -23,11 +23,7 @@ if TYPE_CHECKING:
     from sportsllm.files import JsonObject
 
 _LOSS, _SHAPE = "Loss", "Shape"
-_RARE = {
-    name: setting
-    for name, setting in DISTILLATION.items()
-    if name in ("mix", "hidden_weight", "signal_tokens", "teacher_precision")
-}
+_RARE = pick(DISTILLATION, ("mix", "hidden_weight", "signal_tokens", "teacher_precision"))
 _SEQUENCE_TIMES_SELECTED = 4
 _SELECTION_TOKENS = 1_000_000  # with --select-tokens, if no length is given
 _STARTED = "start.json"  # in an unfinished directory: the layers that hidden states are matched at

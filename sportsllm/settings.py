@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,7 +221,7 @@ def parse_settings(
     return found
 
 
-def pick(found: Mapping[str, Any], group: Group) -> dict[str, Any]:
+def pick(found: Mapping[str, Any], group: Container[str]) -> dict[str, Any]:
     """Those of the parsed settings that are in a group."""
     return {name: value for name, value in found.items() if name in group}
 

@@ -199,8 +199,7 @@ def layers_of_teacher(student: Path, teacher: Path) -> list[int] | None:
             return [*range(load_config(teacher).num_hidden_layers)] if kept is None else kept
         if stage.manifest.command == "distill" and stage.manifest.text("start") != "weights":
             return None  # layers of random weights, or of a cut that is not recorded
-        cut: list[int] | None = stage.manifest.results.get("kept_layers")
-        if cut is not None:
+        if (cut := stage.manifest.results.get("kept_layers")) is not None:
             kept = cut if kept is None else [cut[layer] for layer in kept]
     return None
 

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from compress.distillation.student import StudentTraining
 
 LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found
-_SCORING_SAMPLES, REFIT_SAMPLES = 8, 64  # all shapes read the same text, so little of it tells them apart
+# All shapes read the same text, so little of it tells them apart; a finalist is refitted to the most.
+_SCORING_SAMPLES, _RANKED_SAMPLES, REFIT_SAMPLES = 8, 16, 64
 _LEAST_CUT, _MOST_CUT = 12, 64
 _JUDGING_FRACTION = 1 / 16  # of the recovery's tokens, for all shapes that are cut
 _BRIEF_STEP = 1_024  # tokens
@@ -129,11 +130,13 @@ def find_finalists(
         shapes: those to choose from, thinned out if they are many.
         always: refitted too; one of them is among two or more finalists.
         count: how many finalists.
-        seconds: no further shape is cut after as many.
+        seconds: no further shape is cut after as many, and no further one refitted after twice as many.
     """
     started, model, samples = time.perf_counter(), calibration.model, calibration.samples
     held_out = max(1, min(_SCORING_SAMPLES, len(samples) // 4))
-    scoring, fitted = samples[:held_out], samples[held_out : held_out + REFIT_SAMPLES] or samples
+    scoring, others = samples[:held_out], samples[held_out:] or samples
+    enough = 8 * model.config.intermediate_size // samples[0].numel()  # text for least squares
+    fitted = others[: min(REFIT_SAMPLES, max(_RANKED_SAMPLES, enough))]
     merging = fitted[:_SCORING_SAMPLES]  # heads are merged by other text than the shapes are ranked on
 
     def loss_of(shape: Shape, refit: bool = False) -> float:
@@ -161,6 +164,8 @@ def find_finalists(
     refitted, refit = list[Finalist](), calibration.job.config.refit
     with progress_bar("refitted", len(cut)) as bar:
         for one in cut if len(cut) > count else ():
+            if len(refitted) >= count and time.perf_counter() - started > 2 * seconds:
+                break
             refitted.append(one._replace(loss_after_refit=loss_of(one.shape, refit)))
             bar.advance()
     found = sorted(refitted or cut, key=lambda one: one.loss_after_refit or one.loss_after_cut)
@@ -177,8 +182,7 @@ def find_finalists(
 def thinned(shapes: Sequence[Shape], most: int) -> list[Shape]:
     """At most `most` of the shapes, evenly spread over depths, hidden sizes and heads."""
     ordered = sorted(shapes, key=lambda shape: (shape.layers, shape.hidden, shape.heads, shape.kv_heads))
-    if len(ordered) <= most:
-        return ordered
+    most = min(most, len(ordered))
     return [ordered[number * len(ordered) // most] for number in range(most)]
 
 
