@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.devices.schema import Device
-from benchmarks.model_size import ModelFormat, file_bytes
+from benchmarks.model_size import ModelFormat, file_bytes, sizes
 from benchmarks.predict.latency import predict_figures
 from compress.pruning.shapes import Shape, head_counts, hidden_sizes, shape_for_share, widths
 from sportsllm.errors import UsageError
@@ -21,6 +21,7 @@ from sportsllm.models.memory import BLOCK_SIZES
 WHOLE = "nothing cut"
 ANCHORS = ("feed-forward", "depth", "evenly")
 """The simplest cuts, which are tried before all others."""
+MIXED_GROWTH = 0.05  # of an INT4 model's matrices: `quantize` gives the most sensitive ones 8 bits
 _EVEN_SHARES = range(5, 100, 5)  # percent of the parameters
 _EXPERT_SHARES = (2, 4)  # half and a quarter of the experts
 
@@ -91,6 +92,9 @@ def candidate_of(way: str, size: Size, format: ModelFormat, teacher: ModelConfig
     # optimum takes the heads' size from the hidden size, and makes its own cache.
     optimum = config.hidden_size == config.query_size and format.cache != "int8"
     known = predict_figures(config, device, format).known()
+    if format.precision == "int4":
+        stored = sizes(config, format)
+        known["file_mb"] += MIXED_GROWTH * (stored.layers.bytes + stored.head.bytes) / 1e6
     return Candidate(way, size, format, config.parameters, known, closed_to=() if optimum else ("optimum",))
 
 

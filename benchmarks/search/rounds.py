@@ -241,7 +241,8 @@ def try_plain(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
     If that loses nothing, only further formats that lose nothing either can be better: faster.
     """
     if search.decides and not search.plain(sure):  # the prediction may be too strict
-        _time(search, trials, search.nearest()[0])
+        nearest, _ = search.nearest()
+        search.record(nearest, *trials.timed(nearest))
     for planned in search.plain(sure):
         worst = max((tried.losses.rounded for tried in search.tried.values()), default=0.0)
         if _good_enough(search) and (planned.way != WHOLE or worst > EQUAL_PERCENT):
@@ -266,7 +267,7 @@ def try_mixed(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
         size = Size(shape, best.size.vocab_size)
         candidate = candidate_of("mixed", size, best.format, search.teacher, search.device)
         if search.decides and candidate.name not in search.timed:
-            _time(search, trials, candidate)
+            search.record(candidate, *trials.timed(candidate))
         if candidate.name in search.tried or search.missed(candidate, sure):
             continue
         if not _has_time(candidate, effort, clock):
@@ -338,14 +339,9 @@ def _as_timed(search: Search, trials: Trials, planned: Candidate, sure: bool) ->
         candidate = search.largest(planned.way, planned.format, sure)
         if candidate is None or not search.decides or candidate.name in search.timed:
             return candidate
-        _time(search, trials, candidate)
+        search.record(candidate, *trials.timed(candidate))
     log(f"{planned.way} in {planned.format.name}: outside the budget as timed")
     return None
-
-
-def _time(search: Search, trials: Trials, candidate: Candidate) -> None:
-    figures, busy = trials.timed(candidate)
-    search.record(candidate, figures, busy)
 
 
 def _try(search: Search, trials: Trials, candidate: Candidate, tokens: int, clock: Clock, longer: bool = False) -> None:

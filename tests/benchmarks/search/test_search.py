@@ -16,13 +16,24 @@ from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import judge
 from benchmarks.fit import FitResult, finish_best, fit, run_fit
 from benchmarks.measure.bench import ShortBench
-from benchmarks.model_size import ModelFormat, file_bytes
-from benchmarks.search.candidates import ANCHORS, WHOLE, Candidate, Size, candidate_of, expert_counts, formats, ways
+from benchmarks.model_size import ModelFormat, file_bytes, sizes
+from benchmarks.search.candidates import (
+    ANCHORS,
+    MIXED_GROWTH,
+    WHOLE,
+    Candidate,
+    Size,
+    candidate_of,
+    expert_counts,
+    formats,
+    ways,
+)
 from benchmarks.search.recipe import Effort, Source, Target, export_settings, prune_settings, write_recipe
 from benchmarks.search.results import print_fit
 from benchmarks.search.rounds import Search, Tried, run_rounds, start_search, try_longer, try_plain
 from benchmarks.search.trials import Clock, Losses, Timed, Trials
 from compress.pruning.shapes import Shape, shape_for_share
+from compress.quantization.mixed_precision import DEFAULT_GROWTH
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, UsageError
 from sportsllm.formats.huggingface import load_config, to_hf
@@ -62,10 +73,10 @@ def test_ways_are_the_plain_cuts_largest_first_and_all_of_them_can_be_cut() -> N
     found = ways(TEACHER)
     assert list(found) == [WHOLE, "feed-forward", "evenly", "depth", "hidden size", "heads", "evenly and depth"]
     assert found[WHOLE] == [Size(FULL, TEACHER.vocab_size)]
-    for way, sizes in found.items():
-        counts = [size.applied_to(TEACHER).block_parameters for size in sizes]
+    for way, line in found.items():
+        counts = [size.applied_to(TEACHER).block_parameters for size in line]
         assert counts == sorted(counts, reverse=True), way
-        assert (Size(FULL, TEACHER.vocab_size) in sizes) == (way == WHOLE)
+        assert (Size(FULL, TEACHER.vocab_size) in line) == (way == WHOLE)
     assert {size.shape for size in found["evenly"]} >= {shape_for_share(TEACHER, p / 100) for p in range(20, 96, 5)}
     assert found["depth"][0].shape == replace(FULL, layers=3)
     fewer = ways(TEACHER, [320])
@@ -84,11 +95,21 @@ def test_a_mixture_may_lose_experts_and_options_name_them_only_then(tmp_path: Pa
     assert "experts" not in prune_settings(source, replace(whole, layers=1), tmp_path, tmp_path, 1)
 
 
+def test_an_int4_candidate_has_room_for_the_matrices_that_quantize_gives_8_bits() -> None:
+    """Its file is predicted larger by as much as `quantize --bits 4` may add, and not that of another format."""
+    assert MIXED_GROWTH == DEFAULT_GROWTH
+    for stored in (ModelFormat("int4", 64), ModelFormat("int8", 128)):
+        candidate = candidate_of("", Size(FULL, TEACHER.vocab_size), stored, TEACHER, load_device("laptop-x86"))
+        matrices = sum(part.bytes for part in (sizes(TEACHER, stored).layers, sizes(TEACHER, stored).head))
+        growth = MIXED_GROWTH * matrices if stored.precision == "int4" else 0.0
+        assert candidate.predicted["file_mb"] * 1e6 == pytest.approx(file_bytes(TEACHER, stored) + growth)
+
+
 def test_formats_go_from_fine_to_small() -> None:
     weights = [each for each in formats(TEACHER) if each.cache == "fp32"]
     assert [each.precision for each in weights] == ["fp32", "int8", "int8", "int4", "int4"]
-    sizes = [file_bytes(TEACHER, each) for each in weights if not each.per_row]
-    assert sizes == sorted(sizes, reverse=True)
+    lengths = [file_bytes(TEACHER, each) for each in weights if not each.per_row]
+    assert lengths == sorted(lengths, reverse=True)
     assert weights[-1].head_bits == 4 and weights[-1].block_size <= TEACHER.hidden_size  # larger ones save nothing
     assert ModelFormat("int4", 64) in weights
 
@@ -131,7 +152,7 @@ def test_each_way_is_planned_in_each_format_as_large_as_the_budget_allows() -> N
 def test_a_budget_that_only_int4_can_meet_gets_the_whole_teacher_in_int4() -> None:
     teacher, device = preset("tiny-5m"), load_device("raspberry-pi-5")
     size = file_bytes(teacher, ModelFormat("int4", 64)) / 1e6
-    planned = started(with_limits(device.name, file_mb=1.01 * size), teacher).plain(False)
+    planned = started(with_limits(device.name, file_mb=(1.01 + MIXED_GROWTH) * size), teacher).plain(False)
     assert [one.format.precision for one in planned if one.way == WHOLE] == ["int4", "int4"]
 
 
@@ -222,7 +243,9 @@ EFFORT = Effort(100_000, 10_000)
 @pytest.mark.parametrize(("scale", "best"), [(30.0, WHOLE), (1.5, "feed-forward")])
 def test_measured_losses_decide_between_cuts_and_small_formats(scale: float, best: str) -> None:
     """INT4 of the whole costs two points. Cut the FFN if that costs less, and keep the teacher whole if cuts hurt."""
-    search = started(with_limits(file_mb=file_bytes(TEACHER, ModelFormat("int4", 64)) / 1e6 + 0.01))
+    whole, device = Size(FULL, TEACHER.vocab_size), load_device("laptop-x86")
+    int4 = candidate_of(WHOLE, whole, ModelFormat("int4", 64), TEACHER, device)
+    search = started(with_limits(file_mb=int4.predicted["file_mb"] + 0.01))
     trials = Rule(scale, rounding=2.0)
     ranking = run_rounds(search, cast(Trials, trials), EFFORT, Clock())
     assert ranking[0].way == best
