@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
+from sportsllm import processes
 from sportsllm.console import log
 from sportsllm.errors import DivergedError, InterruptedRun
-from sportsllm.files import atomic_write_text, read_json
+from sportsllm.files import as_object, atomic_write_text, parse_json
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import Loss, train_model
@@ -41,7 +42,7 @@ def choose_rates(
 
     Args:
         model, batches, loss, config: of the run, which has not begun.
-        directory: of the run; the scores stay there in rates.json, which a resumed run reads.
+        directory: of the run; the first process's scores stay there in rates.json, which resumed runs read.
         selection: scores the short runs, in bits per byte.
     """
     affordable = int(config.steps * config.accumulation * _FRACTION / _MOST_TRIALS)  # batches of a trial
@@ -49,15 +50,15 @@ def choose_rates(
     if accumulation < 1:
         return config
     steps, kept = affordable // accumulation, directory / RATES
-    if kept.exists():
-        scores = {float(factor): score for factor, score in read_json(kept).items()}
-    else:
+    known = processes.from_first(kept.read_text(encoding="utf-8") if kept.exists() else "")
+    if not known:
         log(f"trying learning rates on {steps} steps each")
         short = dataclasses.replace(
             config, accumulation=accumulation, parallel_batches=1, validate_every=0, steps=steps, warmup=1
         )
-        scores = _try(model, batches, loss, short, selection)
-        atomic_write_text(kept, json.dumps(scores))
+        known = processes.from_first(json.dumps(_try(model, batches, loss, short, selection)))
+        atomic_write_text(kept, known)
+    scores = {float(factor): score for factor, score in as_object(parse_json(known, kept), kept).items()}
     chosen = _scaled(config, min(scores, key=scores.__getitem__))
     tried = [f"{_scaled(config, factor).learning_rate:.2g} {score:.4f}" for factor, score in sorted(scores.items())]
     rates = f"AdamW's rate and bits per byte after {steps} steps: {', '.join(tried)}"

@@ -88,6 +88,24 @@ def test_killed_processes_lose_nothing_and_any_number_goes_on(
         torch.testing.assert_close(trained[name], weight, rtol=1e-3, atol=1e-2 if optimizer == "muon" else 1e-4)
 
 
+@pytest.mark.slow
+def test_processes_that_start_again_take_the_rates_of_the_first(
+    cli: CommandLine, corpus_file: Path, tmp_path: Path
+) -> None:
+    """The folder of the run, where the trials' scores are, is the first process's alone."""
+    words = arguments(corpus_file, tmp_path / "start")
+    assert cli(*words, "--steps", "0")[0] == 0
+    words = ["train", str(tmp_path / "start"), "--corpus", str(corpus_file), "--out", str(tmp_path / "out")]
+    words += ["--steps", "400", "--batch-size", "2", "--sequence", "16", "--set", "accumulation=1"]
+    started = [sys.executable, "-m", "tests.support.forked", "2:12,2:14", *words]
+    run = subprocess.run(
+        started, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False, capture_output=True, text=True, timeout=100
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("trying learning rates on 10 steps each") == 1, run.stderr
+    assert "resumed at step 12 of 400" in run.stderr
+
+
 @pytest.mark.parametrize("sharded", ["false", "true"])
 def test_two_processes_take_the_steps_of_one_and_one_finishes_what_two_began(
     cli: CommandLine, corpus_file: Path, tmp_path: Path, sharded: str
