@@ -41,10 +41,11 @@ _IGNORED = {
     "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p",
     "torchscript", "typical_p", "use_bfloat16",
 }  # fmt: skip
+_PARTIAL = "partial_rotary_factor"
 # Fields that are harmless only with these values.
 _REQUIRED: dict[str, tuple[object, ...]] = {
     "attention_dropout": (0, 0.0),
-    "partial_rotary_factor": (1, 1.0),
+    _PARTIAL: (1, 1.0),
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
@@ -91,6 +92,7 @@ def _parse(data: JsonObject, where: str) -> ModelConfig:
             f"{where}: model_type {clip(repr(model_type))} is not supported; use one of {', '.join(FAMILIES)}"
         )
     rest = Fields({key: value for key, value in data.items() if key not in _IGNORED}, where)
+    rest |= _partial_rotation(data)
     family = FAMILIES[model_type]
     own = family.read(rest)
     rest.require(**_REQUIRED)
@@ -99,6 +101,7 @@ def _parse(data: JsonObject, where: str) -> ModelConfig:
     except KeyError as error:
         raise ArtifactError(f"{where}: field {error} is missing") from None
     rope = dict(rest.pop("rope_parameters", None) or {})  # transformers 5 keeps theta and scaling together
+    rope.pop(_PARTIAL, None)
     scaling = rest.pop("rope_scaling", None) or rope
     heads = values["num_attention_heads"]
     values |= {
@@ -116,6 +119,12 @@ def _parse(data: JsonObject, where: str) -> ModelConfig:
     if rest:
         raise ArtifactError(f"{where}: unknown field {sorted(rest)[0]!r}; remove it or use a supported model")
     return ModelConfig(**values | own)
+
+
+def _partial_rotation(data: JsonObject) -> JsonObject:
+    """The share of each head that is rotated, if it is where transformers 5 keeps it."""
+    rope = data.get("rope_parameters") or {}
+    return {_PARTIAL: rope[_PARTIAL]} if _PARTIAL in rope else {}
 
 
 def _parse_own(data: JsonObject, where: str) -> ModelConfig:
@@ -263,6 +272,7 @@ def checkpoint_with(checkpoint: Path, config: ModelConfig) -> Iterator[Path]:
         yield checkpoint
         return
     data = read_json(checkpoint / "config.json")
+    data |= _partial_rotation(data)
     data.pop("rope_parameters", None)  # transformers 5 keeps theta and scaling there
     scaling = config.rope_scaling
     data |= {

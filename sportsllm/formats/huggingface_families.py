@@ -347,7 +347,7 @@ def _write_qwen3_moe(config: ModelConfig) -> JsonObject | None:
 def _read_partial(rest: Fields, share: str) -> JsonObject:
     """LayerNorm, and the rotation of a `share` of each head's channels; the residual may be parallel."""
     size = rest.get("head_dim") or rest.get("hidden_size", 0) // (rest.get("num_attention_heads") or 1)
-    factor = float(rest.pop(share, 0.25))
+    factor = float(rest.pop(share, rest.get("partial_rotary_factor", 0.25)))
     rest.drop("partial_rotary_factor", "rotary_pct")
     rest["rms_norm_eps"] = rest.pop("layer_norm_eps", 1e-5)
     rest["dropout"] = rest.pop("hidden_dropout", 0.0)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.huggingface import config_from_hf, family_of, load_config, to_hf
+from sportsllm.formats.huggingface import checkpoint_with, config_from_hf, family_of, load_config, to_hf
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, Experts
 from sportsllm.models.experts import route
 from sportsllm.models.layers import KVCache
@@ -142,6 +142,22 @@ def test_rotary_bases_as_transformers_5_keeps_them() -> None:
     }
     config = config_from_hf(data)
     assert (config.rope_theta, config.rope_local_theta) == (1e6, 10_000.0)
+
+
+def test_partial_rotation_as_transformers_5_keeps_it(tmp_path: Path) -> None:
+    data = json.loads(families.CONFIGS["gpt-neox"].to_json_string())
+    for name in ("rotary_pct", "rotary_emb_base", "rope_theta", "rope_scaling", "partial_rotary_factor"):
+        data.pop(name, None)
+    data["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    config = config_from_hf(data)
+    assert (config.rotary_size, config.rope_theta) == (config.head_dim // 2, 500.0)
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    longer = config.with_changes(max_position_embeddings=2 * config.max_position_embeddings)
+    with checkpoint_with(tmp_path, longer) as source:
+        assert load_config(source) == longer
+    llama = json.loads(families.CONFIGS["olmo2"].to_json_string()) | {"rope_parameters": data["rope_parameters"]}
+    with pytest.raises(ArtifactError, match=r"partial_rotary_factor is 0\.5; only 1 is supported"):
+        config_from_hf(llama)
 
 
 def test_layers_take_their_types_along() -> None:
