@@ -46,6 +46,7 @@ from sportsllm.models.kinds import EMBEDDING, HEAD, POSITIONS, block_matrices
 from sportsllm.models.language_model import Block, embed, rope_of
 from sportsllm.models.layers import ResidualNorm, Rope
 from sportsllm.models.parts import routed_names, unused_line
+from sportsllm.process_memory import give_back
 from sportsllm.training.loss import cross_entropy
 
 PULL = 20.0
@@ -165,9 +166,14 @@ def quantize_calibrated(
             _keep(originals, prefix, source, own)
             if gptq:
                 between_BTD, following = LayerStates.of(source, full_BTD, rope)
-                pair = LayerPair(copy.deepcopy(source), source, own, rope)
-                streams = ResidualPair(full_BTD, rounded_BTD, following)
-                rounded_BTD, read = _fit_and_round(packed, prefix, pair, streams, between_BTD, pull)
+                rounded_BTD, read = _fit_and_round(
+                    packed,
+                    prefix,
+                    LayerPair(copy.deepcopy(source), source, own, rope),
+                    ResidualPair(full_BTD, rounded_BTD, following),
+                    between_BTD,
+                    pull,
+                )
                 del between_BTD
             else:
                 following, read = _round_alone(packed, prefix, source, own, full_BTD, rope)
@@ -178,6 +184,8 @@ def quantize_calibrated(
                 if parameter.ndim == 1:
                     packed.add(f"{prefix}.{name}", parameter, search=True)
             full_BTD = following
+            del source
+            give_back()
             bar.advance()
     if (line := unused_line(unread)) is not None:
         log(f"calibration text: {line}; more samples (--set samples=N) may reach them")
@@ -238,8 +246,9 @@ def _fit_and_round(
     def solve(name: str, linear: nn.Linear, sums: LeastSquares) -> None:
         if sums.gram_II.any():
             read.add(name)
-        wanted = sums.solve(linear.weight, pull * linear.in_features)
-        linear.weight.data = _gptq(packed, f"{prefix}.{name}", wanted, sums.gram_II.float())
+        wanted, gram_KK = sums.solve(linear.weight, pull * linear.in_features), sums.gram_II.float()
+        sums.gram_II = sums.cross_OI = torch.empty(0)  # the widest matrix needs this memory for its rounding
+        linear.weight.data = _gptq(packed, f"{prefix}.{name}", wanted, gram_KK)
 
     return fit_block(pair, streams, between_BTD, solve), read
 
