@@ -144,7 +144,9 @@ OnDevice = Annotated[bool, typer.Option("--on-device", help=_HERE)]
 Device = Annotated[str, _runtime("--device", help="Processor: cpu, cuda, or auto.")]
 _KERNELS = "Kernels for exports: native (this program's), portable (ONNX Runtime's), or auto."
 Kernels = Annotated[str, _runtime("--kernels", help=_KERNELS)]
-Provider = Annotated[str, _runtime("--provider", help="Execution provider of ONNX Runtime for exports: cpu, cuda, ...")]
+Provider = Annotated[
+    str, _runtime("--provider", help="Where it runs: cpu, cuda, cuda:1; for exports any provider of ONNX Runtime.")
+]
 _DRAFT = "Smaller export with the same tokenizer; what it proposes is verified, and the text stays the same."
 Draft = Annotated[Path | None, _runtime("--draft", metavar="EXPORT", help=_DRAFT, show_default="none")]
 Threads = Annotated[int | None, _runtime("--threads", min=1, help="CPU threads.", show_default="all cores")]

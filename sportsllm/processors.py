@@ -32,19 +32,39 @@ def use_processor(threads: int | None = None, device: str = "auto") -> None:
     """Compute with this many CPU threads, and train on this device; by default all, and a CUDA GPU if there is one.
 
     Raises:
-        UsageError: an unknown device, or cuda without one.
+        UsageError: as `find_device`.
     """
     global _device
     import torch
 
-    if device not in DEVICES:
-        raise UsageError(f"--device {device}: use {', '.join(DEVICES)}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: this PyTorch finds no CUDA GPU; use cpu")
+    find_device(device)
     _device = device
     if threads:
         torch.set_num_threads(threads)
     processes.join(training_device(quiet=True))
+
+
+def find_device(name: str, flag: str = "--device") -> torch.device:
+    """The device that one of `DEVICES` or `cuda:N` names; `auto` is a CUDA GPU if there is one.
+
+    Raises:
+        UsageError: an unknown device, a GPU that is not there, or one GPU for several processes.
+    """
+    import torch
+
+    kind, _, number = name.partition(":")
+    if name not in DEVICES and not (kind == "cuda" and number.isdecimal()):
+        raise UsageError(f"{flag} {name}: use {', '.join(DEVICES)} or cuda:N")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and not gpus:
+        raise UsageError(f"{flag} {name}: this PyTorch finds no CUDA GPU; use cpu")
+    if number and int(number) >= gpus:
+        raise UsageError(f"{flag} {name}: CUDA GPUs here are 0 to {gpus - 1}")
+    if number and processes.count() > 1:
+        raise UsageError(f"{flag} {name}: each process has a GPU of its own; use cuda")
+    if kind == "cpu" or not gpus:
+        return torch.device("cpu")
+    return torch.device("cuda", int(number) if number else processes.local_rank())
 
 
 def set_threads(threads: int | None) -> None:
@@ -59,13 +79,12 @@ def training_device(quiet: bool = False) -> torch.device:
     """The device of `use_processor`; a CUDA GPU is logged unless `quiet`."""
     import torch
 
-    if _device != "cpu" and torch.cuda.is_available():
+    device = find_device(_device)
+    if device.type == "cuda" and not quiet:
         from sportsllm.console import log
 
-        if not quiet:
-            log(f"training on {torch.cuda.get_device_name()}")
-        return torch.device("cuda", processes.local_rank())
-    return torch.device("cpu")
+        log(f"training on {torch.cuda.get_device_name(device)}")
+    return device
 
 
 @contextmanager

@@ -128,7 +128,7 @@ class StoredBlock(nn.Module):
     def forward(
         self, x_BTD: Tensor, rope: Rope, documents: Sequence[int] | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        block = self.read()
+        block = self.read().to(x_BTD.device)
         if self.change is not None:
             self.change(block)
         after_BTD: Tensor = block(x_BTD, rope, documents, cache)

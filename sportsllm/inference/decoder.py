@@ -85,11 +85,11 @@ def open_decoder(directory: Path, threads: int | None = None, kernels: str = "au
         directory: a checkpoint or an export.
         threads: CPU threads; the library chooses by default.
         kernels: for an export, `auto`, `native` or `portable`: see `export.runtime.session`.
-        provider: for an export, `cpu` or another: see `export.runtime.providers`.
+        provider: for an export, `cpu` or another: see `export.runtime.providers`; of PyTorch for a checkpoint.
 
     Raises:
         ArtifactError: no such directory, or its files are damaged.
-        UsageError: kernels or a provider for a checkpoint, kernels for a graph that calls none, an unknown provider.
+        UsageError: kernels for a checkpoint or for a graph that calls none, an unknown provider or device.
         ResourceError: `native` but the kernels are not built, or a provider that is not installed or does not start.
     """
     require_directory(directory, "a checkpoint or an export")
@@ -97,11 +97,9 @@ def open_decoder(directory: Path, threads: int | None = None, kernels: str = "au
     if is_onnx_directory(directory):
         decoder: Decoder = importlib.import_module("export.runtime.decoder").open(directory, threads, kernels, provider)
         return decoder
-    if provider != "cpu":
-        raise UsageError(f"--provider {provider}: {directory} is a checkpoint, which PyTorch runs; export it first")
     if kernels != "auto":
         raise UsageError(f"--kernels {kernels}: {directory} is a checkpoint, which PyTorch runs; export it first")
-    decoder = importlib.import_module("sportsllm.inference.torch_decoder").open(directory, threads)
+    decoder = importlib.import_module("sportsllm.inference.torch_decoder").open(directory, threads, provider)
     return decoder
 
 
@@ -130,6 +128,12 @@ def kernels_of(decoder: Decoder) -> tuple[str, str] | None:
     """What runs an export, `native` or `portable`, and a line for people; None for a checkpoint, which PyTorch runs."""
     chosen = getattr(decoder, "kernels", None)
     return None if chosen is None else (chosen.name, str(chosen))
+
+
+def device_of(decoder: Decoder) -> str | None:
+    """Where PyTorch runs a checkpoint, `cpu` or `cuda:0`; None for an export."""
+    model = getattr(decoder, "model", None)
+    return None if model is None else str(model.head_weight.device)
 
 
 def placement_of(decoder: Decoder) -> tuple[JsonObject, str] | None:

@@ -117,7 +117,7 @@ def eval(
 
     from sportsllm.console import output
     from sportsllm.files import require_directory
-    from sportsllm.inference.decoder import log_runtime
+    from sportsllm.inference.decoder import device_of, log_runtime
     from sportsllm.inference.divergence import compare_documents
     from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents, wilson_interval
     from sportsllm.text.conversations import Conversation
@@ -132,7 +132,7 @@ def eval(
     ran, placement = log_runtime(decoder)
     reading = take_reading(found, directory, against)
     tokenizer = load_tokenizer(directory, decoder.config, reading)
-    base = None if against is None else _open(against, context, rope_scaling, threads)
+    base = None if against is None else _open_base(against, context, rope_scaling, threads, device_of(decoder))
     score, trained, divergence, chats = None, None, None, None
     if text:
         documents = list(tokenizer.warn_if_special(read_documents(text, reading.text_field)))
@@ -226,6 +226,16 @@ def _open(
         decoder = open_decoder(source, threads, kernels, provider)
     decoder.config = longest.with_changes(max_position_embeddings=context or longest.max_position_embeddings)
     return decoder
+
+
+def _open_base(
+    against: Path, context: int | None, scaling: str | None, threads: int | None, device: str | None
+) -> Decoder:
+    """What a model is compared with: two checkpoints run on one device of PyTorch's, exports on the CPU."""
+    from sportsllm.inference.decoder import is_onnx_directory
+
+    elsewhere = device is None or is_onnx_directory(against)
+    return _open(against, context, scaling, threads, provider="cpu" if elsewhere else str(device))
 
 
 def _longest(directory: Path, config: ModelConfig, context: int | None, scaling: str | None) -> ModelConfig:

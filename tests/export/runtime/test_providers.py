@@ -149,9 +149,12 @@ def test_commands_refuse_what_cannot_be(
     for provider, code in (("quantum", 2), ("cuda", 5)):
         if command != "verify":  # there the manifest comes first
             cli.refuses(code, provider, command, exports().directory, *text, "--provider", provider)
-    if command != "bench":
+    if command == "verify":
+        complains(cli(command, checkpoint, "--provider", "cuda"), 2, "is a checkpoint, which PyTorch runs")
+    elif command != "bench":
         refused = cli(command, checkpoint, *text, "--provider", "cuda")
-        complains(refused, 2, "is a checkpoint, which PyTorch runs")
+        complains(refused, 2, f"{checkpoint}: --provider cuda: this PyTorch finds no CUDA GPU; use cpu")
+        complains(cli(command, checkpoint, *text, "--provider", "tpu"), 2, "use auto, cpu, cuda or cuda:N")
 
 
 def test_a_search_names_the_missing_provider_at_once(
