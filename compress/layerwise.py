@@ -253,14 +253,9 @@ def fit_block(pair: LayerPair, streams: ResidualPair, between_BTD: Sequence[Tens
 
 
 def _fit_group(
-    pair: LayerPair,
-    sublayer: str,
-    group: Sequence[Matrix],
-    streams: ResidualPair,
-    before_BTD: Sequence[Tensor],
-    solve: Solve,
+    pair: LayerPair, sublayer: str, group: Sequence[Matrix], streams: ResidualPair, base: Sequence[Tensor], solve: Solve
 ) -> Sequence[Tensor] | None:
-    """Fit matrices of one sublayer that read the same input; its output is added to `before_BTD`.
+    """Fit matrices of one sublayer that read the same input; its output is added to `base`.
 
     Returns:
         The residual stream after the sublayer, if the last matrix writes it and its inputs were kept, so that attention
@@ -279,11 +274,11 @@ def _fit_group(
         if adds_to_residual(pair.config, matrix):
             bias = 0.0 if linear.bias is None else linear.bias
             kept = kept_like(streams.changed, ours) if matrix.columns <= _KEPT * pair.config.hidden_size else None
-            ends = zip(streams.target, before_BTD, strict=True)
+            ends = zip(streams.target, base, strict=True)
             targets = ((after if pair.into is None else after @ pair.into) - before - bias for after, before in ends)
             solve(matrix.name, linear, LeastSquares.over(zip(ours if kept is None else kept, targets, strict=True)))
             if kept is not None:
-                read = zip(before_BTD, kept, strict=True)
+                read = zip(base, kept, strict=True)
                 following = kept_like(streams.changed, (before + linear(own) for before, own in read))
             continue
         if matrix.routed:

@@ -31,6 +31,7 @@ from sportsllm.training.loss import (
     cross_entropy_chunk,
     head_loss,
     scored_sum_,
+    softcapped_chunk,
     softmax_into,
 )
 from sportsllm.training.sharding import forget_gathered
@@ -74,8 +75,8 @@ def distillation_loss(
             assert logits is not None, "without a cache the teacher runs"
             targets_N = batch.targets.flatten()
             chunk_loss = mixed_chunk(targets_N, logits, weight, config.temperature, config.divergence, config.mix)
-        weight_VD, cap = student.head_weight, student.config.logit_softcap
-        total = head_loss(hidden.flatten(0, 1), weight_VD, chunk_loss, exact=config.exact_logits, softcap=cap)
+        chunk_loss = softcapped_chunk(chunk_loss, student.config.logit_softcap)
+        total = head_loss(hidden.flatten(0, 1), student.head_weight, chunk_loss, exact=config.exact_logits)
         if ours and theirs:
             assert isinstance(student.matching, HiddenMatching)
             total = total + config.hidden_weight * student.matching(ours, theirs, batch.targets)

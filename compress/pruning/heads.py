@@ -121,8 +121,7 @@ class _Heads:
     def reduced(self, smaller: ModelConfig, kept: list[list[int]]) -> dict[str, Tensor]:
         """The new tensors of attention by their names in it; `kept` are the query heads of each new group."""
         pairs = nearest_pairs(self.config, smaller)
-        # Scores are divided by sqrt(E) if the model has no scale of its own.
-        scale = 1.0 if self.config.attention_scale is not None else (smaller.head_dim / self.size) ** 0.5
+        scale = 1.0 if self.config.attention_scale else (smaller.head_dim / self.size) ** 0.5  # sqrt(E) divides scores
         result: dict[str, Tensor] = {}
         if self.config.qk_norm:
             pairs = [[max(near, key=self._pair_weights(kept).__getitem__)] for near in pairs]

@@ -16,14 +16,7 @@ from itertools import product
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import family_of
 from sportsllm.models.config import DIMENSIONS, ModelConfig
-from sportsllm.models.kinds import (
-    block_matrices,
-    block_units,
-    can_cut_hidden,
-    joint_vectors,
-    norms_of_block,
-    sublayers,
-)
+from sportsllm.models.kinds import block_matrices, block_units, can_cut_hidden, joint_vectors, norms_of_block, sublayers
 from sportsllm.models.parts import Matrix, Unit
 
 WIDTH_STEP = 32

@@ -88,11 +88,8 @@ def scale_block(
         config: grids of the layer's matrices.
         prefix: of their names, for example `model.layers.0`.
     """
-    groups = [
-        group
-        for group in input_groups(model)
-        if group[0].scale_source or (group[0].column_unit == HIDDEN and model.input_norms)
-    ]
+    normed = HIDDEN if model.input_norms else None
+    groups = [group for group in input_groups(model) if group[0].column_unit == normed or group[0].scale_source]
     firsts = [group[0] for group in groups]
     scale: Callable[[Matrix, Sequence[Tensor], Tensor, Sequence[GridSpec]], Tensor]
     if config.per_channel:

@@ -189,8 +189,7 @@ def quantize_calibrated(
             bar.advance()
     if (line := unused_line(unread)) is not None:
         log(f"calibration text: {line}; more samples (--set samples=N) may reach them")
-    head_VD = tensors[f"{EMBEDDING}.weight"] if head is None else head
-    _check_text(samples, full_BTD, norm, head_VD, model.logit_softcap)
+    _check_text(samples, full_BTD, norm, tensors[f"{EMBEDDING}.weight"] if head is None else head, model.logit_softcap)
     for name, tensor in ends.items():
         packed.add(name, tensor, search=True)
     if not gptq:

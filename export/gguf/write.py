@@ -31,19 +31,11 @@ from sportsllm.console import log, progress_bar
 from sportsllm.errors import GateError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, read_packed
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, RoundedModel
-from sportsllm.formats.gguf.config import (
-    ARCHITECTURES,
-    CAPS,
-    LAYER_NORM,
-    PARALLEL,
-    PARTIAL,
-    ROPE_FACTORS,
-    open_gguf,
-    read_config,
-)
+from sportsllm.formats.gguf.config import ARCHITECTURES, LAYER_NORM, ROPE_FACTORS, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import gguf_names, paired_heads, read_weights, rows_in_pairs
 from sportsllm.formats.huggingface import family_of, load_config
+from sportsllm.formats.huggingface_families import CAPS
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, unpack
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import FULL, UNROTATED, ModelConfig
@@ -198,13 +190,13 @@ def _sizes(kind: str, config: ModelConfig) -> dict[str, Any]:
     if kind == "gpt2":
         return found
     if kind in ("stablelm", "gptneox"):
-        found[PARALLEL] = config.parallel_residual
+        found["use_parallel_residual"] = config.parallel_residual
     found |= {
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "rope.freq_base": float(config.rope_theta),
-        PARTIAL: config.rotary_size,
+        "rope.dimension_count": config.rotary_size,
         "vocab_size": config.vocab_size,
     }
     scaling = config.rope_scaling

@@ -226,9 +226,9 @@ def _emit(
     keep: ir.Value | None,
 ) -> EmittedLayer:
     """The nodes of a layer in ONNX Runtime's operators; `keep` in the last one."""
-    graph, base = layers.graph, f"model.layers.{layer}"
+    graph, base, normed_first = layers.graph, f"model.layers.{layer}", layers.config.input_norms
     with graph.recording() as first:
-        x_BTD, residual_BTD = layers.norm_before(f"{base}.{NORMS['self_attn']}", stream.x_BTD, stream.residual_BTD)
+        x_BTD, residual_BTD = layers.norm(f"{base}.{NORMS['self_attn']}", *stream[:2], normed_first)
         x_BTD, presents = attention.emit(layer, x_BTD, past)
         if keep is not None:  # nothing reads what the rest of the last layer does with positions that are not kept
             at, end = graph.at(f"{base}.kept/"), graph.ints("kept/end", [np.iinfo(np.int64).max])
@@ -238,10 +238,10 @@ def _emit(
         if layers.config.output_norms:
             x_BTD, _ = layers.norm(f"{base}.{OUTPUT_NORMS['self_attn']}", x_BTD, None)
         if layers.config.parallel_residual:
-            normed, _ = layers.norm_before(f"{base}.{NORMS['mlp']}", residual_BTD, None)
+            normed, _ = layers.norm(f"{base}.{NORMS['mlp']}", residual_BTD, None, normed_first)
             residual = graph.node(f"{base}.after_attention", "Add", x_BTD, residual_BTD)
         else:
-            normed, residual = layers.norm_before(f"{base}.{NORMS['mlp']}", x_BTD, residual_BTD)
+            normed, residual = layers.norm(f"{base}.{NORMS['mlp']}", x_BTD, residual_BTD, normed_first)
     with graph.recording() as router:
         routed = mlp.route(layer, normed)
     with graph.recording() as second:

@@ -46,9 +46,8 @@ class OrtGroupedQuery(SublayerBuilder):
             layers.rotary_caches(layer) if config.rotates(layer) else () for layer in range(config.num_hidden_layers)
         ]
         self._half_cache = layers.matmul.real == FLOAT and layers.form.half_cache
-        self._rotates_outside = self._half_cache or any(
-            size % ROTARY_MULTIPLE for size in (config.head_dim, config.rotary_size)
-        )
+        odd = bool(config.head_dim % ROTARY_MULTIPLE or config.rotary_size % ROTARY_MULTIPLE)
+        self._rotates_outside = self._half_cache or odd
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         name, config, tables = self.name(layer), self.config, self._tables[layer]

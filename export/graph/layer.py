@@ -47,8 +47,11 @@ class LayerBuilder:
         """Epsilon of norms, as float32 has it."""
         return float(np.float32(self.config.rms_norm_eps))
 
-    def norm(self, name: str, x: ir.Value, residual: ir.Value | None) -> tuple[ir.Value, ir.Value]:
-        """The model's norm of x + residual; returns the normed values and the sum."""
+    def norm(self, name: str, x: ir.Value, residual: ir.Value | None, given: bool = True) -> tuple[ir.Value, ir.Value]:
+        """The model's norm of x + residual, if it is `given`; returns the normed values and the sum."""
+        if not given:
+            total = x if residual is None else self.graph.node(f"{name}/sum", "Add", x, residual)
+            return total, total
         affine = [self.matmul.vector(f"{name}.weight", self.config.hidden_size)]
         if self.config.norm_kind == "layer":
             affine.append(self.matmul.vector(f"{name}.bias", self.config.hidden_size))
@@ -62,13 +65,6 @@ class LayerBuilder:
         if len(affine) == 1:
             return self.rms_norm(name, x, *affine), x
         return self.graph.node(name, "LayerNormalization", x, *affine, epsilon=self.epsilon), x
-
-    def norm_before(self, name: str, x: ir.Value, residual: ir.Value | None) -> tuple[ir.Value, ir.Value]:
-        """`norm` before a sublayer, or in a model without `input_norms` the sum alone, twice."""
-        if self.config.input_norms:
-            return self.norm(name, x, residual)
-        total = x if residual is None else self.graph.node(f"{name}/sum", "Add", x, residual)
-        return total, total
 
     def softcapped(self, name: str, x: ir.Value, cap: float | None) -> ir.Value:
         """cap * tanh(x / cap), or x without a cap."""

@@ -251,12 +251,13 @@ def _read_gemma3(rest: Fields) -> JsonObject:
     }
 
 
-_CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+"""Fields of Gemma 2 that bound scores and logits, here and in GGUF files."""
 
 
 def _read_gemma2(rest: Fields) -> JsonObject:
     """Gemma 3's without norms of heads and with one rotary base; scores and logits are bounded."""
-    caps = {ours: rest.pop(theirs, cap) for (ours, theirs), cap in zip(_CAPS.items(), (50.0, 30.0), strict=True)}
+    caps = {ours: rest.pop(theirs, cap) for (ours, theirs), cap in zip(CAPS.items(), (50.0, 30.0), strict=True)}
     rest.setdefault("sliding_window_pattern", 2)
     rest.setdefault("rope_theta", 10_000.0)
     return _read_gemma3(rest) | caps | {"qk_norm": False, "rope_local_theta": None}
@@ -271,13 +272,9 @@ def _by_type_of_layer(rest: Fields) -> None:
 
 
 _GPT2_NAMES = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-    "layer_norm_epsilon": "rms_norm_eps",
-    "resid_pdrop": "dropout",
-}
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "resid_pdrop": "dropout",
+    "n_positions": "max_position_embeddings", "layer_norm_epsilon": "rms_norm_eps",
+}  # fmt: skip
 
 
 def _read_gpt2(rest: Fields) -> JsonObject:
@@ -371,8 +368,10 @@ def _read_stablelm(rest: Fields) -> JsonObject:
 def _write_stablelm(config: ModelConfig) -> JsonObject | None:
     if config.parallel_residual:  # with norms of their own
         return None
-    own = {"hidden_act": "silu", "use_qkv_bias": config.attention_bias}
-    return _write_partial(config, "partial_rotary_factor") | own
+    return _write_partial(config, "partial_rotary_factor") | {
+        "hidden_act": "silu",
+        "use_qkv_bias": config.attention_bias,
+    }
 
 
 _GELU = {"gelu": "gelu_erf", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu"}
@@ -391,9 +390,9 @@ def _read_gpt_neox(rest: Fields) -> JsonObject:
 
 def _write_gpt_neox(config: ModelConfig) -> JsonObject:
     act = next((name for name, kind in _GELU.items() if kind == config.mlp_kind), None)
-    none: JsonObject = {"num_key_value_heads": None, "rope_theta": None}
-    own = {"hidden_act": act, "rotary_emb_base": config.rope_theta, "attention_bias": config.attention_bias}
-    return _write_partial(config, "rotary_pct") | none | own
+    own: JsonObject = {"num_key_value_heads": None, "rope_theta": None, "hidden_act": act}
+    own |= {"rotary_emb_base": config.rope_theta, "attention_bias": config.attention_bias}
+    return _write_partial(config, "rotary_pct") | own
 
 
 _OPT_NAMES = {"ffn_dim": "intermediate_size", "enable_bias": "mlp_bias"}
@@ -443,7 +442,7 @@ def _write_gemma3(config: ModelConfig) -> JsonObject | None:
 def _write_gemma2(config: ModelConfig) -> JsonObject | None:
     if (written := _write_gemma3(config)) is None or written.pop("rope_local_base_freq") is not None:
         return None
-    return written | {theirs: getattr(config, ours) for ours, theirs in _CAPS.items()}
+    return written | {theirs: getattr(config, ours) for ours, theirs in CAPS.items()}
 
 
 def _write_gpt2(config: ModelConfig) -> JsonObject:
@@ -469,9 +468,7 @@ FAMILIES = {
     "gpt2": Family("GPT2LMHeadModel", _read_gpt2, _write_gpt2, ties=True),
     "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe),
-    "olmo2": Family(
-        "Olmo2ForCausalLM", _read_olmo2, lambda config: {"hidden_act": "silu", "mlp_bias": None, "head_dim": None}
-    ),
+    "olmo2": Family("Olmo2ForCausalLM", _read_olmo2, lambda config: {"hidden_act": "silu", "mlp_bias": None}),
     "stablelm": Family("StableLmForCausalLM", _read_stablelm, _write_stablelm),
     "gpt_neox": Family("GPTNeoXForCausalLM", _read_gpt_neox, _write_gpt_neox),
     "granite": Family("GraniteForCausalLM", _read_granite, _write_granite),

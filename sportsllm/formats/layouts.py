@@ -146,12 +146,9 @@ def _transposed(parts: Sequence[Tensor]) -> Tensor:
 _GPT2_PREFIX = "transformer."
 _GPT2_ENDS = {EMBEDDING: "transformer.wte", POSITIONS: "transformer.wpe", LAST_NORM: "transformer.ln_f"}
 _GPT2_MODULES = {
-    NORMS["self_attn"]: "ln_1",
-    NORMS["mlp"]: "ln_2",
-    "self_attn.o_proj": "attn.c_proj",
-    "mlp.up_proj": "mlp.c_fc",
-    "mlp.down_proj": "mlp.c_proj",
-}
+    NORMS["self_attn"]: "ln_1", NORMS["mlp"]: "ln_2",
+    "self_attn.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj",
+}  # fmt: skip
 
 
 def _gpt2(config: ModelConfig, name: str) -> Part:
@@ -207,15 +204,10 @@ def _granite(config_json: Mapping[str, Any], config: ModelConfig, name: str) -> 
 
 
 _OPT_MODULES = {
-    NORMS["self_attn"]: "self_attn_layer_norm",
-    NORMS["mlp"]: "final_layer_norm",
-    "self_attn.o_proj": "self_attn.out_proj",
-    "mlp.up_proj": "fc1",
-    "mlp.down_proj": "fc2",
-    LAST_NORM: "final_layer_norm",
-    POSITIONS: "embed_positions",
-    EMBEDDING: "embed_tokens",
-}
+    NORMS["self_attn"]: "self_attn_layer_norm", NORMS["mlp"]: "final_layer_norm", LAST_NORM: "final_layer_norm",
+    "self_attn.o_proj": "self_attn.out_proj", "mlp.up_proj": "fc1", "mlp.down_proj": "fc2",
+    POSITIONS: "embed_positions", EMBEDDING: "embed_tokens",
+}  # fmt: skip
 
 
 def _opt(config: ModelConfig, name: str) -> Part:
@@ -237,13 +229,9 @@ def _stablelm(config: ModelConfig, name: str) -> Part:
 
 
 _NEOX_MODULES = {
-    "self_attn.o_proj": "attention.dense",
-    "mlp.up_proj": "mlp.dense_h_to_4h",
-    "mlp.down_proj": "mlp.dense_4h_to_h",
-    EMBEDDING: "gpt_neox.embed_in",
-    LAST_NORM: "gpt_neox.final_layer_norm",
-    HEAD: "embed_out",
-}
+    "self_attn.o_proj": "attention.dense", "mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h",
+    EMBEDDING: "gpt_neox.embed_in", LAST_NORM: "gpt_neox.final_layer_norm", HEAD: "embed_out",
+}  # fmt: skip
 
 
 def _gpt_neox(config: ModelConfig, name: str) -> Part:
@@ -254,16 +242,15 @@ def _gpt_neox(config: ModelConfig, name: str) -> Part:
     places = {f"self_attn.{part}_proj": place for place, part in enumerate("qkv")}
     if module not in places:
         return Part(f"{base}{_NEOX_MODULES.get(module, module)}.{kind}")
-    heads, size, place = config.num_attention_heads, config.head_dim, places[module]
-    return Part(
-        f"{base}attention.query_key_value.{kind}",
-        lambda rows: (
-            _rows(0, 3 * heads * size, 3 * heads * size, rows)
-            .reshape(heads, 3, size, *rows.shape[1:])[:, place]
-            .flatten(0, 1)
-        ),
-        lambda parts: torch.stack([part.reshape(heads, size, *part.shape[1:]) for part in parts], 1).flatten(0, 2),
-    )
+    heads, total = (config.num_attention_heads, -1, config.head_dim), 3 * config.query_size
+
+    def read(rows: Tensor) -> Tensor:
+        return _rows(0, total, total, rows).reshape(*heads, *rows.shape[1:])[:, places[module]].flatten(0, 1)
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([part.reshape(*heads, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
+
+    return Part(f"{base}attention.query_key_value.{kind}", read, join)
 
 
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -285,16 +272,7 @@ def layout_name(config_json: Mapping[str, object]) -> str:
 
 
 LAYOUTS: dict[str, Layout] = {
-    "gemma2": _gemma3,
-    "gemma3_text": _gemma3,
-    "olmo2": _olmo2,
-    "phi3": _phi3,
-    "gpt2": _gpt2,
-    "mixtral": _mixtral,
-    "granite": partial(_granite, {}),
-    "opt": _opt,
-    "stablelm": _stablelm,
-    "gpt_neox": _gpt_neox,
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-}
+    "gemma2": _gemma3, "gemma3_text": _gemma3, "olmo2": _olmo2, "phi3": _phi3, "gpt2": _gpt2, "mixtral": _mixtral,
+    "granite": partial(_granite, {}), "opt": _opt, "stablelm": _stablelm, "gpt_neox": _gpt_neox,
+    "deepseek_v2": _deepseek, "deepseek_v3": _deepseek,
+}  # fmt: skip

@@ -37,16 +37,11 @@ _BOUNDS = {
 }
 """Least and most of a size, 1 to 2**20 if not given, so that a damaged file ends in a line and not in a full memory."""
 _ROTARY_NUMBERS = 2**29  # of the cosine and sine tables together
-_PLAIN = {
-    "qk_norm": False, "attention_bias": False, "attention_output_bias": False, "layer_types": None, "rotary_dim": None,
-    "attention_softcap": None,
-}  # fmt: skip
+_WHOLE = {"layer_types": None, "rotary_dim": None, "attention_softcap": None}
+_PLAIN = {"qk_norm": False, "attention_bias": False, "attention_output_bias": False, **_WHOLE}
 _REQUIRED: dict[str, dict[str, object]] = {
     "latent": {"position_kind": "rotary", "num_key_value_heads": 1, **_PLAIN},
-    "selected": {
-        "position_kind": "rotary", "layer_types": None, "joint_qk_norm": False, "rotary_dim": None,
-        "attention_softcap": None,
-    },
+    "selected": {"position_kind": "rotary", "joint_qk_norm": False, **_WHOLE},
     "lstm": {
         "position_kind": "none", "num_attention_heads": 1, "num_key_value_heads": 1, "rope_scaling": None, **_PLAIN,
     },
@@ -173,8 +168,7 @@ class ModelConfig:
         output_norms        whether a norm follows each sublayer of a block, before the sum (Gemma 3, OLMo 2)
         joint_qk_norm       whether `qk_norm` normalises all query heads together, and all key heads (OLMo 2)
         rotary_dim          channels of each head that are rotated, its first; all if None (StableLM, GPT-NeoX)
-        parallel_residual   whether the feed-forward reads what attention reads, not its sum with attention's output
-                            (GPT-NeoX)
+        parallel_residual   whether the feed-forward reads the same residual stream as attention (GPT-NeoX)
         norm_kind           `rms`, or `layer`: LayerNorm with a bias (GPT-2)
         position_kind       `rotary`, or `learned`: a table of positions is added to the embedding (GPT-2); or `none`,
                             of an LSTM, which has one head: `head_dim` counts its cells

@@ -5,6 +5,7 @@ Module names are Hugging Face's, so a state dict is a checkpoint.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,19 +16,12 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import MixtureOfExperts
 from sportsllm.models.kinds import block_matrices, check_parameters, parameters
 from sportsllm.models.latent import LatentAttention
-from sportsllm.models.layers import (
-    FeedForward,
-    GroupedQueryAttention,
-    KVCache,
-    Rope,
-    gelu_tanh,
-    residual_norm,
-    softcapped,
-)
+from sportsllm.models.layers import FeedForward, GroupedQueryAttention, KVCache, Rope, residual_norm, softcapped
 from sportsllm.models.lstm import LSTMLayer
 from sportsllm.models.rope import rope_tables
 from sportsllm.models.selection import SelectedAttention
 
+gelu_tanh = partial(F.gelu, approximate="tanh")
 ATTENTION_MODULES: dict[str, Callable[[ModelConfig, int], nn.Module]] = {
     "grouped_query": GroupedQueryAttention,
     "latent": LatentAttention,

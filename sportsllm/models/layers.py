@@ -16,7 +16,6 @@ from sportsllm.models.kinds import block_state, cached_shape
 
 Rope = tuple[Tensor, ...]
 """Cosine and sine tables, each (T, E / 2) or (B, T, E / 2); then those of sliding layers, if they have their own."""
-gelu_tanh = partial(F.gelu, approximate="tanh")
 _GROWTH = 64  # tokens
 
 
@@ -62,10 +61,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def rotate(x_BTHE: Tensor, rope: Sequence[Tensor]) -> Tensor:
-    """Rotary embedding of half-split pairs; `rope` is cosine and sine, each (T, X) or (B, T, X).
-
-    X is E / 2, or less if only the first 2 X channels are rotated.
-    """
+    """Rotary embedding of half-split pairs of the first 2 X channels; `rope` is cosine and sine, each (..., T, X)."""
     cos, sin = (table.unsqueeze(-2) for table in rope)
     size = 2 * cos.shape[-1]
     first, second = x_BTHE[..., :size].float().chunk(2, dim=-1)
@@ -178,12 +174,7 @@ def attend(
 
 
 def attend_last(
-    q_B1HE: Tensor,
-    k_BLKE: Tensor,
-    v_BLKE: Tensor,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
+    q_B1HE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, scale: float | None = None, window: int | None = None
 ) -> Tensor:
     """Attention of one token a sequence to all L, (B, 1, H, E); a group's heads are multiplied together."""
     batch, _, heads, size = q_B1HE.shape
@@ -191,7 +182,7 @@ def attend_last(
     if window is not None:
         k_BKLE, v_BKLE = k_BKLE[:, :, -window:], v_BKLE[:, :, -window:]
     q_BKGE = q_B1HE.float().reshape(batch, k_BKLE.shape[1], -1, size) * (size**-0.5 if scale is None else scale)
-    weights_BKGL = torch.softmax(softcapped(q_BKGE @ k_BKLE.float().transpose(2, 3), softcap), dim=-1)
+    weights_BKGL = torch.softmax(q_BKGE @ k_BKLE.float().transpose(2, 3), dim=-1)
     return (weights_BKGL @ v_BKLE.float()).view(batch, 1, heads, -1).to(v_BKLE.dtype)
 
 
@@ -245,8 +236,8 @@ class GroupedQueryAttention(nn.Module):
             if cache is not None:
                 past, states = cache.length, (t.transpose(1, 2) for t in (k_BTKE, v_BTKE))
                 k_BTKE, v_BTKE = (t.transpose(1, 2) for t in cache.append(self.layer, *states))
-            if cache is not None and x_BTD.shape[1] == 1:
-                y_BTHE = attend_last(q_BTHE, k_BTKE, v_BTKE, scale, window, cap)
+            if cache is not None and x_BTD.shape[1] == 1 and cap is None:
+                y_BTHE = attend_last(q_BTHE, k_BTKE, v_BTKE, scale, window)
             else:
                 y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, past, scale, window, softcap=cap)
         y_BTD: Tensor = self.o_proj(y_BTHE.flatten(2))

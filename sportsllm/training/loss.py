@@ -92,28 +92,24 @@ def float32_product(a_MK: Tensor, b_KN: Tensor, out: Tensor, exact: bool = False
 
 
 def head_loss(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    chunk_loss: ChunkLoss,
-    chunk: int | None = None,
-    exact: bool = False,
-    softcap: float | None = None,
+    hidden_ND: Tensor, weight_VD: Tensor, chunk_loss: ChunkLoss, chunk: int | None = None, exact: bool = False
 ) -> Tensor:
     """Sum over tokens of a loss on hidden @ weight.T, made `chunk` (or `loss_chunk_tokens`) tokens at a time.
 
-    With `exact` the logits of a 16-bit compute dtype are float32 sums on every device, see `float32_product`. `softcap`
-    is the model's `logit_softcap`.
+    With `exact` the logits of a 16-bit compute dtype are float32 sums on every device, see `float32_product`.
 
     Returns:
         A float32 scalar; its gradient reaches hidden states and weight, once.
     """
     size = chunk or loss_chunk_tokens(weight_VD.shape[0], hidden_ND.device.type)
     apply: Callable[..., Tensor] = _HeadLoss.apply
-    return apply(hidden_ND, weight_VD, chunk_loss if softcap is None else _capped(chunk_loss, softcap), size, exact)
+    return apply(hidden_ND, weight_VD, chunk_loss, size, exact)
 
 
-def _capped(chunk_loss: ChunkLoss, cap: float) -> ChunkLoss:
-    """A loss on cap * tanh(logits / cap); the slope of that is 1 - tanh(logits / cap) ** 2."""
+def softcapped_chunk(chunk_loss: ChunkLoss, cap: float | None) -> ChunkLoss:
+    """A loss on cap * tanh(logits / cap), whose slope is 1 - tanh(logits / cap) ** 2; the loss itself without a cap."""
+    if cap is None:
+        return chunk_loss
 
     def capped(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
         slope_CV = 1 - logits_CV.div_(cap).tanh_().square()
@@ -161,5 +157,5 @@ def cross_entropy(
     hidden: Tensor, weight_VD: Tensor, targets: Tensor, chunk: int | None = None, softcap: float | None = None
 ) -> Tensor:
     """Summed next-token cross-entropy in nats of hidden states (..., D) and targets (...), IGNORE unscored."""
-    chunk_loss = cross_entropy_chunk(targets.flatten())
-    return head_loss(hidden.flatten(0, -2), weight_VD, chunk_loss, chunk, softcap=softcap)
+    chunk_loss = softcapped_chunk(cross_entropy_chunk(targets.flatten()), softcap)
+    return head_loss(hidden.flatten(0, -2), weight_VD, chunk_loss, chunk)

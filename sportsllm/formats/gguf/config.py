@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.huggingface_families import CAPS
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig
 from sportsllm.models.rope import RopeScaling, inverse_frequencies
 
@@ -27,11 +28,9 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "context_length": "max_position_embeddings",
 }
-PARTIAL = "rope.dimension_count"
 _ORIGINAL_CONTEXT = "rope.scaling.original_context_length"
-CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
 _READ = {
-    *_SIZES, "attention.head_count_kv", "attention.key_length", "attention.value_length", PARTIAL,
+    *_SIZES, "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
     "rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.type", "rope.scaling.factor", "expert_count",
     "expert_used_count", _ORIGINAL_CONTEXT,
 }  # fmt: skip
@@ -158,7 +157,9 @@ def read_config(file: GGUFFile) -> ModelConfig:
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = file.value_or(heads, f"{name}.attention.head_count_kv", int)
     head_dim = file.value_or(values["hidden_size"] // max(heads, 1), f"{name}.attention.key_length", int)
-    for key in ("attention.value_length",) if name in ("stablelm", "gptneox") else ("attention.value_length", PARTIAL):
+    rotated = file.value_or(head_dim, f"{name}.rope.dimension_count", int)
+    partial = PARALLEL in _READ_OF.get(name, ())
+    for key in ("attention.value_length", "rope.dimension_count")[: 1 if partial else 2]:
         if file.value_or(head_dim, f"{name}.{key}", int) != head_dim:
             found = file.metadata[f"{name}.{key}"]
             raise file.error(f"{name}.{key} is {found}; only the head size, {head_dim}, is supported")
@@ -166,6 +167,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
         raise file.error("tensor 'token_embd.weight' is missing; convert the model again")
     values |= {
         "head_dim": head_dim,
+        "rotary_dim": None if rotated == head_dim else rotated,
         "vocab_size": int(file.tensors["token_embd.weight"].shape[-1]),
         "rms_norm_eps": _decimal(
             file.value(f"{name}.attention.layer_norm_{'' if name in LAYER_NORM else 'rms_'}epsilon", float)
@@ -194,36 +196,29 @@ def _smollm3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What llama.cpp knows of the architecture without being told: every sixth layer is full, and how scores scale."""
-    layers, hidden = values["num_hidden_layers"], values["hidden_size"]
-    every = file.value_or(6, "gemma3.attention.sliding_window_pattern", int)
-    largest = layers == 62  # the model of 27 billion parameters
-    scored = hidden // values["num_attention_heads"] if largest else values["head_dim"]
-    return {
-        "mlp_kind": "geglu",
+    return _gemma(file, values, file.value_or(6, "gemma3.attention.sliding_window_pattern", int), 62) | {
         "qk_norm": True,
-        "output_norms": True,
-        "embedding_scale": hidden**0.5,
-        "attention_scale": scored**-0.5,
-        "layer_types": tuple(SLIDING if (layer + 1) % every else FULL for layer in range(layers)),
-        "sliding_window": file.value("gemma3.attention.sliding_window", int),
         "rope_theta": _decimal(file.value_or(1e6, "gemma3.rope.freq_base", float)),
         "rope_local_theta": _decimal(file.value_or(10_000.0, "gemma3.rope.freq_base_swa", float)),
     }
 
 
 def _gemma2(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
-    """As Gemma 3's; every second layer is full."""
-    layers, hidden = values["num_hidden_layers"], values["hidden_size"]
-    scored = hidden // values["num_attention_heads"] if layers == 46 else values["head_dim"]  # of 27 billion parameters
     caps = {ours: _decimal(file.value(f"gemma2.{theirs}", float)) for ours, theirs in CAPS.items()}
-    return caps | {
+    return _gemma(file, values, 2, 46) | caps
+
+
+def _gemma(file: GGUFFile, values: Mapping[str, Any], every: int, largest: int) -> dict[str, Any]:
+    """What llama.cpp knows untold: which layers are full, and how scores scale: otherwise if there are `largest`."""
+    layers, hidden = values["num_hidden_layers"], values["hidden_size"]
+    scored = hidden // values["num_attention_heads"] if layers == largest else values["head_dim"]
+    return {
         "mlp_kind": "geglu",
         "output_norms": True,
         "embedding_scale": hidden**0.5,
         "attention_scale": scored**-0.5,
-        "layer_types": tuple(FULL if layer % 2 else SLIDING for layer in range(layers)),
-        "sliding_window": file.value("gemma2.attention.sliding_window", int),
+        "layer_types": tuple(SLIDING if (layer + 1) % every else FULL for layer in range(layers)),
+        "sliding_window": file.value(f"{architecture(file)}.attention.sliding_window", int),
     }
 
 
@@ -246,27 +241,19 @@ def _gpt2(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
 def _stablelm(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     if file.value_or(False, f"stablelm.{PARALLEL}", bool):
         raise file.error(f"stablelm.{PARALLEL} is true, which is not supported; convert it from Hugging Face's files")
-    rotated = file.value_or(values["head_dim"], f"stablelm.{PARTIAL}", int)
-    return {"norm_kind": "layer", "rotary_dim": None if rotated == values["head_dim"] else rotated}
+    return {"norm_kind": "layer"}
 
 
 def _gptneox(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
-    rotated = file.value_or(values["head_dim"], f"gptneox.{PARTIAL}", int)
-    own = {"mlp_kind": "gelu_erf", "norm_kind": "layer", "parallel_residual": file.value(f"gptneox.{PARALLEL}", bool)}
     biases = dict.fromkeys(("attention_bias", "attention_output_bias"), "blk.0.attn_qkv.bias" in file.tensors)
-    return own | biases | {"mlp_bias": True, "rotary_dim": None if rotated == values["head_dim"] else rotated}
+    parallel = file.value(f"gptneox.{PARALLEL}", bool)
+    return biases | {"mlp_kind": "gelu_erf", "norm_kind": "layer", "mlp_bias": True, "parallel_residual": parallel}
 
 
 _FAMILIES: dict[str, Callable[[GGUFFile, Mapping[str, Any]], dict[str, Any]]] = {
-    "smollm3": _smollm3,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "phi3": _phi3,
-    "gpt2": _gpt2,
-    "olmo2": _olmo2,
-    "stablelm": _stablelm,
-    "gptneox": _gptneox,
-}
+    "smollm3": _smollm3, "gemma2": _gemma2, "gemma3": _gemma3, "phi3": _phi3, "gpt2": _gpt2, "olmo2": _olmo2,
+    "stablelm": _stablelm, "gptneox": _gptneox,
+}  # fmt: skip
 
 
 def _decimal(value: float) -> float:

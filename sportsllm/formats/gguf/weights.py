@@ -28,17 +28,15 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import parameters
 from sportsllm.text.tokenizer import load_tokenizer
 
-_LAYOUTS = {
-    "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3", "gpt2": "gpt2", "olmo2": "olmo2", "gptneox": "gpt2",
-}  # fmt: skip
-"""Architectures that name or fuse tensors as a layout of Hugging Face's does; Gemma's norms are 1 + weight here."""
+_LAYOUTS = {"gemma3": "gemma3_text", "gptneox": "gpt2"}
+"""Layouts of Hugging Face's, if another than the architecture's own; here Gemma's norms are 1 + weight."""
 _READER = 1  # changes when the same file gives another checkpoint
 _ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def gguf_names(kind: str, config: ModelConfig) -> dict[str, str]:
     """By a parameter's name in the model its tensor in a GGUF file, which GPT-2's query, key and value share."""
-    parts = parts_of(_LAYOUTS.get(kind, ""), config)
+    parts = parts_of(_LAYOUTS.get(kind, kind), config)
     stored = {item.name: parts[item.name].stored if parts else item.name for item in parameters(config)}
     return {name: found for name in stored if (found := gguf_name(kind, config, stored[name])) is not None}
 
@@ -90,7 +88,7 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Ten
         ArtifactError: a tensor is missing, of another shape, not finite, in a format that is not known, or of no use.
     """
     kind = architecture(file)
-    parts = parts_of(_LAYOUTS.get(kind, ""), config)
+    parts = parts_of(_LAYOUTS.get(kind, kind), config)
     unused = set(file.tensors) - {ROPE_FACTORS}
     for parameter in parameters(config):
         part = parts.get(parameter.name)
