@@ -123,7 +123,8 @@ def plan(
         rare.get("optimizer_bits", 32),
         "cpu" if device is None else device.processor,
     )
-    planned = plan_training(config, step, device, Cost(tokens, price, utilization or UTILIZATION, gpus or 1))
+    efficiency = UTILIZATION if utilization is None else utilization
+    planned = plan_training(config, step, device, Cost(tokens, price, efficiency, gpus or 1))
     figures = _sizes(model, config, group_size, head_bits)
     figures |= {"training_memory_bytes": planned["plain"]["total_bytes"], "training": planned}
     if directory is not None:

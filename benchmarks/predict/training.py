@@ -135,18 +135,21 @@ def _changes(config: ModelConfig, step: TrainingStep, usable: int, gpus: int) ->
     """
     tries: list[tuple[str, TrainingStep]] = []
     checkpointed = replace(step, checkpointed=True)
+
+    def batches(size: int) -> tuple[str, ...]:
+        """Options for batches of this size; the accumulation counts those of all GPUs."""
+        given = gpus == 1 and size == step.batch
+        return () if given else (f"--batch-size {size} --set accumulation={gpus * step.batch // size}",)
+
     if not step.mixed:
-        tries += [("--set precision=bf16", replace(step, precision="bf16"))]
+        tries += [(" ".join((*batches(step.batch), "--set precision=bf16")), replace(step, precision="bf16"))]
     alone = [(step, ()), (checkpointed, (CHECKPOINT,))]
     shared = [(replace(each, shards=gpus), (SHARD, *flags)) for each, flags in alone] if gpus > 1 else []
     for each, flags in (*shared, *alone):
         most = largest_batch(config, each, usable)
         batch = max((size for size in range(1, min(most, step.batch) + 1) if step.batch % size == 0), default=0)
-        if batch == step.batch:
-            tries.append((" ".join(flags), each))
-        elif batch:
-            smaller = f"--batch-size {batch} --set accumulation={step.batch // batch}"
-            tries.append((" ".join((smaller, *flags)), replace(each, batch=batch)))
+        if batch:
+            tries.append((" ".join((*batches(batch), *flags)), replace(each, batch=batch)))
     short = gpus == 1 and training_memory(config, checkpointed).total > usable
     for bits in (16, 8):
         if short and bits < step.optimizer_bits and not (bits == 8 and step.optimizer == "muon"):

@@ -137,10 +137,13 @@ def test_several_gpus_share_weights_gradients_and_states(capsys: pytest.CaptureF
     step = {"length": 4_096, "batch": 1, "training": True, "tokens": 20 * 10**9, "price_per_hour": 2.5}
     one, many = (plan(shape="8b", device="h100", gpus=gpus, **step)["training"] for gpus in (1, 64))
     sharded, parameters = many["sharded"], PLANNED["8b"].parameters
-    assert not one["plain"]["fits"] and sharded["fits"] and many["changes"][0]["flags"] == "--set shard=true"
+    assert not one["plain"]["fits"] and sharded["fits"]
+    assert many["changes"][0]["flags"] == "--batch-size 1 --set accumulation=64 --set shard=true"
     for part, held in (("master_weights", 4), ("gradients", 4), ("optimizer_states", 8)):
         assert many["plain"][f"{part}_bytes"] == one["plain"][f"{part}_bytes"] == held * parameters
         assert sharded[f"{part}_bytes"] == pytest.approx(held * parameters / 64, rel=1e-6)
+    wide = plan(shape="8b", device="h100", gpus=64, **step | {"batch": 4})["training"]["changes"]
+    assert wide[0]["flags"] == "--batch-size 2 --set accumulation=128 --set shard=true"  # 256 sequences, as before
     config = PLANNED["8b"]
     feed_forward = 3 * config.hidden_size * config.intermediate_size
     outside = parameters - config.num_hidden_layers * sum(part.numel for part in block_matrices(config))
@@ -175,5 +178,7 @@ def test_refusals(tmp_path: Path) -> None:
         plan(shape="small", training=True, tokens=5, price_per_hour=1.0)
     with pytest.raises(UsageError, match=r"utilization=1.5: must be 0 to 1"):
         _plan("rtx-3070", utilization=1.5)
+    with pytest.raises(UsageError, match=r"utilization=0.0 must be above 0"):
+        _plan("rtx-3070", utilization=0.0)
     with pytest.raises(UsageError, match="optimizer bits 8 are for adamw"):
         _plan("rtx-3070", optimizer="muon", optimizer_bits=8)
