@@ -66,20 +66,21 @@ def _share_matrices(model: SportsLLM, mesh: "DeviceMesh") -> None:
     from torch.distributed.tensor.parallel.style import ParallelStyle
 
     config, among = model.config, mesh.size()
+    columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
     kinds = {(part.attention_kind, part.mlp_kind, part.qk_norm) for part, _ in config.runs()}
     known = {("grouped_query", "swiglu", False), ("grouped_query", "geglu", False)}
-    if kinds - known or type(model.model.layers[0].get_submodule("self_attn.q_proj")) is not nn.Linear:
+    layers = model.model.layers
+    if kinds - known or any(type(layer.get_submodule(name)) is not nn.Linear for layer in layers for name in plan):
         raise UsageError("--set tensor_parallel: is for models of LLaMA's family, without adapters; leave it out")
     for part, _ in config.runs():
         sizes = {"heads": part.num_attention_heads, "key/value heads": part.num_key_value_heads}
         for name, size in (sizes | {"neurons": part.intermediate_size}).items():
             if size % among:
                 raise UsageError(f"--set tensor_parallel={among}: does not divide the model's {size} {name}")
-    columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
-    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
-    for block in model.model.layers:
-        parallelize_module(block, mesh, plan)
+    for layer in layers:
+        parallelize_module(layer, mesh, plan)
 
 
 def clip_gradients(model: SportsLLM, most: float) -> float:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from sportsllm import processes
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import partial_directory
 from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.training import sharding
+from sportsllm.training.lora import add_adapters
 from sportsllm.training.settings import TrainConfig
 from tests.support.command_line import CommandLine
+from tests.support.models import tiny_model
 
 STEPS = 60
 MODEL = "layers=1 hidden=32 heads=2 intermediate=48 precision=fp32 optimizer=adamw accumulation=1 log_every=1"
@@ -136,6 +140,9 @@ def test_what_several_processes_cannot_do_is_refused(cli: CommandLine, monkeypat
         TrainConfig(tensor_parallel=2)
     with pytest.raises(UsageError, match="tensor_parallel=2: 3 processes are no multiple"):
         processes.share_matrices(2)
+    add_adapters(adapted := tiny_model(), rank=2, targets=["down_proj"])
+    with pytest.raises(UsageError, match="tensor_parallel: is for models of LLaMA's family, without adapters"):
+        sharding._share_matrices(adapted, SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="3 processes cannot share the 4 sequences"):
         processes.own_share(range(4))
     assert cli("verify", "nowhere")[0] == UsageError.exit_code
