@@ -125,7 +125,7 @@ def gptq(weight_NK: Tensor, gram_KK: Tensor, grid: AnyGrid, *, act_order: bool) 
     columns, block_size = weight_NK.shape[1], grid.block_size
     diagonal = gram_KK.diagonal()
     order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(columns)
-    factor_KK = inverse_factor(gram_KK[order][:, order])
+    factor_KK = inverse_factor(gram_KK, order)
     left_KN = _transposed(weight_NK)[order]
     quants_KN = torch.empty_like(left_KN)
     scales_GN, zeros_GN = _transposed(grid.scales_NG), _transposed(grid.zeros_NG)
@@ -162,21 +162,24 @@ def _transposed(tensor: Tensor) -> Tensor:
     return tensor.T.clone(memory_format=torch.contiguous_format)
 
 
-def inverse_factor(gram_KK: Tensor) -> Tensor:
+def inverse_factor(gram_KK: Tensor, order: Tensor | None = None) -> Tensor:
     """The upper Cholesky factor of H^-1, float32; an H that is not positive definite is damped until it is.
+
+    `order` is that of the factor's rows and columns, as in H if None.
 
     Raises:
         ValueError: H has numbers that are not finite.
     """
     if not gram_KK.isfinite().all():
         raise ValueError("the second moment of the inputs is not finite")
-    diagonal, more = gram_KK.diagonal().double(), DAMPING
+    order = torch.arange(len(gram_KK)) if order is None else order
+    diagonal, more = gram_KK.diagonal()[order].double(), DAMPING
     while True:
         try:
-            gram = gram_KK.double()
+            gram = gram_KK[order][:, order].double()
             gram.diagonal().copy_(diagonal)
             factor = torch.linalg.cholesky(gram)
-            del gram  # three matrices of this size are the peak
+            del gram  # two matrices of this size are the peak
             inverse = torch.cholesky_inverse(factor)
             del factor
             return cast(Tensor, torch.linalg.cholesky(inverse, upper=True).float())
