@@ -201,12 +201,14 @@ class _Job:
 
     def settings(self, rope_scaling: str | None) -> dict[str, Any]:
         """What decides the content, for the manifest."""
+        from export.web_page import library_files
         from sportsllm.formats.safetensors import quantization_config
 
         dense = "fp16" if self.half else "fp32"
         given = {
             "computed_in": "fp16" if self.in_half else None,
             "inline": self.inline,
+            "transformers_js": self.format == "web" and bool(library_files()),
             "calibration": [str(path) for path in self.text.files],
             "rope_scaling": rope_scaling,
         }

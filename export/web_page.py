@@ -14,20 +14,22 @@ _RUNTIME = tuple(f"onnxruntime-web/dist/ort-wasm-simd-threaded.asyncify.{end}" f
 _INSTALL = "npm install @huggingface/transformers@4.3.1 --ignore-scripts"
 
 
-def write_page(directory: Path) -> None:
-    """Write index.html and its script, and copy transformers.js from the folder that npm has installed it in.
+def library_files() -> list[Path]:
+    """Files of transformers.js in `node_modules` here, or in SPORTSLLM_NODE_MODULES; none if one is missing."""
+    files = [Path(os.environ.get("SPORTSLLM_NODE_MODULES", "node_modules")) / name for name in (_LIBRARY, *_RUNTIME)]
+    return files if all(file.is_file() for file in files) else []
 
-    That is `node_modules` here, or SPORTSLLM_NODE_MODULES. Without it the page is complete but for `lib`.
-    """
+
+def write_page(directory: Path) -> None:
+    """Write index.html and its script, and copy transformers.js to `lib` if it is installed."""
     source = Path(sportsllm.serving.__file__).parent
     begin, _, end = (source / "page.html").read_text(encoding="utf-8").rpartition("start();\n</script>")
     script = '</script>\n<script type="module" src="browser.js"></script>'
     (directory / "index.html").write_text(f"{begin}{script}{end}", encoding="utf-8")
     shutil.copyfile(source / "browser.js", directory / "browser.js")
-    files = [Path(os.environ.get("SPORTSLLM_NODE_MODULES", "node_modules")) / name for name in (_LIBRARY, *_RUNTIME)]
-    if not all(file.is_file() for file in files):
+    if not (files := library_files()):
         log(f"index.html lacks transformers.js: run `{_INSTALL}` here, and export again")
         return
-    (directory / "lib").mkdir()
+    (directory / "lib").mkdir(exist_ok=True)  # matrices with wider inputs are written over the first export
     for file in files:
         shutil.copyfile(file, directory / "lib" / file.name)

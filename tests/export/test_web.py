@@ -10,10 +10,11 @@ import pytest
 import sportsllm
 from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
+from export import web_page
 from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
 from export.layout import find_files
-from sportsllm.errors import ArtifactError
+from sportsllm.errors import ArtifactError, ConflictError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import directory_bytes, verify_directory
@@ -58,6 +59,23 @@ def test_layout(precision: str, checkpoint: Path, int4: Path, tmp_path: Path) ->
     assert result.precision == precision and result.parity["passed"]
     assert result.size_bytes == directory_bytes(out) == sum(p.stat().st_size for p in (out / "onnx").iterdir())
     assert verify_directory(out)[1] == []
+
+
+def test_transformers_js_is_copied_once_it_is_there(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPORTSLLM_NODE_MODULES", str(tmp_path / "modules"))
+    bare, out = tmp_path / "bare", tmp_path / "web"
+    sportsllm.export(checkpoint, out=bare, threads=1, format="web")
+    assert not (bare / "lib").exists()
+    for name in (web_page._LIBRARY, *web_page._RUNTIME):
+        (tmp_path / "modules" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "modules" / name).write_text(name)
+    with pytest.raises(ConflictError, match="other settings"):  # not up to date
+        sportsllm.export(checkpoint, out=bare, threads=1, format="web")
+    sportsllm.export(checkpoint, out=out, threads=1, format="web")
+    web_page.write_page(out)  # as when some matrices are written again
+    assert {path.read_text() for path in (out / "lib").iterdir()} == {web_page._LIBRARY, *web_page._RUNTIME}
 
 
 @pytest.mark.parametrize("bits", [4, 8])
