@@ -159,12 +159,12 @@ def find_finalists(
     best: dict[tuple[int, int], Shape] = {}
     for shape in sorted((one for one in candidates if one in losses), key=losses.__getitem__):
         best.setdefault((shape.layers, shape.hidden), shape)
-    chosen = dict.fromkeys([*list(best.values())[: max(_REFITTED, count)], *always])
+    chosen = dict.fromkeys([*always, *list(best.values())[: max(_REFITTED, count)]])
     cut = [Finalist(shape, losses[shape], None) for shape in chosen]
     refitted, refit = list[Finalist](), calibration.job.config.refit
     with progress_bar("refitted", len(cut)) as bar:
         for one in cut if len(cut) > count else ():
-            if len(refitted) >= count and time.perf_counter() - started > 2 * seconds:
+            if len(refitted) >= max(count, len(always)) and time.perf_counter() - started > 2 * seconds:
                 break
             refitted.append(one._replace(loss_after_refit=loss_of(one.shape, refit)))
             bar.advance()

@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import signal
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,7 +181,7 @@ def test_the_first_cut_reads_all_its_samples(run: Pruning) -> None:
     assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
 
 
-def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning) -> None:
+def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning, monkeypatch: pytest.MonkeyPatch) -> None:
     work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], PruneConfig(samples=4)))
     shapes = [Shape.of(tiny_config(intermediate_size=32)), Shape.of(tiny_config(num_hidden_layers=1))]
     every = find_finalists(work, shapes, [], 2)
@@ -187,6 +189,11 @@ def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning) -> None:
     assert every[0].loss_after_cut <= every[1].loss_after_cut
     (best,) = find_finalists(work, shapes, [], 1)
     assert best.loss_after_refit is not None
+    # Time that ends among the refits leaves none out that must be there.
+    clock, even = chain([0.0] * 3, repeat(9.0)), Shape.of(tiny_config(intermediate_size=64))
+    monkeypatch.setattr("compress.pruning.search.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    found = find_finalists(work, shapes, [even], 2, seconds=1.0)
+    assert even in [one.shape for one in found] and all(one.loss_after_refit for one in found)
 
 
 def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
