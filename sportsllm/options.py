@@ -141,7 +141,7 @@ Limit = Annotated[
 ]
 _HERE = "This machine is the target: its measurements decide, not predictions."
 OnDevice = Annotated[bool, typer.Option("--on-device", help=_HERE)]
-Device = Annotated[str, _runtime("--device", help="Processor: cpu, cuda, or auto.")]
+Device = Annotated[str, _runtime("--device", help="Processor: cpu, cuda, cuda:1, or auto.")]
 _KERNELS = "Kernels for exports: native (this program's), portable (ONNX Runtime's), or auto."
 Kernels = Annotated[str, _runtime("--kernels", help=_KERNELS)]
 Provider = Annotated[
