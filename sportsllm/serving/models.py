@@ -136,8 +136,9 @@ class ServedModel:
             prompts = [self.encode_chat(body.messages)]
             top = body.top_logprobs if body.logprobs else None
         else:
-            prompts = [self._encode(prompt) for prompt in body.prompts()]
-            top = (body.logprobs or None) if isinstance(body, NativeRequest) else body.logprobs
+            native = isinstance(body, NativeRequest)
+            prompts = [self._encode(prompt, special=native) for prompt in body.prompts()]
+            top = (body.logprobs or None) if native else body.logprobs
         echo = isinstance(body, CompletionRequest) and body.echo
         jobs, seed = list[Job](), secrets.randbits(32) if body.seed in (None, -1) else int(body.seed or 0)
         for prompt in prompts:
@@ -162,12 +163,12 @@ class ServedModel:
         begin = [self.tokenizer.begin_id] if self._renderer is None else []
         return begin + self.tokenizer.encode(self.render(messages), special=True)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        parts = [prompt] if isinstance(prompt, str) else prompt
-        ids = [self.tokenizer.begin_id] if isinstance(parts[0], str) else []
+    def _encode(self, prompt: Prompt, special: bool) -> list[int]:
+        """A prompt's tokens; `special` is for llama-server's clients, who send what `/apply-template` has written."""
+        parts, begin, ids = [prompt] if isinstance(prompt, str) else prompt, self.tokenizer.begin_id, list[int]()
         for part in parts:
-            ids += self.tokenizer.encode(part) if isinstance(part, str) else [part]
-        return ids
+            ids += self.tokenizer.encode(part, special) if isinstance(part, str) else [part]
+        return [begin, *ids] if isinstance(parts[0], str) and ids[:1] != [begin] else ids
 
     def _check(self, prompt: Sequence[int]) -> None:
         config, room = self.engine.slots.config, self.engine.slots.room

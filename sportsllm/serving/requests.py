@@ -108,8 +108,8 @@ class GenerationRequest(_Body):
         """
         native, found = isinstance(self, NativeRequest), dict[int, float]()
         for key, value in self.logit_bias.items():
-            is_id = re.fullmatch("[0-9]{1,9}", key)
-            if int(key) >= vocab_size if is_id else not native:
+            is_id = re.fullmatch("-?[0-9]+", key)
+            if (len(key) > 9 or not 0 <= int(key) < vocab_size) if is_id else not native:
                 raise ApiError(400, f"logit_bias: keys are token ids below {vocab_size}", param="logit_bias")
             found |= dict.fromkeys([int(key)] if is_id else encode(key), value)
         return found
@@ -172,8 +172,11 @@ class CompletionRequest(GenerationRequest):
 
 def _as_mapping(biases: object) -> object:
     """Pairs of llama-server's as OpenAI's mapping."""
-    pairs = isinstance(biases, list) and all(isinstance(each, list) and len(each) == 2 for each in biases)
-    return {str(each[0]): each[1] for each in biases} if pairs else biases  # type: ignore[attr-defined]
+    if isinstance(biases, list) and all(
+        isinstance(each, list) and len(each) == 2 and type(each[0]) in (int, str) for each in biases
+    ):
+        return {str(key): bias for key, bias in biases}
+    return biases
 
 
 class NativeRequest(CompletionRequest):

@@ -330,7 +330,11 @@ def test_llama_servers_own_completion(client: httpx.Client, loaded: LoadedModel)
     )
     assert refusal(client, 400, "/completion", prompt=[1, [2]])["param"] == "prompt"
     assert set(post(client, "/completion", **body, logit_bias=[["z", 100]])["content"].replace(" ", "")) == {"z"}
-    assert refusal(client, 400, "/completion", **body, logit_bias=[["z", 100, 3]])["param"] == "logit_bias"
+    for bias in ([["z", 100, 3]], [[[1], 5]], [[-1, 5]], [[10**12, 5]], [[True, 5]]):
+        assert refusal(client, 400, "/completion", **body, logit_bias=bias)["param"] == "logit_bias"
+    spelled = {**body, "prompt": f"<s>{ONCE['prompt']}"}  # as a template begins
+    assert post(client, "/completion", **spelled)["tokens_evaluated"] == whole["tokens_evaluated"] == len(ids)
+    assert complete(client, prompt=spelled["prompt"]) != text
     assert client.get("/slots").json()[3] == {"id": 3, "n_ctx": 512, "is_processing": False}
     messages = [{"role": "user", "content": "Hi"}]
     count = post(client, "/chat/completions/input_tokens", messages=messages)["input_tokens"]
