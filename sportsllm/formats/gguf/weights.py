@@ -30,6 +30,7 @@ from sportsllm.text.tokenizer import load_tokenizer
 
 _LAYOUTS = {"gemma3": "gemma3_text", "gptneox": "gpt2"}
 """Layouts of Hugging Face's, if another than the architecture's own; here Gemma's norms are 1 + weight."""
+_ROWS = 8_192  # of a table that are dequantized together
 _READER = 1  # changes when the same file gives another checkpoint
 _ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()}
 
@@ -116,10 +117,14 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Ten
 
 def _dense(file: GGUFFile, name: str) -> Tensor:
     stored = file.tensors[name]
-    values = gguf.dequantize(stored.data, stored.tensor_type)
-    if not np.isfinite(values).all():
-        raise file.error(f"tensor {name!r} holds NaN or infinity; copy or download the file again")
-    return torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
+    values = np.empty([int(size) for size in reversed(stored.shape)], np.float32)
+    step = _ROWS if values.ndim > 1 else values.size
+    for start in range(0, len(values), step):
+        rows = slice(start, start + step)
+        values[rows] = gguf.dequantize(stored.data[rows] if values.ndim > 1 else stored.data, stored.tensor_type)
+        if not np.isfinite(values[rows]).all():
+            raise file.error(f"tensor {name!r} holds NaN or infinity; copy or download the file again")
+    return torch.from_numpy(values)
 
 
 def convert_gguf(source: Path, out: Path) -> JsonObject:
