@@ -1,6 +1,7 @@
 """Prompt lookup over native kernels: the same tokens, in fewer passes."""
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_the_same_in_slots(with_draft: bool, exports: Exports) -> None:
             job = Job(PATTERN * 4, 60, Sampler(sampling), str, StopSearch([]), stops, deliver)
             engine.submit([job])
             while job not in ended:
-                pass
+                time.sleep(0.001)
             decoder.exact_rows = 1
             assert job.ids[28:] == list(generate(decoder, PATTERN * 4, 60, sampling, list(stops)))
     assert engine.counts["lookup_tokens"] > 20
