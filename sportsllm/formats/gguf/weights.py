@@ -118,10 +118,9 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Ten
 def _dense(file: GGUFFile, name: str) -> Tensor:
     stored = file.tensors[name]
     values = np.empty([int(size) for size in reversed(stored.shape)], np.float32)
-    step = _ROWS if values.ndim > 1 else values.size
-    for start in range(0, len(values), step):
-        rows = slice(start, start + step)
-        values[rows] = gguf.dequantize(stored.data[rows] if values.ndim > 1 else stored.data, stored.tensor_type)
+    starts = range(0, len(values), _ROWS) if values.ndim > 1 else ()
+    for rows in tuple(slice(start, start + _ROWS) for start in starts) or (...,):
+        values[rows] = gguf.dequantize(stored.data[rows], stored.tensor_type)
         if not np.isfinite(values[rows]).all():
             raise file.error(f"tensor {name!r} holds NaN or infinity; copy or download the file again")
     return torch.from_numpy(values)

@@ -194,6 +194,7 @@ def test_damaged_tensors_are_refused(llama: Any, tokenizer_directory: Path, tmp_
     factors = np.full(8, 2.0, np.float32)
     for name, values, message in (
         ("output_norm.weight", np.full(64, np.nan, np.float32), "holds NaN"),
+        ("output_norm.weight", np.empty(0, np.float32), "shape"),
         ("rope_freqs.weight", np.concatenate([factors[:4], factors[:4] / 2]), "in another way than Llama 3"),
         ("blk.0.attn_q_norm.weight", factors, "belongs to no part of a llama model"),
     ):
