@@ -204,6 +204,9 @@ def _sizes(kind: str, config: ModelConfig) -> dict[str, Any]:
         found |= {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": float(scaling.factor)}
     if scaling is not None and scaling.rope_type == "yarn":
         found["rope.scaling.original_context_length"] = scaling.original_max_position_embeddings
+    if kind == "granite":
+        found |= {"embedding_scale": float(config.embedding_scale), "attention.scale": config.attention_scale}
+        found |= {"residual_scale": 1.0, "logit_scale": 1.0}  # which the weights have
     if kind == "gemma2":
         found |= {theirs: float(getattr(config, ours)) for ours, theirs in CAPS.items()}
         found["attention.sliding_window"] = config.sliding_window

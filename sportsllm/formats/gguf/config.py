@@ -15,7 +15,9 @@ from sportsllm.formats.huggingface_families import CAPS
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig
 from sportsllm.models.rope import RopeScaling, inverse_frequencies
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "gpt2", "olmo2", "stablelm", "gptneox")
+ARCHITECTURES = (
+    "llama", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "gpt2", "olmo2", "stablelm", "gptneox", "granite",
+)  # fmt: skip
 """Those that are written too; further ones are read."""
 READ_ARCHITECTURES = (*ARCHITECTURES, "phi3")
 LAYER_NORM = ("gpt2", "stablelm", "gptneox")
@@ -41,6 +43,7 @@ _READ_OF = {
     "gpt2": {"attention.layer_norm_epsilon"},
     "stablelm": {"attention.layer_norm_epsilon", PARALLEL},
     "gptneox": {"attention.layer_norm_epsilon", PARALLEL},
+    "granite": {"embedding_scale", "attention.scale", "residual_scale", "logit_scale"},
 }
 # What these say is in other keys, or is about how the model came about.
 _IGNORED = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
@@ -250,9 +253,24 @@ def _gptneox(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     return biases | {"mlp_kind": "gelu_erf", "norm_kind": "layer", "mlp_bias": True, "parallel_residual": parallel}
 
 
+def _granite(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Scales of embedding and scores; the others are multiplied into the weights. One of 0 means its default."""
+    if not file.value_or(True, "granite.rope.scaling.finetuned", bool):
+        raise file.error("granite.rope.scaling.finetuned is false: without rotary positions; not supported")
+    score = _decimal(file.value_or(0.0, "granite.attention.scale", float))
+    embedding = _decimal(file.value_or(0.0, "granite.embedding_scale", float))
+    return {"embedding_scale": embedding or 1.0, "attention_scale": score or values["head_dim"] ** -0.5}
+
+
+def granite_factors(file: GGUFFile) -> dict[str, float]:
+    """What Granite's weights are read with, by the names in Hugging Face's config.json."""
+    residual, logits = file.value_or(0.0, "granite.residual_scale", float), file.value("granite.logit_scale", float)
+    return {"residual_multiplier": _decimal(residual) or 1.0, "logits_scaling": _decimal(logits) or 1.0}
+
+
 _FAMILIES: dict[str, Callable[[GGUFFile, Mapping[str, Any]], dict[str, Any]]] = {
     "smollm3": _smollm3, "gemma2": _gemma2, "gemma3": _gemma3, "phi3": _phi3, "gpt2": _gpt2, "olmo2": _olmo2,
-    "stablelm": _stablelm, "gptneox": _gptneox,
+    "stablelm": _stablelm, "gptneox": _gptneox, "granite": _granite,
 }  # fmt: skip
 
 

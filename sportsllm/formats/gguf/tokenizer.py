@@ -33,6 +33,7 @@ PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     "gpt-2": BY_DIGITS["grouped"],
     "smollm": BY_DIGITS["single"],
     "starcoder": BY_DIGITS["single"],
+    "refact": BY_DIGITS["single"],
     "llama-bpe": _llama3("\\p{N}{1,3}"),
     "qwen2": _llama3("\\p{N}"),
 }

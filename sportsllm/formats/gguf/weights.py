@@ -21,7 +21,7 @@ from sportsllm.console import log
 from sportsllm.files import JsonObject
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.checkpoint import stream_checkpoint
-from sportsllm.formats.gguf.config import ROPE_FACTORS, GGUFFile, architecture, open_gguf, read_config
+from sportsllm.formats.gguf.config import ROPE_FACTORS, GGUFFile, architecture, granite_factors, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.layouts import UnlikeTensor, parts_of
 from sportsllm.models.config import ModelConfig
@@ -55,7 +55,7 @@ def _name_map(kind: str, layers: int) -> Any:
 
 def paired_heads(kind: str, config: ModelConfig, parameter: str) -> int:
     """How many heads a parameter's rows belong to if they are queries or keys in llama.cpp's own order, else 0."""
-    if kind not in ("llama", "smollm3"):
+    if kind not in ("llama", "smollm3", "granite"):
         return 0
     found = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
     return next((heads for part, heads in found.items() if part in parameter), 0)
@@ -89,7 +89,7 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Ten
         ArtifactError: a tensor is missing, of another shape, not finite, in a format that is not known, or of no use.
     """
     kind = architecture(file)
-    parts = parts_of(_LAYOUTS.get(kind, kind), config)
+    parts = parts_of(_LAYOUTS.get(kind, kind), config, config_json=granite_factors(file) if kind == "granite" else {})
     unused = set(file.tensors) - {ROPE_FACTORS}
     for parameter in parameters(config):
         part = parts.get(parameter.name)
@@ -99,8 +99,8 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Ten
         unused.discard(name)
         tensor = _dense(file, name)
         try:
-            if kind == "phi3" and part is not None:
-                tensor = part.read(tensor)  # its rows of a fused matrix
+            if kind in ("phi3", "granite") and part is not None:
+                tensor = part.read(tensor)  # its rows of a fused matrix, or multiplied
             elif kind in ("gpt2", "gptneox") and part is not None and parameter.role in ("matrix", "bias"):
                 # Matrices lie as (outputs, inputs) here, unlike in Hugging Face's files.
                 tensor = part.read(tensor.T if tensor.ndim == 2 else tensor)

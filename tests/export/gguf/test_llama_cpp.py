@@ -63,6 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": OLMO2,
     "stablelm": {"norm_kind": "layer", "rotary_dim": 32, "attention_bias": True, "tie_word_embeddings": False},
     "gptneox": NEOX,
+    "granite": {"embedding_scale": 12.0, "attention_scale": 0.2},
     "gptneox-serial": NEOX | {"parallel_residual": False},
 }
 

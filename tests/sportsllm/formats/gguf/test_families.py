@@ -25,6 +25,7 @@ _ARCH = {
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "stablelm": gguf.MODEL_ARCH.STABLELM,
     "gpt_neox": gguf.MODEL_ARCH.GPTNEOX,
+    "granite": gguf.MODEL_ARCH.GRANITE,
 }
 _SIZES = families.SIZES | {"num_hidden_layers": 6}
 _CONFIGS: dict[str, transformers.PretrainedConfig] = {
@@ -37,11 +38,16 @@ _CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "olmo2": families.CONFIGS["olmo2"],
     "stablelm": families.CONFIGS["stablelm"],
     "gpt-neox": families.CONFIGS["gpt-neox"],
+    "granite": families.CONFIGS["granite"],
 }
+_SCALES = {
+    "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
 
 
 def tensors_of(model: Any) -> dict[str, np.ndarray]:
-    """As the converter writes them: Gemma's norms with 1 added, SmolLM3's heads in pairs, GPT-2's matrices turned."""
+    """As the converter writes them: Gemma's norms with 1 added, rotary pairs side by side, GPT-2's matrices turned."""
     config, found = model.config, {}
     names = gguf.get_tensor_name_map(_ARCH[config.model_type], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
@@ -52,7 +58,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             values = values + 1
         if config.model_type == "gpt2" and name.endswith((".c_attn.weight", ".c_fc.weight", ".c_proj.weight")):
             values = np.ascontiguousarray(values.T)
-        if config.model_type == "smollm3" and (".q_proj." in name or ".k_proj." in name):
+        if config.model_type in ("smollm3", "granite") and (".q_proj." in name or ".k_proj." in name):
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
             halves = values.reshape(heads, 2, values.shape[0] // heads // 2, values.shape[1])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
@@ -86,6 +92,8 @@ def settings(config: Any) -> dict[str, Any]:
     window = getattr(config, "sliding_window", None)
     names = ("attn_logit_softcapping", "final_logit_softcapping")
     caps = {name: getattr(config, name) for name in names} if config.model_type == "gemma2" else {}
+    if config.model_type == "granite":
+        caps = {theirs: getattr(config, ours) for theirs, ours in _SCALES.items()}
     return settings_of(config) | caps | ({"attention.sliding_window": window} if window else {})
 
 
@@ -121,6 +129,8 @@ def test_logits_are_those_of_the_model_that_was_written(name: str, tokenizer_dir
         ("gpt2", {"attention.layer_norm_epsilon": None}, "layer_norm_epsilon"),
         ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual is true, which is not supported"),
         ("gpt-neox", {"use_parallel_residual": None}, "use_parallel_residual is missing"),
+        ("granite", {"logit_scale": None}, "logit_scale is missing"),
+        ("granite", {"rope.scaling.finetuned": False}, "without rotary positions"),
         ("phi3", {"feed_forward_length": 97}, "has 192 rows, the config asks for 194"),
     ],
 )

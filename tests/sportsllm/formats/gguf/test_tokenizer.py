@@ -35,6 +35,7 @@ EXPRESSIONS = {
     "gpt-2": [GPT2],
     "smollm": [r"\p{N}", GPT2],
     "starcoder": [r"\p{N}", GPT2],
+    "refact": [r"\p{N}", GPT2],
     "llama-bpe": [QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")],
     "qwen2": [QWEN2],
 }
