@@ -48,7 +48,7 @@ def find_device(name: str, flag: str = "--device") -> torch.device:
     """The device that one of `DEVICES` or `cuda:N` names; `auto` is a CUDA GPU if there is one.
 
     Raises:
-        UsageError: an unknown device, a GPU that is not there, or one GPU for several processes.
+        UsageError: an unknown device, a GPU that is not there, or fewer GPUs than processes.
     """
     import torch
 
@@ -58,13 +58,14 @@ def find_device(name: str, flag: str = "--device") -> torch.device:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and not gpus:
         raise UsageError(f"{flag} {name}: this PyTorch finds no CUDA GPU; use cpu")
-    if number and int(number) >= gpus:
-        raise UsageError(f"{flag} {name}: CUDA GPUs here are 0 to {gpus - 1}")
-    if number and processes.count() > 1:
-        raise UsageError(f"{flag} {name}: each process has a GPU of its own; use cuda")
     if kind == "cpu" or not gpus:
         return torch.device("cpu")
-    return torch.device("cuda", int(number) if number else processes.local_rank())
+    if number and processes.count() > 1:
+        raise UsageError(f"{flag} {name}: each process has a GPU of its own; use cuda")
+    place = int(number or processes.local_rank())
+    if place >= gpus:
+        raise UsageError(f"{flag} {name}: there is no GPU {place}; CUDA GPUs here are 0 to {gpus - 1}")
+    return torch.device("cuda", place)
 
 
 def set_threads(threads: int | None) -> None:
