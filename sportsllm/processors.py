@@ -13,7 +13,7 @@ from threading import Barrier
 from typing import TYPE_CHECKING
 
 from sportsllm import processes
-from sportsllm.errors import UsageError
+from sportsllm.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,8 @@ def find_device(name: str, flag: str = "--device") -> torch.device:
     """The device that one of `DEVICES` or `cuda:N` names; `auto` is a CUDA GPU if there is one.
 
     Raises:
-        UsageError: an unknown device, a GPU that is not there, or fewer GPUs than processes.
+        UsageError: an unknown device, or a GPU that is not there.
+        ResourceError: fewer GPUs than processes.
     """
     import torch
 
@@ -64,7 +65,8 @@ def find_device(name: str, flag: str = "--device") -> torch.device:
         raise UsageError(f"{flag} {name}: each process has a GPU of its own; use cuda")
     place = int(number or processes.local_rank())
     if place >= gpus:
-        raise UsageError(f"{flag} {name}: there is no GPU {place}; CUDA GPUs here are 0 to {gpus - 1}")
+        error = UsageError if number else ResourceError  # every process prints the latter: others have a GPU
+        raise error(f"{flag} {name}: there is no GPU {place}; CUDA GPUs here are 0 to {gpus - 1}")
     return torch.device("cuda", place)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sportsllm.errors import UsageError
+from sportsllm.errors import ResourceError, UsageError
 from sportsllm.processors import find_device
 
 
@@ -43,5 +43,5 @@ def test_a_process_of_several_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UsageError, match="each process has a GPU of its own"):
         find_device("cuda:1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UsageError, match="there is no GPU 3; CUDA GPUs here are 0 to 1"):
+    with pytest.raises(ResourceError, match="there is no GPU 3; CUDA GPUs here are 0 to 1"):
         find_device("auto")
