@@ -42,7 +42,7 @@ def available_bytes() -> int:
 
     found = int(psutil.virtual_memory().available)
     for limit, used in _CONTAINER_LIMITS.items():
-        with suppress(OSError, ValueError):  # "max" is no number
+        with suppress(OSError, ValueError, KeyError):  # "max" is no number, and fields differ
             stat = dict(line.split() for line in Path(limit).with_name("memory.stat").read_text("ascii").splitlines())
             found = min(found, int(Path(limit).read_text("ascii")) - int(stat[used]))
     return max(0, found)
