@@ -148,6 +148,7 @@ OWN_SIZES = {
     "gpt2": {"num_key_value_heads": 4},
     "granite": {"embedding_multiplier": 12.0},
     "opt": {"num_key_value_heads": 4},
+    "qwen3_moe": {"norm_topk_prob": True},
 }  # fmt: skip
 FAMILY_PARTS = {
     "llama": "",

@@ -21,28 +21,29 @@ from sportsllm.models.config import ModelConfig
 
 SAMPLES = 64
 """Calibration samples."""
+_DENSE = {"F16": np.float16, "F32": np.float32}
 
 
 class BlockCheckpoint(PackedCheckpoint):
-    """Collects matrices in blocks; `types` names the type of each module's, `F16` for those that no block fits."""
+    """Collects matrices in blocks; `types` names the type of each module's, `F16` or `F32` for dense ones."""
 
     def __init__(self, model: ModelConfig, types: Mapping[str, str]) -> None:
-        super().__init__(model, QuantizationConfig(bits=8 if set(types.values()) <= {"Q8_0", "F16"} else 4))
+        super().__init__(model, QuantizationConfig(bits=8 if set(types.values()) <= {"Q8_0", *_DENSE} else 4))
         self.types = types
         self.stored: dict[str, StoredMatrix] = {}
 
     def add_matrix(self, module: str, weight_NK: Tensor, search: bool) -> None:
         """A module's matrix, on the grid of least squared error."""
         kind = self.types[module]
-        if kind == "F16":
-            self._store(module, weight_NK.half().numpy())
+        if kind in _DENSE:
+            self._store(module, weight_NK.float().numpy().astype(_DENSE[kind]))
         else:
             self._add(module, [plain(rows, BLOCK_TYPES[kind]) for rows in torch.split(weight_NK, ROWS)])
 
     def add_by_gptq(self, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
         """A module's matrix, rounded for inputs with second moment `gram_KK`."""
         kind = self.types[module]
-        if kind == "F16":
+        if kind in _DENSE:
             self.add_matrix(module, weight_NK, search=True)
         else:
             self._add(module, [gptq_blocks(rows, gram_KK, BLOCK_TYPES[kind]) for rows in torch.split(weight_NK, ROWS)])

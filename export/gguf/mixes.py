@@ -10,6 +10,7 @@ from __future__ import annotations
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, matrix_shapes
+from sportsllm.models.parts import ROUTER
 
 FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 """For rows that are no multiple of 256."""
@@ -30,6 +31,13 @@ def _wanted(module: str, columns: int, config: ModelConfig, mix: str, calibrated
         return "Q8_0" if main == "Q8_0" or columns % BLOCK_TYPES[main].width else "Q6_K"
     if module == EMBEDDING:
         return main
+    if module.endswith(f".{ROUTER}"):
+        return "F32"
+    if config.experts is not None and config.experts.count == 8:
+        if module.endswith((".k_proj", ".v_proj")):
+            return "Q8_0"
+        if module.endswith(".o_proj") and main in ("Q4_K", "IQ4_NL", "IQ4_XS"):
+            return "Q5_K"
     layer, layers = int(module.split(".")[2]), config.num_hidden_layers
     first = layer < layers // 8
     important = first or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
@@ -51,6 +59,6 @@ def _wanted(module: str, columns: int, config: ModelConfig, mix: str, calibrated
 
 def _fitting(kind: str, columns: int) -> str:
     """The type, or the one that its rows fit."""
-    if columns % BLOCK_TYPES[kind].width:
+    if kind != "F32" and columns % BLOCK_TYPES[kind].width:
         kind = FALLBACKS.get(kind, kind)
-    return kind if columns % BLOCK_TYPES[kind].width == 0 else "F16"
+    return kind if kind == "F32" or columns % BLOCK_TYPES[kind].width == 0 else "F16"

@@ -41,11 +41,13 @@ from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import FULL, UNROTATED, ModelConfig
 from sportsllm.models.kinds import Parameter, parameters
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.parts import ROUTER
 from sportsllm.models.rope import RopeScaling, inverse_frequencies
 from sportsllm.text.tokenizer import load_tokenizer
 
 BLOCK = 32
 GGUF_FILE = "model.gguf"
+_NAMES = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "qwen3_moe": "qwen3moe"}
 _GEMMA = {
     "gemma2": "Gemma 2 with every second layer full, bounded scores and logits,",
     "gemma3": "Gemma 3 with full layers at equal distances",
@@ -59,7 +61,7 @@ def architecture_of(config: ModelConfig) -> str:
     Raises:
         UsageError: it has none for this model.
     """
-    family = {"gemma3_text": "gemma3", "gpt_neox": "gptneox"}.get(family := family_of(config) or "", family)
+    family = _NAMES.get(family := family_of(config) or "", family)
     if family not in ARCHITECTURES:
         kinds = f"a model with {config.attention_kind} attention and {config.mlp_kind} feed-forward"
         raise UsageError(f"GGUF: {family or kinds} is not supported; use a model of {', '.join(ARCHITECTURES)}")
@@ -82,7 +84,9 @@ def architecture_of(config: ModelConfig) -> str:
             raise UsageError("GGUF: YaRN with other settings than factor and original context is not supported")
     if family in UNTIED and config.tie_word_embeddings:
         raise UsageError(f"GGUF: llama.cpp reads {family} models with a head of their own alone; this one's is tied")
-    if family == "qwen3" and config.attention_bias:
+    if config.experts is not None and (config.dense_layers or config.experts.weights != "sum"):
+        raise UsageError("GGUF: llama.cpp knows Qwen3-MoE with experts in all layers and weights that sum to 1")
+    if family in ("qwen3", "qwen3moe") and config.attention_bias:
         raise UsageError("GGUF: llama.cpp has no architecture with norms of queries and keys and with biases")
     return family
 
@@ -117,6 +121,8 @@ def write_gguf(
         for name, group in groups.items():
             parts = [_stored(kind, config, tensors, parameter, half, rounded, odd) for parameter in group]
             values, stored = np.concatenate([part for part, _ in parts]), parts[0][1]
+            if name.endswith("_exps.weight"):
+                values = values.reshape(len(parts), -1, values.shape[1])
             if any(each is not stored for _, each in parts):
                 raise UsageError(f"{name}: its parts have several types; quantize them to the same bits")
             writer.add_tensor(name, values, raw_dtype=stored)
@@ -166,7 +172,8 @@ def _stored(
             values, stored = encode(weight, module)
     else:
         tensor = (tensors if rounded is None else rounded.others)[parameter.name].float()
-        values, stored = dense(tensor.numpy(), half and parameter.role != "positions")
+        exact = parameter.role == "positions" or module.endswith(f".{ROUTER}")
+        values, stored = dense(tensor.numpy(), half and not exact)
     heads = paired_heads(kind, config, parameter.name)
     return (rows_in_pairs(torch.from_numpy(values), heads).numpy() if heads else values), stored
 
@@ -204,6 +211,9 @@ def _sizes(kind: str, config: ModelConfig) -> dict[str, Any]:
         found |= {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": float(scaling.factor)}
     if scaling is not None and scaling.rope_type == "yarn":
         found["rope.scaling.original_context_length"] = scaling.original_max_position_embeddings
+    if config.experts is not None:
+        found |= {"expert_count": config.experts.count, "expert_used_count": config.experts.active}
+        found["expert_feed_forward_length"] = config.intermediate_size
     if kind == "granite":
         found |= {"embedding_scale": float(config.embedding_scale), "attention.scale": config.attention_scale}
         found |= {"residual_scale": 1.0, "logit_scale": 1.0}  # which the weights have
@@ -300,6 +310,11 @@ def check_gguf(checkpoint: Path, path: Path, threads: int | None, rounded: Round
     if rounded is not None:
         matrices = {name: gguf.dequantize(data, Format[kind]) for name, (kind, data) in rounded.matrices.items()}
         model.load_state_dict({**rounded.others, **{name: torch.from_numpy(each) for name, each in matrices.items()}})
+    if config.experts is not None:  # float16 turns a choice of experts now and then, so both sides have it
+        for name, stored in gguf_names(architecture_of(config), config).items():
+            if file.tensors[stored].tensor_type == Format.F16:
+                weight = model.get_parameter(name)
+                weight.data = weight.data.half().float()
     with threads_of_torch(threads), torch.inference_mode():
         batches = [torch.tensor([sequence]) for sequence in make_sequences(config, tokenizer)]
         compared = [compare(model(batch)[0].numpy(), found(batch)[0].numpy()) for batch in batches]

@@ -12,11 +12,12 @@ import numpy as np
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface_families import CAPS
-from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig
+from sportsllm.models.config import FULL, SLIDING, UNROTATED, Experts, ModelConfig
 from sportsllm.models.rope import RopeScaling, inverse_frequencies
 
 ARCHITECTURES = (
     "llama", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "gpt2", "olmo2", "stablelm", "gptneox", "granite",
+    "qwen3moe",
 )  # fmt: skip
 """Those that are written too; further ones are read."""
 READ_ARCHITECTURES = (*ARCHITECTURES, "phi3")
@@ -44,6 +45,7 @@ _READ_OF = {
     "stablelm": {"attention.layer_norm_epsilon", PARALLEL},
     "gptneox": {"attention.layer_norm_epsilon", PARALLEL},
     "granite": {"embedding_scale", "attention.scale", "residual_scale", "logit_scale"},
+    "qwen3moe": {"expert_feed_forward_length"},
 }
 # What these say is in other keys, or is about how the model came about.
 _IGNORED = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
@@ -155,7 +157,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
     if unknown := sorted(own - _READ - _READ_OF.get(name, set()) - _IGNORED):
         raise file.error(f"{name}.{unknown[0]} is not known, so that the model may compute something else; refuse")
     values: dict[str, Any] = {field: file.value(f"{name}.{key}", int) for key, field in _SIZES.items()}
-    if file.value_or(0, f"{name}.expert_count", int):
+    if name != "qwen3moe" and file.value_or(0, f"{name}.expert_count", int):
         raise file.error(f"{name}.expert_count: a mixture of experts is not supported; use a dense model")
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = file.value_or(heads, f"{name}.attention.head_count_kv", int)
@@ -180,12 +182,12 @@ def read_config(file: GGUFFile) -> ModelConfig:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-        "qk_norm": name == "qwen3",
+        "qk_norm": name in ("qwen3", "qwen3moe"),
         **_special_tokens(file),
     }
-    if name in _FAMILIES:
-        values |= _FAMILIES[name](file, values)
     try:
+        if name in _FAMILIES:
+            values |= _FAMILIES[name](file, values)
         config = ModelConfig(**values)
         return config.with_changes(rope_scaling=_rope_scaling(file, name, config))
     except UsageError as error:
@@ -268,9 +270,15 @@ def granite_factors(file: GGUFFile) -> dict[str, float]:
     return {"residual_multiplier": _decimal(residual) or 1.0, "logits_scaling": _decimal(logits) or 1.0}
 
 
+def _qwen3moe(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    count, active = (file.value(f"qwen3moe.expert_{key}", int) for key in ("count", "used_count"))
+    inner = file.value_or(values["intermediate_size"] // max(active, 1), "qwen3moe.expert_feed_forward_length", int)
+    return {"mlp_kind": "experts", "experts": Experts(count, active, balance_loss=0.001), "intermediate_size": inner}
+
+
 _FAMILIES: dict[str, Callable[[GGUFFile, Mapping[str, Any]], dict[str, Any]]] = {
     "smollm3": _smollm3, "gemma2": _gemma2, "gemma3": _gemma3, "phi3": _phi3, "gpt2": _gpt2, "olmo2": _olmo2,
-    "stablelm": _stablelm, "gptneox": _gptneox, "granite": _granite,
+    "stablelm": _stablelm, "gptneox": _gptneox, "granite": _granite, "qwen3moe": _qwen3moe,
 }  # fmt: skip
 
 

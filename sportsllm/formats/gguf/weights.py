@@ -5,6 +5,7 @@ Shape suffixes: R rows, C columns, H heads, D head size.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ _LAYOUTS = {"gemma3": "gemma3_text", "gptneox": "gpt2"}
 """Layouts of Hugging Face's, if another than the architecture's own; here Gemma's norms are 1 + weight."""
 _ROWS = 8_192  # of a table that are dequantized together
 _READER = 1  # changes when the same file gives another checkpoint
+_EXPERT = re.compile(r"\bexperts\.(\d+)\b")
 _ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -43,7 +45,8 @@ def gguf_names(kind: str, config: ModelConfig) -> dict[str, str]:
 
 
 def gguf_name(kind: str, config: ModelConfig, parameter: str) -> str | None:
-    """What a GGUF file of an architecture calls a parameter that Hugging Face names so."""
+    """What a GGUF file of an architecture calls a parameter that Hugging Face names so; all experts share a tensor."""
+    parameter = _EXPERT.sub("experts", parameter)
     found: str | None = _name_map(kind, config.num_hidden_layers).get_name(parameter, (".weight", ".bias"))
     return found
 
@@ -97,7 +100,8 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Ten
         if name is None or name not in file.tensors:
             raise file.error(f"tensor {name!r} is missing; convert the model again")
         unused.discard(name)
-        tensor = _dense(file, name)
+        number = _EXPERT.search(parameter.name)
+        tensor = _dense(file, name, (int(number[1]), config.chosen_experts.count) if number else None)
         try:
             if kind in ("phi3", "granite") and part is not None:
                 tensor = part.read(tensor)  # its rows of a fused matrix, or multiplied
@@ -115,12 +119,16 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Ten
         raise file.error(f"tensor {sorted(unused)[0]!r} belongs to no part of a {kind} model; refuse")
 
 
-def _dense(file: GGUFFile, name: str) -> Tensor:
+def _dense(file: GGUFFile, name: str, expert: tuple[int, int] | None = None) -> Tensor:
+    """A whole tensor, or the matrix of an `expert`, given by its number and how many there are."""
     stored = file.tensors[name]
-    values = np.empty([int(size) for size in reversed(stored.shape)], np.float32)
+    shape, data = [int(size) for size in reversed(stored.shape)], stored.data
+    if expert is not None and len(shape) == 3 and shape[0] == expert[1]:
+        shape, data = shape[1:], data[expert[0]]
+    values = np.empty(shape, np.float32)
     starts = range(0, len(values), _ROWS) if values.ndim > 1 else ()
     for rows in tuple(slice(start, start + _ROWS) for start in starts) or (...,):
-        values[rows] = gguf.dequantize(stored.data[rows], stored.tensor_type)
+        values[rows] = gguf.dequantize(data[rows], stored.tensor_type)
         if not np.isfinite(values[rows]).all():
             raise file.error(f"tensor {name!r} holds NaN or infinity; copy or download the file again")
     return torch.from_numpy(values)

@@ -13,7 +13,7 @@ from export.gguf.write import GGUF_FILE
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.weights import convert_gguf
-from sportsllm.models.config import FULL, SLIDING, UNROTATED
+from sportsllm.models.config import FULL, SLIDING, UNROTATED, Experts
 from tests.support import llama_cpp
 from tests.support.models import saved, tiny_config, tiny_model
 
@@ -52,6 +52,7 @@ NEOX = GPT2 | {
     "parallel_residual": True,
     "tie_word_embeddings": False,
 }
+QWEN3_MOE = {"qk_norm": True, "mlp_kind": "experts", "experts": Experts(4, 4)}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"attention_bias": True},
@@ -63,6 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": OLMO2,
     "stablelm": {"norm_kind": "layer", "rotary_dim": 32, "attention_bias": True, "tie_word_embeddings": False},
     "gptneox": NEOX,
+    "qwen3moe": QWEN3_MOE,
     "granite": {"embedding_scale": 12.0, "attention_scale": 0.2},
     "gptneox-serial": NEOX | {"parallel_residual": False},
 }
@@ -88,6 +90,14 @@ def test_a_family_is_read_by_llama_cpp_as_it_is_meant(family: str, tokenizer_dir
     dense = exported(tmp_path, tokenizer_directory, "dense", FAMILIES[family])
     llama_cpp.assert_same(dense, load_checkpoint(tmp_path / "model"), 2e-3)  # its cache is in float16
     judge(exported(tmp_path, tokenizer_directory, "q4", FAMILIES[family], dtype="q4_k_m"), ROUNDING)
+
+
+def test_llama_cpp_chooses_the_same_experts(tokenizer_directory: Path, tmp_path: Path) -> None:
+    """In float32: with inputs in 8 bits a token may be sent to another expert that is nearly as good."""
+    llama_cpp.engine()
+    file = exported(tmp_path, tokenizer_directory, "dense", QWEN3_MOE | {"experts": Experts(8, 2)})
+    exported(tmp_path, tokenizer_directory, "half", {}, dtype="fp16")
+    llama_cpp.assert_same(file, load_checkpoint(tmp_path / "model"), 2e-3)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +136,12 @@ def test_types_are_those_of_llama_quantize() -> None:
     assert block_types(smollm2, "iq4_xs", calibrated=False)["model.layers.2.mlp.down_proj"] == "Q5_K"
     assert block_types(smollm2, "iq4_xs", calibrated=True)["model.layers.2.mlp.down_proj"] == "IQ4_XS"
     assert set(block_types(smollm2, "q5_k_s", calibrated=True).values()) == {"Q5_1", "Q5_K", "Q8_0"}
+    eight = tiny_config(**WIDE | QWEN3_MOE | {"experts": Experts(8, 2), "num_hidden_layers": 8})
+    found = {module[15:]: kind for module, kind in block_types(eight, "q4_k_s", calibrated=False).items()}
+    attention = {
+        f"self_attn.{part}_proj": kind for part, kind in zip("qkvo", ("Q4_K", "Q8_0", "Q8_0", "Q5_K"), strict=True)
+    }
+    assert found.items() >= (attention | {"mlp.gate": "F32", "mlp.experts.7.down_proj": "Q4_K"}).items()
     odd = block_types(tiny_config(hidden_size=48, intermediate_size=80, head_dim=12), "q4_0", calibrated=False)
     assert set(odd.values()) == {"F16"}
 
@@ -136,6 +152,7 @@ def test_what_llama_cpp_does_not_know_is_refused(tokenizer_directory: Path, tmp_
         (
             ({"num_hidden_layers": 4, "layer_types": (UNROTATED, FULL, FULL, FULL)}, "every fourth layer"),
             (OLMO2 | {"tie_word_embeddings": True}, "olmo2 models with a head of their own alone"),
+            (QWEN3_MOE | {"experts": Experts(4, 2, weights="scores")}, "Qwen3-MoE with experts in all layers"),
             (GEMMA2 | {"logit_softcap": None}, "Gemma 2 with every second layer full, bounded"),
             (GEMMA3 | {"attention_scale": 0.3}, "Gemma 3 with full layers"),
             (GEMMA3 | {"num_hidden_layers": 4, "layer_types": uneven}, "Gemma 3 with full layers"),

@@ -1,5 +1,6 @@
 """GGUF files of families beside LLaMA's, written as llama.cpp's converter does, against `transformers`."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _ARCH = {
     "stablelm": gguf.MODEL_ARCH.STABLELM,
     "gpt_neox": gguf.MODEL_ARCH.GPTNEOX,
     "granite": gguf.MODEL_ARCH.GRANITE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
 }
 _SIZES = families.SIZES | {"num_hidden_layers": 6}
 _CONFIGS: dict[str, transformers.PretrainedConfig] = {
@@ -39,6 +41,7 @@ _CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "stablelm": families.CONFIGS["stablelm"],
     "gpt-neox": families.CONFIGS["gpt-neox"],
     "granite": families.CONFIGS["granite"],
+    "qwen3-moe": families.CONFIGS["qwen3-moe"],
 }
 _SCALES = {
     "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
@@ -65,6 +68,10 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
         if ".query_key_value." in name:
             by_head = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
             values = np.ascontiguousarray(by_head.swapaxes(0, 1).reshape(values.shape))
+        if ".experts." in name:
+            first, number, last = re.split(r"(?<=experts)\.(\d+)", name)
+            others = [] if number == "0" else [*found[names.get_name(first + last, (".weight",))]]
+            name, values = first + last, np.stack([*others, values])
         found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = values
     return found
 
@@ -94,6 +101,9 @@ def settings(config: Any) -> dict[str, Any]:
     caps = {name: getattr(config, name) for name in names} if config.model_type == "gemma2" else {}
     if config.model_type == "granite":
         caps = {theirs: getattr(config, ours) for theirs, ours in _SCALES.items()}
+    if config.model_type == "qwen3_moe":
+        caps = {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
+        caps["expert_feed_forward_length"] = config.moe_intermediate_size
     return settings_of(config) | caps | ({"attention.sliding_window": window} if window else {})
 
 
@@ -131,6 +141,9 @@ def test_logits_are_those_of_the_model_that_was_written(name: str, tokenizer_dir
         ("gpt-neox", {"use_parallel_residual": None}, "use_parallel_residual is missing"),
         ("granite", {"logit_scale": None}, "logit_scale is missing"),
         ("granite", {"rope.scaling.finetuned": False}, "without rotary positions"),
+        ("qwen3-moe", {"expert_count": 9}, r"ffn_gate_inp.weight' has shape \(8, 64\)"),
+        ("qwen3-moe", {"expert_used_count": 9}, "9 experts a token of 8"),
+        ("qwen3-moe", {"expert_feed_forward_length": 48}, r"ffn_gate_exps.weight' has shape \(32, 64\)"),
         ("phi3", {"feed_forward_length": 97}, "has 192 rows, the config asks for 194"),
     ],
 )
