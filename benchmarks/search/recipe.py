@@ -90,7 +90,7 @@ def held_out_text(source: Source, directory: Path) -> HeldOut:
     from sportsllm.text.split import load_corpus
 
     known, field = held_out_files(source.teacher), source.reading.text_field
-    parts = load_corpus(source.corpus, source.valid, known, field).parts()
+    parts = load_corpus(source.corpus, source.valid, known, field, [source.teacher]).parts()
     paths = directory / "choosing.jsonl", directory / "reporting.jsonl"
     for path, documents in zip(paths, parts, strict=True):
         atomic_write_text(path, "".join(json.dumps({"text": text}) + "\n" for text in documents))

@@ -291,5 +291,5 @@ class Trials:
         from sportsllm.text.tokenizer import load_tokenizer
 
         source, words = self.source, load_tokenizer(self.source.teacher, self._config, self.source.reading)
-        valid = left_out(source.valid, source.teacher)
-        return len(calibration_samples(source.calibration, valid, words, self._config, None, source.sequence))
+        text = source.calibration, left_out(source.valid, source.teacher), words, self._config
+        return len(calibration_samples(*text, None, source.sequence, checkpoints=[source.teacher]))

@@ -39,7 +39,7 @@ def measure(directory: Path, teacher: str) -> dict[str, TextScore]:
     """Scores of a teacher and of what was made from it, by kind; the teacher's own under ""."""
     settings = read_manifest(directory / teacher).settings
     corpus, valid = ([Path(name) for name in settings[key]] for key in ("corpus", "valid"))
-    split = load_corpus(corpus, valid)
+    split = load_corpus(corpus, valid, checkpoints=[directory / teacher])
     found: dict[str, TextScore] = {}
     for kind in ("", *KINDS):
         path = directory / (f"{teacher}-{kind}" if kind else teacher)

@@ -99,7 +99,7 @@ def student_of(teacher: Path, start: str, share: float, tokens: int, work: Path)
 def compare(teacher: Path, start: str, share: float, tokens: int, work: Path) -> list[dict[str, object]]:
     """Rows of one start: the student, the toolkit's command, and the plain script with equal tokens and equal time."""
     corpus, valid = (list(map(Path, manifest_of(teacher).paths(key))) for key in ("corpus", "valid"))
-    split = load_corpus(corpus, valid, left_out(valid, teacher))
+    split = load_corpus(corpus, valid, left_out(valid, teacher), checkpoints=[teacher])
 
     def bits(directory: Path, part: int = 1) -> float:
         model = load_checkpoint(directory)

@@ -146,8 +146,8 @@ class Cut(Fresh):
         smaller = _inside(self.shape, teacher.config)
         length = min(SAMPLE_LENGTH, smaller.max_position_embeddings)
         most = usual_samples(teacher.config, length, training.tokens)
-        source = training.corpus, training.left_out
-        samples = calibration_samples(*source, tokenizer, teacher.config, None, length, most)
+        source = training.corpus, training.left_out, tokenizer, teacher.config
+        samples = calibration_samples(*source, None, length, most, checkpoints=training.checkpoints)
         cut = cut_to_config(teacher, smaller, PruneConfig(), samples)
         kept = ", ".join(map(str, cut.layers))
         log(f"the student is cut out of {training.teacher}: layers {kept}, {self.shape.parameters:,} parameters")

@@ -69,11 +69,16 @@ class StudentTraining:
     @property
     def left_out(self) -> tuple[Path, ...]:
         """All text that it never reads."""
-        return left_out(self.valid, self.teacher, *self.extra_holdouts)
+        return left_out(self.valid, *self.checkpoints)
+
+    @property
+    def checkpoints(self) -> tuple[Path, ...]:
+        """Those whose held-out text it never reads."""
+        return self.teacher, *self.extra_holdouts
 
     def read_corpus(self) -> TextSplit:
         """Training and held-out text."""
-        return load_corpus(self.corpus, self.valid, self.left_out, self.reading.text_field)
+        return load_corpus(self.corpus, self.valid, self.left_out, self.reading.text_field, self.checkpoints)
 
     def settings(self) -> JsonObject:
         """For the manifest, without the training loop's."""
@@ -203,7 +208,7 @@ def train_student(
                 resume=state.resume,
                 description=description,
             )
-    return result.record(student, batches)
+    return {**result.record(student, batches), "sides": text.split.sides}
 
 
 def recover(

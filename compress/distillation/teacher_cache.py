@@ -34,6 +34,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import digest, file_sha256, read_manifest
 from sportsllm.processors import training_device
 from sportsllm.text.packing import Batch, PackedSequences
+from sportsllm.text.split import known_sides
 from sportsllm.text.tokens import TokenizedDocuments
 from sportsllm.training.loss import ChunkLoss, cross_entropy_chunk, scored_sum_
 
@@ -54,7 +55,7 @@ class CacheInfo:
 
     Attributes:
         teacher, corpus, valid, left_out: digests of the checkpoint, of the files that the rows were cut from, of the
-            held-out files, and of all files that were left out of the corpus.
+            held-out files, and of all files that were left out of the corpus, with `known_sides`.
         tokenizer: SHA-256 of tokenizer.json.
         vocab_size: ids are below it.
         temperature, precision: of the teacher's softmax and weights.
@@ -96,7 +97,7 @@ def wanted_info(training: StudentTraining) -> CacheInfo:
         vocab_size=load_config(training.teacher).vocab_size,
         corpus=tuple(digest(path) for path in training.corpus),
         valid=tuple(digest(path) for path in training.valid),
-        left_out=tuple(sorted(digest(path) for path in training.left_out)),
+        left_out=tuple(sorted([*map(digest, training.left_out), *map(str, known_sides(training.checkpoints).items())])),
         sequence=config.sequence,
         temperature=distillation.temperature,
         precision=resolve_teacher_precision(distillation.teacher_precision, training_device()),

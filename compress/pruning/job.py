@@ -158,8 +158,9 @@ class Calibration:
             most = usual_samples(model.config, length, recovery.tokens)
         tokenizer = load_tokenizer(job.checkpoint, model.config, job.reading)
         valid = held_out_files(job.checkpoint) if recovery is None else recovery.left_out
+        models = (job.checkpoint,) if recovery is None else recovery.checkpoints
         source = job.calibration, valid, tokenizer, model.config
-        samples = calibration_samples(*source, job.config.samples, length, most)
+        samples = calibration_samples(*source, job.config.samples, length, most, checkpoints=models)
         log(f"calibration on {len(samples)} samples of text, {sum(one.numel() for one in samples):,} tokens")
         with torch.no_grad():
             check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))

@@ -159,7 +159,7 @@ def prune_vocabulary(
         vocabulary = read_vocabulary(read_json(where), str(where))
         fixed = with_halves(vocabulary, vocabulary.fixed | named_ids(checkpoint, config, vocabulary))
         model = load_checkpoint(checkpoint)
-        documents = training_side(calibration, [*held_out_files(checkpoint), *valid], reading.text_field)
+        documents = training_side(calibration, [*held_out_files(checkpoint), *valid], reading.text_field, [checkpoint])
         before = tokenize(documents, tokenizer, token_cache(directory))
         parts = np.array_split(before.ids, 1 + before.ids.size // _COUNTED_AT_ONCE)
         counts = sum(np.bincount(part, minlength=config.vocab_size) for part in parts)

@@ -47,6 +47,7 @@ def calibration_samples(
     length: int,
     most: int | None = None,
     seed: int = 0,
+    checkpoints: Sequence[Path] = (),
 ) -> list[Tensor]:
     """Token ids of random samples of training text, each (1, T) with T at most `length`.
 
@@ -55,7 +56,7 @@ def calibration_samples(
 
     Args:
         files: text to draw from.
-        valid: held-out text, see `sportsllm.text.documents.training_side`.
+        valid, checkpoints: what is held out, see `sportsllm.text.split.training_side`.
         tokenizer, config: of the model.
         count: number of samples; None for `most` times `length` tokens, or all that there are.
         length: tokens of a sample, cut to the context.
@@ -68,7 +69,7 @@ def calibration_samples(
     length = min(length, config.max_position_embeddings)
     if most is None:
         most = usual_samples(config, length)
-    documents = training_side(files, valid, tokenizer.reading.text_field) if files else []
+    documents = training_side(files, valid, tokenizer.reading.text_field, checkpoints) if files else []
     samples: list[Tensor] = []
     tokens, rng = 0, np.random.default_rng(seed)
     reservoir = max(_RESERVOIR_CHARACTERS, _CHARACTERS_A_TOKEN * length * (count or most))
@@ -203,7 +204,8 @@ class CalibrationText:
             return [*own, *general] if count > written else own
         valid = [*held_out_files(checkpoint), *self.valid]
         mixed_in = 0 if self.samples else most // _GENERAL_PART
-        found = calibration_samples(self.files, valid, tokenizer, model, self.samples, SAMPLE_TOKENS, most - mixed_in)
+        sizes = self.samples, SAMPLE_TOKENS, most - mixed_in
+        found = calibration_samples(self.files, valid, tokenizer, model, *sizes, checkpoints=[checkpoint])
         tokens = sum(sample.numel() for sample in found)
         if mixed_in:
             found += calibration_samples([GENERAL_TEXT], (), tokenizer, model, None, SAMPLE_TOKENS, mixed_in)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.manifest import ancestors, manifest_of
+from sportsllm.files import validate
+from sportsllm.formats.manifest import MANIFEST, Ancestor, ancestors, manifest_of
 from sportsllm.text.conversations import Document, plain_text
 from sportsllm.text.documents import HELD_OUT, cut_document, document_digest, log_files, place_to_cut, read_chunks
 from sportsllm.text.reading import USUAL, recorded
@@ -30,6 +31,23 @@ _MOST_HELD_OUT = 2**25  # characters of held-out text in memory
 _DOCUMENTS_A_STEP = 1_000  # of the progress bar
 
 Keys = npt.NDArray[np.uint64]
+Paths = Sequence[Path]
+Sides = dict[int, bool | None]
+"""Keys of documents on another side than their hash says: True held out, False trained on, None a document in two."""
+
+
+def known_sides(checkpoints: Paths) -> Sides:
+    """What models recorded of small corpora, and the models that they were made from; the first counts."""
+    manifests = [(each, manifest_of(each)) for each in checkpoints]
+    stages = [stage for each, made in manifests for stage in (Ancestor(each, made), *ancestors(made, each))]
+    sides: Sides = {}
+    for directory, made in reversed(stages):
+        sides |= validate(Sides, made.results.get("sides", {}), directory / MANIFEST, "make the directory again")
+    return sides
+
+
+def _keys(sides: Sides, side: bool | None) -> Keys:
+    return np.array([key % 2**64 for key, value in sides.items() if value is side], np.uint64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,10 +135,11 @@ def document_keys(documents: Documents) -> Keys:
 
 @dataclass(frozen=True)
 class TextSplit:
-    """Training and held-out documents; the held-out ones are never trained on."""
+    """Training and held-out documents; the held-out ones are never trained on. A manifest records `sides`."""
 
     train: Documents
     held_out: Documents
+    sides: Sides = field(default_factory=dict)
 
     def parts(self) -> tuple[list[Document], list[Document]]:
         """The selection split, for choices (best step, rate, shape), and the report split.
@@ -138,7 +157,7 @@ class TextSplit:
 
 
 def load_corpus(
-    corpus: Sequence[Path], valid: Sequence[Path], known: Sequence[Path] = (), field: str = USUAL.text_field
+    corpus: Paths, valid: Paths, known: Paths = (), field: str = USUAL.text_field, checkpoints: Paths = ()
 ) -> TextSplit:
     """The training text; held-out documents come from `valid`, or by hash out of the corpus itself.
 
@@ -146,6 +165,7 @@ def load_corpus(
         corpus, valid: files.
         known: held-out text of the models that training starts from or learns from; not trained on either.
         field: see `read_chunks`.
+        checkpoints: these models; a document that they held out of a small corpus stays held out.
 
     Documents of `valid` and `known` are left out of the corpus, as are copies, and both are counted in a line.
 
@@ -160,17 +180,20 @@ def load_corpus(
     if valid and not held_out:
         raise ArtifactError(f"{', '.join(map(str, valid))}: the held-out text is empty; give files with text in them")
     further = index_documents([path for path in known if path not in valid], field)
-    left = documents.without(np.concatenate([held_out.keys_and_sources, further.keys_and_sources]))
-    if not left:
+    sides = known_sides(checkpoints)
+    own = _keys(sides if valid else {}, True)
+    left = documents.without(np.concatenate([held_out.keys_and_sources, further.keys_and_sources, own]))
+    left = left.without(_keys(sides, None)) if len(left.distinct()) > 1 else left
+    train = left.distinct()
+    split = TextSplit(train, held_out, sides) if valid else split_documents(train, sides)
+    if not split.train:
         raise ArtifactError(f"{', '.join(map(str, corpus))}: all of it is held out; give other training text")
     if len(left) < len(documents):
         log(f"{len(documents) - len(left):,} of {len(documents):,} documents are held out and not trained on")
-    train = left.distinct()
     if len(train) < len(left):
         log(f"{len(left) - len(train):,} of {len(left):,} documents are copies of others and left out")
     if valid:
-        return TextSplit(train, held_out)
-    split = split_documents(train)
+        return split
     if not split.held_out:
         raise ArtifactError("the corpus is a single short document; give more text, or --valid FILE too")
     held = f"{len(split.held_out):,} of {len(train):,} documents are" if len(train) > 1 else "the document's end is"
@@ -178,38 +201,44 @@ def load_corpus(
     return split
 
 
-def training_side(files: Sequence[Path], valid: Sequence[Path], field: str = USUAL.text_field) -> Documents:
-    """The documents of `files` that no split holds out: neither those of `valid`, nor those held out by hash.
+def training_side(files: Paths, valid: Paths, field: str = USUAL.text_field, checkpoints: Paths = ()) -> Documents:
+    """The documents of `files` that no split holds out: of `valid`, by hash, or of the checkpoints' small corpora.
 
     Raises:
         ArtifactError: all of them are held out.
     """
     documents = index_documents(files, field)
     left = documents.without(index_documents(valid, field).keys_and_sources)
-    if documents and not left:
+    train = split_documents(left.distinct(), known_sides(checkpoints)).train
+    if documents and not train:
         raise ArtifactError(f"{', '.join(map(str, files))}: all of it is held-out text; give other text")
-    return split_documents(left.distinct()).train
+    return train
 
 
-def split_documents(documents: DocumentStream) -> TextSplit:
+def split_documents(documents: DocumentStream, known: Sides | None = None) -> TextSplit:
     """About 2% of the documents held out, by the SHA-256 of the text that each was cut from.
 
     If that leaves one side empty, or a single held-out document of four or more, the last 2% are held out: at least
     one document, or two of four. A single document holds out its own last 2%, at least 200 characters, unless it is
-    shorter than 2,000 characters: then it is trained on.
+    shorter than 2,000 characters: then it is trained on. Documents of `known` stay on their sides instead, and a
+    known document in two is left out if there are others.
     """
-    count = len(documents)
-    if count == 1 and isinstance(text := next(iter(documents)), str) and len(text) >= _LEAST_TO_CUT:
+    sides = known or {}
+    documents = documents.without(_keys(sides, None)) if len(documents) > 1 else documents
+    count, (keys, sources) = len(documents), documents.table[documents.chosen, :2].T
+    stay = np.isin(keys, _keys(sides, True))
+    if count == 1 and not stay and isinstance(text := next(iter(documents)), str) and len(text) >= _LEAST_TO_CUT:
         place = place_to_cut(text, len(text) - max(round(HELD_OUT_FRACTION * len(text)), 200))
-        return TextSplit([text[:place]], [text[place:]])
-    drawn = documents.table[documents.chosen, 1] < np.uint64(HELD_OUT_FRACTION * 2**64)
-    train, held_out = documents[~drawn], documents[drawn]
+        return TextSplit([text[:place]], [text[place:]], {**sides, int(keys[0]): None})
+    hashed = (sources < np.uint64(HELD_OUT_FRACTION * 2**64)) & (count > 1)
+    drawn = stay | (hashed & ~np.isin(sources, _keys(sides, False)))
     least = 2 if count >= _ENOUGH_FOR_TWO else 1
-    if (not train or len(held_out) < least) and count > 1:
-        last = max(least, round(HELD_OUT_FRACTION * count))
-        held_out = documents[-last:]
-        return TextSplit(documents[:-last].without(held_out.keys), held_out)
-    return TextSplit(train, held_out) if train or not documents else TextSplit(held_out, [])
+    if count > 1 and not stay.any() and (drawn.all() or drawn.sum() < 2):
+        if drawn.all() or drawn.sum() < least:
+            drawn = np.arange(count) >= count - max(least, round(HELD_OUT_FRACTION * count))
+        trained = dict.fromkeys(sources[hashed & ~drawn].tolist(), False)
+        sides = {**sides, **trained, **dict.fromkeys(keys[drawn].tolist(), True)}
+    return TextSplit(documents[~drawn].without(_keys(sides, True)), documents[drawn], sides)
 
 
 def _cut(documents: Iterable[Document]) -> Iterable[Document]:
@@ -224,14 +253,16 @@ def trained_on(directory: Path, documents: Documents) -> int:
     """
     asked, manifest = document_keys(documents), manifest_of(directory)
     found = np.zeros(len(asked), bool)
-    manifests = [manifest, *(each.manifest for each in ancestors(manifest, directory))]
-    for made in {str(each.settings): each for each in manifests}.values():
+    stages = [Ancestor(directory, manifest), *ancestors(manifest, directory)]
+    for where, made in {str(each.manifest.settings): each for each in stages}.values():
         corpus = [path for path in map(Path, made.paths("corpus")) if path.exists()]
         named = made.paths(HELD_OUT) or made.paths("valid")
         if corpus:
             held_out, field = [path for path in map(Path, named) if path.exists()], recorded(made).text_field
             left = index_documents(corpus, field).without(index_documents(held_out, field).keys_and_sources)
-            found |= np.isin(asked, document_keys(left if named else split_documents(left.distinct()).train))
+            sides = known_sides([where])
+            train = left.without(_keys(sides, True)) if named else split_documents(left.distinct(), sides).train
+            found |= np.isin(asked, document_keys(train))
     return int(found.sum())
 
 

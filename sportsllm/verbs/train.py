@@ -150,7 +150,7 @@ def train(
 
     def make(directory: Path) -> JsonObject:
         log(f"{out}: reading {', '.join(map(str, training))}")
-        texts = load_corpus(training, held_out, unread, reading.text_field)
+        texts = load_corpus(training, held_out, unread, reading.text_field, [checkpoint] if checkpoint else [])
         if checkpoint is not None:
             start, source = _checkpoint(checkpoint, shape, adapters, seed), checkpoint
             if chat_template is not None:
@@ -211,7 +211,7 @@ def _fit(
 
         merge_adapters(model)
     save_checkpoint(directory, model, tokenizer_from)
-    return {**result.record(model, batches), "trained_parameters": trained}
+    return {**result.record(model, batches), "trained_parameters": trained, "sides": texts.sides}
 
 
 def _new_model(

@@ -9,8 +9,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from compress.distill import distill
+from compress.quantization.config import QuantizationConfig
+from compress.quantize import quantize_checkpoint
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.manifest import Manifest
+from sportsllm.formats.manifest import Manifest, read_manifest
 from sportsllm.text import documents
 from sportsllm.text.documents import (
     HELD_OUT,
@@ -24,6 +27,7 @@ from sportsllm.text.documents import (
 from sportsllm.text.split import (
     TextSplit,
     index_documents,
+    known_sides,
     load_corpus,
     split_documents,
     trained_on,
@@ -269,3 +273,105 @@ def test_scored_text_is_compared_with_the_training_corpus(
     assert warn_if_trained_on(out, [next(iter(split.train)), "another text"]) == 1
     assert "1 of 2 documents are training text" in capsys.readouterr().err
     assert trained_on(tmp_path, split.train) == 0
+
+
+def model_of(directory: Path, split: TextSplit) -> Path:
+    """A directory whose manifest records the split."""
+    directory.mkdir()
+    Manifest(results={"sides": split.sides}).write(directory)
+    return directory
+
+
+@pytest.mark.parametrize("count", [2, 4, 60, 150])
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_what_a_small_corpus_held_out_stays_held_out(count: int, drawn: int, tmp_path: Path) -> None:
+    """Also if the hash holds out a document that the small corpus was trained on."""
+    named = {text: int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) for text in map(str, range(2_000))}
+    by_hash = [text for text, key in named.items() if key < 0.02 * 2**64]
+    others = [text for text in named if text not in by_hash]
+    small = write(tmp_path / "small.jsonl", [*by_hash[:drawn], *others[: count - drawn]])
+    first = load_corpus([small], [])
+    last = by_hash[:1] if count == 2 and drawn else others[: count - drawn][-len(first.held_out) :]
+    assert list(first.held_out) == last and first.train
+    model = model_of(tmp_path / "model", first)
+    again = load_corpus([small], [], checkpoints=[model])
+    assert (list(again.train), list(again.held_out), again.sides) == (
+        list(first.train),
+        list(first.held_out),
+        first.sides,
+    )
+    for further in (others[1_000:1_005], others[1_000:1_400], by_hash[10:20]):
+        files = [small, write(tmp_path / "further.jsonl", further)]
+        split = load_corpus(files, [], checkpoints=[model])
+        assert set(first.train) <= set(split.train) and set(first.held_out) <= set(split.held_out)
+        assert set(split.held_out) == {*first.held_out, *(text for text in further if text in by_hash)}
+        assert set(training_side(files, [], checkpoints=[model])) == set(split.train)
+        valid = write(tmp_path / "valid.jsonl", ["another"])
+        assert set(load_corpus(files, [valid], checkpoints=[model]).train) == {*first.train, *further}
+    for read in (load_corpus, training_side):
+        with pytest.raises(ArtifactError, match=r"all of it is held.out"):
+            read([write(tmp_path / "held.jsonl", list(first.held_out))], [], checkpoints=[model])
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_end_of_a_single_file_stays_held_out(wanted: bool, tmp_path: Path) -> None:
+    """Whether the hash holds out the whole file or not."""
+    texts = ("".join(f"{book} {n}\n\n" for n in range(10_000)) for book in range(1_000))
+    text = next(text for text in texts if (hashlib.sha256(text.encode()).digest()[0] < 5) == wanted)
+    (book := tmp_path / "book.txt").write_text(text, encoding="utf-8")
+    first = load_corpus([book], [])
+    model, other = model_of(tmp_path / "model", first), write(tmp_path / "other.jsonl", ["another text", "and another"])
+    split = load_corpus([other, book], [], checkpoints=[model])
+    assert list(split.held_out) == list(first.held_out) and len(first.held_out) >= 2
+    assert list(split.train) == ["another text", "and another", *first.train]
+
+
+def test_a_document_that_held_out_its_end_is_left_out_among_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    single, other = "word " * 1_000, [f"text {n}" for n in range(10)]
+    book, files = write(tmp_path / "book.jsonl", [single]), write(tmp_path / "other.jsonl", other)
+    first = load_corpus([book], [])
+    model = model_of(tmp_path / "model", first)
+    for corpus in ([book], [book, book]):
+        again = load_corpus(corpus, [], checkpoints=[model])
+        assert (again.train, again.held_out) == (first.train, first.held_out)
+    capsys.readouterr()
+    split = load_corpus([book, files], [], checkpoints=[model])
+    assert {*split.train, *split.held_out} == set(other)
+    assert "1 of 11 documents are held out and not trained on" in capsys.readouterr().err
+    assert not {single} & set(training_side([book, files], [], checkpoints=[model]))
+
+
+@pytest.mark.parametrize("sides", [[1], {"x": True}, {"1": "other"}, {str(2**70): True, "-1": None}])
+def test_a_damaged_record_of_a_split_is_named_or_matches_nothing(sides: object, tmp_path: Path) -> None:
+    Manifest(results={"sides": sides}).write(tmp_path)
+    small = write(tmp_path / "small.jsonl", ["text"] * 3 + ["other"])
+    if isinstance(sides, dict) and len(sides) == 2:
+        assert load_corpus([small], [], checkpoints=[tmp_path]).held_out
+        return
+    with pytest.raises(ArtifactError, match=r"manifest.json: .*make the directory again"):
+        load_corpus([small], [], checkpoints=[tmp_path])
+
+
+def test_a_model_remembers_what_its_ancestors_held_out(checkpoint: Path, tmp_path: Path) -> None:
+    small = write(tmp_path / "small.jsonl", texts := [f"small {n} " * 30 for n in range(10)])
+    further = write(tmp_path / "further.jsonl", [f"further {n} " * 30 for n in range(5)])
+    parts = {"steps": 0, "sequence": 64}
+    train(checkpoint, corpus=[small], out=tmp_path / "first", **parts)
+    train(tmp_path / "first", corpus=[small, further], out=tmp_path / "second", **parts)
+    assert set(texts[-2:]) == set(load_corpus([small, further], [], checkpoints=[tmp_path / "first"]).held_out)
+    quantize_checkpoint(tmp_path / "second", tmp_path / "int4", QuantizationConfig(), "rtn")
+    for name in ("first", "second"):
+        assert len(read_manifest(tmp_path / name).results["sides"]) == 2
+        assert trained_on(tmp_path / name, texts) == 8
+        assert known_sides([tmp_path / name]) == known_sides([tmp_path / "int4"])
+    assert trained_on(tmp_path / "int4", texts) == 8
+    distill(
+        student=str(tmp_path / "second"),
+        teacher=str(tmp_path / "first"),
+        corpus=[further, small],
+        out=tmp_path / "student",
+        **parts,
+    )
+    assert trained_on(tmp_path / "student", texts) == 8
