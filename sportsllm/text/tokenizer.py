@@ -196,16 +196,13 @@ class TextTokenizer:
 
     def piece(self, token: int) -> str:
         """Text of one token behind others, with its space; what a special token is spelled like."""
-        anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]  # as `encode`, but safe beside it
+        anchor = self._anchor()
         text = self.decode([*anchor, token])[len(self.decode(anchor)) :]
         return text or self._tokenizer.id_to_token(token) or ""
 
     def decode_stream(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
         """Text as its tokens arrive, never half a character; `prompt` is context and is not yielded."""
-        decode = self.decoder(prompt)
-        for token in tokens:
-            if piece := decode(token):
-                yield piece
+        yield from filter(None, map(self.decoder(prompt), tokens))
 
     def decoder(self, prompt: Sequence[int]) -> Callable[[int], str]:
         """A function from the next token to the text that it completes, never half a character."""
@@ -216,11 +213,14 @@ class TextTokenizer:
             try:
                 return stream.step(self._tokenizer, token) or ""
             except Exception:  # bytes before it are no character after all; the library knows no other error
-                anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
-                stream = DecodeStream(ids=anchor, skip_special_tokens=True)
+                stream = DecodeStream(ids=self._anchor(), skip_special_tokens=True)
                 return stream.step(self._tokenizer, token) or ""
 
         return text_of
+
+    def _anchor(self) -> list[int]:
+        """A letter, behind which a token has its space; unlike `encode` this changes nothing that others read."""
+        return list(self._tokenizer.encode("a", add_special_tokens=False).ids[-1:])
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digits: str = "grouped") -> TextTokenizer:
