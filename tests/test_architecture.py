@@ -61,7 +61,7 @@ FLOORS: dict[str, list[set[str]]] = {
 }
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
-MOST_LINES = {"sportsllm": 17_826, "compress": 7_748, "export": 6_367, "benchmarks": 9_013, "tests": 23_527}
+MOST_LINES = {"sportsllm": 17_845, "compress": 7_748, "export": 6_374, "benchmarks": 9_013, "tests": 23_570}
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
 

@@ -102,6 +102,13 @@ class OnnxDecoder:
         self._cache, self._read = cache, [prompt.tolist() for prompt in prompts]  # only now complete
         return logits_BV
 
+    def held(self, text: Sequence[int]) -> int:
+        """How many first tokens of a text `prefill` would not read again as the only one that reuses the cache."""
+        if self._cache is None or len(self._read) != 1:
+            return 0
+        same = _common(self._read[0], np.array(text, dtype=np.int64))
+        return same if not self._cache.states or same == len(self._read[0]) else 0
+
     def _prepared_cache(self, prompts: Sequence[npt.NDArray[np.int64]], room: int, reuse: bool) -> Cache:
         """The old cache if its size fits, since nothing beyond `lengths` is read; else a new one."""
         cache, self._cache = self._cache, None

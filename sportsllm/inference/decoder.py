@@ -121,6 +121,9 @@ def open_draft(
     draft = open_decoder(directory, threads, kernels)
     if load_tokenizer(directory, draft.config).fingerprint() != load_tokenizer(target, decoder.config).fingerprint():
         raise UsageError(f"--draft {directory}: its tokenizer or chat template is not that of {target}")
+    ours, theirs = draft.config.vocab_size, decoder.config.vocab_size
+    if ours != theirs:  # rows beyond the tokenizer's tokens, which either could choose
+        raise UsageError(f"--draft {directory}: its vocabulary has {ours} rows, that of {target} {theirs}")
     return cast(Draft, draft)
 
 

@@ -90,7 +90,9 @@ class Draft(Protocol):
     """A smaller model; see `export.runtime.decoder.OnnxDecoder`."""
 
     config: ModelConfig
+    prefill_chunk: int
 
+    def held(self, text: Sequence[int]) -> int: ...
     def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None, reuse: bool = False) -> Any: ...
     def step(self, tokens: Sequence[int]) -> Any: ...
 
@@ -107,21 +109,24 @@ class DraftLookup(PromptLookup):
     def __init__(self, draft: Draft, room: int, ids: Sequence[int]) -> None:
         super().__init__(ids)
         self._draft, self._room = draft, min(room, draft.config.max_position_embeddings)
-        self._draft_s, self._held, self._chance[0] = 0.0, 0, 0.7
+        self._draft_s, self._chance[0] = 0.0, 0.7
 
     def propose(self, most: int) -> list[int]:
-        """As `PromptLookup.propose`."""
+        """As `PromptLookup.propose`; none as long as the draft reads the text, a chunk before each pass."""
         found, most = super().propose(most), min(most, self._room - len(self._ids))
         if found or most < 1 or not (count := self._count(0, most, self._draft_s)):
             return found
-        self._began = time.perf_counter()
-        tokens = [int(self._draft.prefill([self._ids], self._room, reuse=True)[0].argmax())]
+        began, held = time.perf_counter(), self._draft.held(self._ids)
+        read = min(len(self._ids), held + self._draft.prefill_chunk)
+        tokens = [int(self._draft.prefill([self._ids[:read]], self._room, reuse=True)[0].argmax())]
+        if read < len(self._ids):
+            self._match, self._began = 0, time.perf_counter()
+            return []
         while len(tokens) < count:
             tokens.append(int(self._draft.step(tokens[-1:])[0].argmax()))
-        now = time.perf_counter()
-        seconds, self._began = (now - self._began) / count, now
-        if len(self._ids) - self._held <= 8:  # else it has read a prompt
+        self._began = time.perf_counter()
+        if read - held <= 8:  # else it has read a prompt
+            seconds = (self._began - began) / count
             before = self._draft_s or seconds
             self._draft_s = before + _LEARN * (min(seconds, 3 * before) - before)
-        self._held = len(self._ids)
         return tokens

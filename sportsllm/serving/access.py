@@ -20,6 +20,7 @@ from sportsllm.serving.requests import ApiError
 
 IDLE_S = 10  # that a connection may stay open without a complete request head
 STALLED_S = 60.0  # that a client may take to read a part of its reply
+MOST_CONNECTIONS = 512
 _PUBLIC = ("/", "/health", "/models", "/v1/models")  # without a key
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -110,6 +111,10 @@ class TimedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not checke
     def connection_made(self, transport: Any) -> None:
         """Start the timeout."""
         super().connection_made(transport)
+        if max(len(self.connections), len(self.tasks)) > MOST_CONNECTIONS:  # uvicorn's own limit says so in plain text
+            busy = ApiError(503, "too many connections; try again", "unavailable_error", retry_s=1)
+            self.app = refusal(None, busy)
+            self.app.headers["Connection"] = "close"
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
@@ -122,7 +127,7 @@ class TimedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not checke
             timer.cancel()
 
 
-def refusal(_request: Request, error: Exception) -> Response:
+def refusal(_request: object, error: Exception) -> Response:
     """The reply to a request that fails."""
     if isinstance(error, HTTPException):
         error = ApiError(

@@ -55,6 +55,13 @@ class ResponseFormat(_Body):
     json_schema: JsonSchema | None = None
     definition: dict[str, Any] | None = Field(None, alias="schema")
 
+    def schema_of_text(self) -> dict[str, Any] | bool | None:
+        """The JSON schema that it demands, by OpenAI's or llama-server's field; None for any text."""
+        if self.type == "text":
+            return None
+        schema = self.json_schema.definition if self.json_schema is not None else self.definition
+        return {"type": "object"} if schema is None else schema
+
 
 class GenerationRequest(_Body):
     """What chat and completion have in common. The sampling's defaults are those of `generate`."""
@@ -120,22 +127,20 @@ class GenerationRequest(_Body):
         Raises:
             ApiError: more than one.
         """
-        given = {"response_format": self._schema_text(), "regex": self.regex, "grammar": self.grammar}
+        form = None if self.response_format is None else self.response_format.schema_of_text()
+        schemas = {"response_format": form, "json_schema": self.json_schema}
+        given = {field: None if schema is None else _schema_text(schema) for field, schema in schemas.items()}
+        given |= {"regex": self.regex, "grammar": self.grammar}
         found = {field: text for field, text in given.items() if text is not None}
         if len(found) > 1:
             raise ApiError(400, f"give {' or '.join(found)}, not both", param=min(found))
         return found
 
-    def _schema_text(self) -> str | None:
-        """The JSON schema of the text, without free white space, in which small models lose themselves."""
-        form, schema = self.response_format, self.json_schema
-        if schema is None and form is not None and form.type != "text":
-            schema = form.json_schema.definition if form.json_schema is not None else form.definition
-            schema = {"type": "object"} if schema is None else schema
-        if schema is None:
-            return None
-        guidance = {"x-guidance": {"whitespace_flexible": False}}
-        return json.dumps(guidance | schema if isinstance(schema, dict) else schema)
+
+def _schema_text(schema: dict[str, Any] | bool) -> str:
+    """A schema without free white space, in which small models lose themselves."""
+    guidance = {"x-guidance": {"whitespace_flexible": False}}
+    return json.dumps(guidance | schema if isinstance(schema, dict) else schema)
 
 
 class PromptObject(_Body):

@@ -99,6 +99,7 @@ class Constraints:
         self._matcher = LLMatcher
         self._compilers: dict[str, Callable[[str], str]] = {
             "response_format": LLMatcher.grammar_from_json_schema,
+            "json_schema": LLMatcher.grammar_from_json_schema,
             "regex": LLMatcher.grammar_from_regex,
             "grammar": lambda text: LLMatcher.grammar_from_lark(gbnf_to_lark(text)),
         }

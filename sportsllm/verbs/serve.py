@@ -97,7 +97,7 @@ def serve(
     app = Server(models, Access(host, api_key, tuple(allow_origin or ()))).app()
     quiet = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off", "ws": "none"}
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that leaves a stream
-    limits = {"timeout_graceful_shutdown": 3, "timeout_keep_alive": IDLE_S, "limit_concurrency": 512}
+    limits = {"timeout_graceful_shutdown": 3, "timeout_keep_alive": IDLE_S}
     server = uvicorn.Server(uvicorn.Config(app, http=TimedProtocol, **limits, **quiet))
     if current_thread() is main_thread():  # uvicorn raises the signal again when it has stopped
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -81,6 +81,22 @@ def test_a_draft_proposes_and_the_tokens_are_the_same(exports: Exports, monkeypa
     assert calls == [1]
 
 
+def test_a_draft_reads_a_prompt_in_chunks_between_tokens(exports: Exports, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = OnnxDecoder(exports(**SETTINGS[0]).directory, 1, kernels="native")
+    draft = OnnxDecoder(exports(**SETTINGS[0]).directory, 1, kernels="portable")
+    draft.prefill_chunk, widths, run = 16, list[int](), draft._run
+    monkeypatch.setattr(draft, "_run", lambda *given, **more: widths.append(given[2].shape[1]) or run(*given, **more))
+    before, prompt = list[int](), np.random.default_rng(0).permutation(90).tolist()
+    varied = Sampling(1.5, top_k=0, top_p=1.0)  # repeats nothing
+    for _ in generate(decoder, prompt, 20, varied, draft=draft):
+        before.append(sum(widths))
+    assert before[-1] > 90 and max(widths) == 16
+    assert max(np.diff([read for read in before if read <= 90])) == 16
+    widths.clear()
+    list(generate(decoder, [*prompt[:-1], 95], 20, varied, draft=draft))
+    assert sum(widths) < 60  # the beginning was held
+
+
 @pytest.mark.parametrize("with_draft", [False, True])
 def test_the_same_in_slots(with_draft: bool, exports: Exports) -> None:
     from threading import Lock, Thread
@@ -152,6 +168,10 @@ def test_a_draft_is_asked_as_often_as_it_pays(monkeypatch: pytest.MonkeyPatch) -
 
     class Constant:
         config = dataclasses.replace(TINY, max_position_embeddings=10**4)
+        prefill_chunk = 128
+
+        def held(self, text: Any) -> int:
+            return len(text) - 1
 
         def prefill(self, rows: Any, max_length: int | None = None, reuse: bool = False) -> Any:
             return self.step([rows[0][-1]])

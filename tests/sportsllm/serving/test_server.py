@@ -1,6 +1,7 @@
 """The server over a tiny export: what it answers, what it refuses, and that company changes nothing."""
 
 import asyncio
+import dataclasses
 import json
 import signal
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,9 @@ import uvicorn
 from starlette.requests import ClientDisconnect
 
 from export.runtime.slots import open_slots
-from sportsllm.inference.decoder import Logits
+from sportsllm.errors import UsageError
+from sportsllm.formats.huggingface import load_config
+from sportsllm.inference.decoder import Logits, open_draft
 from sportsllm.serving import access as access_module
 from sportsllm.serving import app as app_module
 from sportsllm.serving.access import Access, TimedProtocol
@@ -288,7 +292,12 @@ def test_stops_biases_penalties_and_constraints(client: httpx.Client, loaded: Lo
     assert set(json.loads(complete(client, response_format=wanted))) == {"goals"}
     assert complete(client, response_format={"type": "json_object"}).startswith("{")
     assert "regex" in refusal(client, 400, **ONCE | {"regex": "("})["param"]
-    assert refusal(client, 400, **ONCE | {"json_schema": {"type": "hiccup"}})["param"] == "response_format"
+    assert refusal(client, 400, **ONCE | {"json_schema": {"type": "hiccup"}})["param"] == "json_schema"
+    both = refusal(client, 400, **ONCE, json_schema=schema, response_format=wanted)["message"]
+    assert "response_format or json_schema, not both" in both
+    assert set(
+        json.loads(complete(client, response_format={"type": "text"}, json_schema=wanted["json_schema"]["schema"]))
+    ) == {"goals"}
     for beyond in ({"regex": "(?:a|aa|aaa){500}b"}, {"json_schema": {"anyOf": [{"$ref": "#"}]}}):
         assert "error" in refusal(client, 500, **ONCE | beyond)["message"]
     assert complete(client, regex="a{1,3}") in ("a", "aa", "aaa")
@@ -406,6 +415,16 @@ def test_silent_connections_end(served: ServedModel) -> None:
             connection.close()
 
 
+def test_connections_beyond_the_bound_are_refused(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access_module, "MOST_CONNECTIONS", 1)
+    assert client.get("/health").status_code == 200
+    with httpx.Client(base_url=client.base_url) as other:
+        reply = other.post("/v1/completions", json=ONCE)
+    assert reply.status_code == 503 and reply.headers["Retry-After"] == "1" and reply.headers["Connection"] == "close"
+    assert reply.json()["error"]["type"] == "unavailable_error"
+    assert client.get("/health").status_code == 200
+
+
 def test_strangers_are_kept_out(served: ServedModel) -> None:
     friend, right, path = {"Origin": "http://friend.example"}, {"Authorization": f"Bearer {KEY}"}, "/v1/completions"
     with served_by(served, access=Access(api_key=KEY, origins=(friend["Origin"],))) as client:
@@ -501,6 +520,10 @@ def test_exports_that_cannot_be_served_are_refused(export: Path, cli: CommandLin
     cli.refuses(2, "two exports", "serve", export, tmp_path / "stories")
     cli.refuses(2, "reads tokens one by one", "generate", export, "--draft", export)
     cli.refuses(2, "not an export", "serve", export, "--draft", STORIES, "--port", 0)
+    config = load_config(export)
+    larger: Any = SimpleNamespace(exact_rows=8, config=dataclasses.replace(config, vocab_size=config.vocab_size + 8))
+    with pytest.raises(UsageError, match="vocabulary has 512 rows"):
+        open_draft(export, export, larger)
     cli.refuses(2, "more than the context of", "serve", export, "--context", 100_000, "--port", 0)
     for file in ("model.onnx", "config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "stories" / file).write_bytes((export / file).read_bytes())
