@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sportsllm import options, processes
+from sportsllm import options
 from sportsllm.commands import TrainingResult
 from sportsllm.errors import UsageError
 from sportsllm.settings import DISTILLATION, LORA, SELECTION, TEXT, TRAINING, parse_settings, pick
@@ -107,6 +107,7 @@ def distill(
     """
     from compress.distillation.starts import Checkpoint, check_no_larger, choose_start, plan_training, resolve_teacher
     from sportsllm.console import output
+    from sportsllm.formats.artifact import began
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.manifest import plain_name
     from sportsllm.processors import use_processor
@@ -140,7 +141,7 @@ def distill(
     found["lora_rank"] = lora_rank
     plan = plan_training(run, source, tokens, found, corpus, valid, seed, reading, holdouts)
     out = out or Path("runs") / (plain_name(Path(student)) + "-selected" * (select_tokens is not None))
-    result = distill_student(student, begin, plan, out, resume or processes.restarted())
+    result = distill_student(student, begin, plan, out, resume or began(out))
     output().print(result.line(), markup=False)
     return result
 

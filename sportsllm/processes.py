@@ -31,6 +31,14 @@ def restarted() -> bool:
     return count() > 1 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+def launch() -> str:
+    """A name of this call of `torchrun`, the same when it starts the processes again; empty without torchrun."""
+    import psutil
+
+    named = os.environ["TORCHELASTIC_RUN_ID"] if count() > 1 else ""
+    return named if named != "none" else f"torchrun {psutil.Process(os.getppid()).create_time()}"
+
+
 def rank() -> int:
     """The number of this process, from 0."""
     return int(os.environ["RANK"]) if count() > 1 else 0

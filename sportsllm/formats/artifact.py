@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from sportsllm import __version__, processes
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
-from sportsllm.files import JsonObject
+from sportsllm.files import JsonObject, read_json
 from sportsllm.formats.manifest import (
     MANIFEST,
     FileEntry,
@@ -38,6 +38,7 @@ from sportsllm.formats.manifest import (
 from sportsllm.formats.model_card import CARD, render_card
 
 STATE_DIRECTORY = "state"  # resumable state inside a `.partial`; removed before the rename
+STATE_FILE, LAUNCH = "state.json", "launch"  # a file of the state, and its key for `processes.launch`
 _PACKAGES = ("numpy", "torch", "onnx", "onnx-ir", "onnxruntime", "tokenizers", "safetensors", "bitsandbytes")
 
 
@@ -133,6 +134,17 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
 def partial_directory(out: Path) -> Path:
     """Where `out` is made before it is renamed."""
     return out.parent / f"{out.name}.partial"
+
+
+def began(out: Path) -> bool:
+    """Whether this call of `torchrun` saved the state for `out`, before a process ended and all were started again."""
+    if not processes.restarted():
+        return False
+    launch = ""
+    for name in (f"{STATE_DIRECTORY}.old", STATE_DIRECTORY):
+        with suppress(ArtifactError, LookupError, TypeError):
+            launch = read_json(partial_directory(out) / name / STATE_FILE)[LAUNCH]
+    return processes.from_first("yes" if launch == processes.launch() else "") == "yes"
 
 
 def replace_state(partial: Path, fresh: Path) -> None:

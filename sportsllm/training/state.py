@@ -20,7 +20,7 @@ from sportsllm import processes
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
 from sportsllm.files import read_json
-from sportsllm.formats.artifact import STATE_DIRECTORY, replace_state
+from sportsllm.formats.artifact import LAUNCH, STATE_DIRECTORY, STATE_FILE, replace_state
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
@@ -176,8 +176,9 @@ class RunState:
         if first:
             save_tensors(fresh / "rng.safetensors", {"torch": torch.get_rng_state()})
             state = {"identity": self.identity, "config": asdict(self.config), "scaler": self.scaler.state_dict()}
+            state[LAUNCH] = processes.launch()
             state |= {name: getattr(self, name) for name in _PROGRESS}
-            (fresh / "state.json").write_text(json.dumps(state), encoding="utf-8")
+            (fresh / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
             replace_state(directory, fresh)
         processes.wait()
 
@@ -195,7 +196,7 @@ class RunState:
             ArtifactError: it is damaged.
         """
         source = self.directory / STATE_DIRECTORY
-        state = read_json(source / "state.json")
+        state = read_json(source / STATE_FILE)
         try:
             if state["config"] != json.loads(json.dumps(asdict(self.config))) or state["identity"] != self.identity:
                 raise UsageError(

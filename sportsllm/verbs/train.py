@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sportsllm import options, processes
+from sportsllm import options
 from sportsllm.commands import TrainingResult
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.settings import LORA, SHAPE, TEXT, TOKENIZER, TRAINING, parse_settings, pick
@@ -94,7 +94,7 @@ def train(
     model = _start(checkpoint, model, changes, tokenizer, lora_rank, found)
 
     from sportsllm.console import log, output
-    from sportsllm.formats.artifact import Stage, run_together
+    from sportsllm.formats.artifact import Stage, began, run_together
     from sportsllm.formats.huggingface import load_config
     from sportsllm.models.presets import changed_shape
     from sportsllm.models.rope import with_rope_scaling
@@ -160,7 +160,7 @@ def train(
         words = load_tokenizer(source, start.config, reading)
         return _fit(start, words, texts, config, out, directory, stage, None if chat_template else checkpoint, resume)
 
-    resume = resume or processes.restarted()
+    resume = resume or began(out)
     result = TrainResult.of(run_together(out, stage, make, resume))
     output().print(result.line(), markup=False)
     return result

@@ -1,25 +1,51 @@
 """`python -m tests.support.forked ROUNDS WORDS...`: the command line in several processes, as torchrun starts them.
 
 The processes are forked, since each import of torch takes seconds. ROUNDS are `COUNT` or `COUNT:STEP`, with commas: the
-last of COUNT processes is killed before that step, and the next round starts. The state is saved after every step.
+last of COUNT processes is killed before that step, and the next round starts; with `COUNT:refused` all end by
+themselves. The state is saved after every step. Tests call `forked` and `torchrun`, which leave no process behind.
 """
 
 import os
+import signal
 import socket
+import subprocess
 import sys
-
-import torch
-import torch._dynamo  # what sharding imports, imported once
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-
-from sportsllm import cli, processes
-from sportsllm.training import loop
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 
-def run(rank: int, count: int, port: int, restarts: int, last_step: int | None, words: list[str]) -> None:
+@contextmanager
+def process_group(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """Start `python WORDS...`; at the end of the block kill it and every process that it started."""
+    run = subprocess.Popen(
+        [sys.executable, *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield run
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.communicate()
+
+
+def forked(rounds: str, *words: str, timeout: float = 600.0) -> str:
+    """What the rounds said; they end as expected within `timeout` seconds."""
+    with process_group("-m", "tests.support.forked", rounds, *words) as run:
+        said = run.communicate(timeout=timeout)[1]
+    assert run.returncode == 0, said
+    return said
+
+
+def run_process(rank: int, count: int, port: int, restarts: int, last_step: int | None, words: list[str]) -> None:
+    from sportsllm import cli, processes
+    from sportsllm.training import loop
+
     known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
-    known |= {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_RUN_ID": 0, "MASTER_ADDR": "127.0.0.1"}
+    known |= {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_RUN_ID": os.getppid(), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {name: str(value) for name, value in known.items()} if count > 1 else {}
     loop._SAVE_EVERY_S = 0.0
     take_step = loop._Run.take_step
@@ -34,6 +60,13 @@ def run(rank: int, count: int, port: int, restarts: int, last_step: int | None, 
 
 
 def main() -> None:
+    import torch
+    import torch._dynamo  # what sharding imports, imported once
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+
+    import sportsllm.training.loop  # noqa: F401
+
     torch.set_num_threads(1)
     for restarts, part in enumerate(sys.argv[1].split(",")):
         count, _, step = part.partition(":")
@@ -42,9 +75,9 @@ def main() -> None:
             port = free.getsockname()[1]
         for rank in range(int(count)):
             if os.fork() == 0:
-                run(rank, int(count), port, restarts, int(step) if step else None, sys.argv[2:])
+                run_process(rank, int(count), port, restarts, int(step) if step.isdigit() else None, sys.argv[2:])
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(int(count))]
-        if bool(step) != any(codes):
+        if bool(step) != any(codes) or (step == "refused" and min(codes) < 0):
             sys.exit(f"round {part}: exit codes {codes}")
 
 

@@ -1,15 +1,14 @@
 """Several processes that train one model, against one process."""
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ from sportsllm.training import sharding
 from sportsllm.training.lora import add_adapters
 from sportsllm.training.settings import TrainConfig
 from tests.support.command_line import CommandLine
+from tests.support.forked import forked, process_group
 from tests.support.models import tiny_model
 
 STEPS = 60
@@ -33,21 +33,14 @@ def arguments(corpus: Path, out: Path) -> list[str]:
     return list(map(str, ["train", "--model", "tiny-300k", "--corpus", corpus, "--out", out, *settings, *run]))
 
 
-def torchrun(count: int, *words: str) -> subprocess.Popen[bytes]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    words = (*start, "-m", "sportsllm.cli", *words)
-    return subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
-
-
-def wait_for(run: subprocess.Popen[bytes], metrics: Path, size: int) -> None:
+def wait_for(run: subprocess.Popen[str], metrics: Path, size: int) -> None:
     while run.poll() is None and not (metrics.exists() and metrics.stat().st_size > size):
         time.sleep(0.01)
 
 
-def interrupt(run: subprocess.Popen[bytes]) -> None:
+def interrupt(run: subprocess.Popen[str]) -> None:
     run.send_signal(signal.SIGTERM)
-    assert run.stderr is not None
-    said = run.stderr.read().decode()
+    said = run.communicate(timeout=60)[1]
     assert said.count("the state is saved in") == 1, said
 
 
@@ -79,12 +72,8 @@ def test_killed_processes_lose_nothing_and_any_number_goes_on(
     further = ["--set", f"optimizer={optimizer}", "--set", "shard=true", "--steps", "20"]
     further += ["--set", f"tensor_parallel={tensor_parallel}", "--set", "kv_heads=2"]
     assert cli(*arguments(corpus_file, one), *further)[0] == 0
-    started = [sys.executable, "-m", "tests.support.forked", rounds, *arguments(corpus_file, many), *further]
-    run = subprocess.run(
-        started, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    assert re.findall(r"resumed at step (\d+) of 20", run.stderr) == re.findall(r":(\d+)", rounds)
+    said = forked(rounds, *arguments(corpus_file, many), *further)
+    assert re.findall(r"resumed at step (\d+) of 20", said) == re.findall(r":(\d+)", rounds)
     assert losses(many) == pytest.approx(losses(one), rel=tolerance)
     assert len(losses(many)) == 20
     trained, expected = load_checkpoint(many).state_dict(), load_checkpoint(one).state_dict()
@@ -101,13 +90,36 @@ def test_processes_that_start_again_take_the_rates_of_the_first(
     assert cli(*words, "--steps", "0")[0] == 0
     words = ["train", str(tmp_path / "start"), "--corpus", str(corpus_file), "--out", str(tmp_path / "out")]
     words += ["--steps", "400", "--batch-size", "2", "--sequence", "16", "--set", "accumulation=1"]
-    started = [sys.executable, "-m", "tests.support.forked", "2:12,2:14", *words]
-    run = subprocess.run(
-        started, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False, capture_output=True, text=True, timeout=100
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stderr.count("trying learning rates on 10 steps each") == 1, run.stderr
-    assert "resumed at step 12 of 400" in run.stderr
+    said = forked("2:12,2:14", *words, timeout=100)
+    assert said.count("trying learning rates on 10 steps each") == 1, said
+    assert "resumed at step 12 of 400" in said
+
+
+@pytest.mark.slow
+def test_processes_that_start_again_leave_another_run_s_state_alone(corpus_file: Path, tmp_path: Path) -> None:
+    """torchrun starts refused processes again; without --resume these are refused too."""
+    words = [*arguments(corpus_file, tmp_path / "out"), "--steps", "8"]
+    forked("2:3", *words)
+    state = partial_directory(tmp_path / "out") / "state" / "state.json"
+    saved = state.read_bytes()
+    said = forked("2:refused,2:refused", *words)
+    assert said.count("an interrupted run is kept there; add --resume") == 2 and "resumed" not in said
+    assert state.read_bytes() == saved
+    assert "resumed at step 3 of 8" in forked("2", *words, "--resume")
+
+
+def test_a_group_of_processes_leaves_none_behind(tmp_path: Path) -> None:
+    code = "import os, pathlib, time; os.fork(); pathlib.Path(str(os.getpid())).touch(); time.sleep(60)"
+    with pytest.raises(KeyError), process_group("-c", f"import os; os.chdir({str(tmp_path)!r}); {code}"):
+        while len(started := list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        raise KeyError
+    time.sleep(0.1)  # until a killed process is gone
+    assert [pid for pid in map(int, (each.name for each in started)) if _runs(pid)] == []
+
+
+def _runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("sharded", ["false", "true"])
@@ -118,7 +130,8 @@ def test_two_processes_take_the_steps_of_one_and_one_finishes_what_two_began(
     one, two = tmp_path / "one", tmp_path / "two"
     assert cli(*arguments(corpus_file, one))[0] == 0
     words = [*arguments(corpus_file, two), "--set", f"shard={sharded}"]
-    with torchrun(2, *words) as run:
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "sportsllm.cli"]
+    with process_group(*start, *words) as run:
         wait_for(run, partial_directory(two) / "metrics.jsonl", 400)
         interrupt(run)
     assert (partial_directory(two) / "state" / "model").is_dir() == (sharded == "true")  # a file for each process
