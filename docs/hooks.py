@@ -96,8 +96,7 @@ def families() -> str:
     from compress.pruning.shapes import Shape
     from export.gguf.write import architecture_of
     from export.graph.decoder import CACHE_KINDS, computes_in_half
-    from sportsllm.formats.huggingface import config_from_hf
-    from sportsllm.formats.huggingface_families import FAMILIES
+    from sportsllm.formats.huggingface import FAMILIES, config_from_hf
 
     rows = []
     for name in FAMILIES:

@@ -30,12 +30,12 @@ from export.parity.comparison import READ_BACK, TEXTS, ParityReport, Pass, compa
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import GateError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, read_packed
+from sportsllm.formats.families.gemma import CAPS
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, RoundedModel
 from sportsllm.formats.gguf.config import ARCHITECTURES, LAYER_NORM, ROPE_FACTORS, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import gguf_names, paired_heads, read_weights, rows_in_pairs
 from sportsllm.formats.huggingface import family_of, load_config
-from sportsllm.formats.huggingface_families import CAPS
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, unpack
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import FULL, UNROTATED, ModelConfig
@@ -218,7 +218,7 @@ def _sizes(kind: str, config: ModelConfig) -> dict[str, Any]:
         found |= {"embedding_scale": float(config.embedding_scale), "attention.scale": config.attention_scale}
         found |= {"residual_scale": 1.0, "logit_scale": 1.0}  # which the weights have
     if kind == "gemma2":
-        found |= {theirs: float(getattr(config, ours)) for ours, theirs in CAPS.items()}
+        found |= {theirs: float(getattr(config, ours)) for theirs, ours in CAPS.items()}
         found["attention.sliding_window"] = config.sliding_window
     if kind == "gemma3":
         found["attention.sliding_window"] = config.sliding_window

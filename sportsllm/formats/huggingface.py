@@ -19,12 +19,18 @@ from pathlib import Path
 
 from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError
 from sportsllm.files import JsonObject, clip, parse_json, read_json, write_json
-from sportsllm.formats.huggingface_families import FAMILIES, Fields
+from sportsllm.formats.families.experts import WITH_EXPERTS
+from sportsllm.formats.families.family import Family, Fields
+from sportsllm.formats.families.gemma import GEMMA
+from sportsllm.formats.families.layer_norm import LAYER_NORM
+from sportsllm.formats.families.llama import LLAMA_LIKE
 from sportsllm.formats.manifest import MANIFEST, read_manifest
 from sportsllm.models.config import Experts, ModelConfig, Selection
 from sportsllm.models.kinds import block_tensors
 from sportsllm.models.rope import ROPE_TYPES, RopeScaling
 
+FAMILIES: dict[str, Family] = LLAMA_LIKE | GEMMA | LAYER_NORM | WITH_EXPERTS
+"""By model type."""
 # Fields of config.json that do not change the model's output.
 _IGNORED = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache",
@@ -94,7 +100,7 @@ def _parse(data: JsonObject, where: str) -> ModelConfig:
     rest = Fields({key: value for key, value in data.items() if key not in _IGNORED}, where)
     rest |= _partial_rotation(data)
     family = FAMILIES[model_type]
-    own = family.read(rest)
+    own = family.values(rest)
     rest.require(**_REQUIRED)
     try:
         values: JsonObject = {name: rest.pop(name) for name in _SIZES}
@@ -103,19 +109,19 @@ def _parse(data: JsonObject, where: str) -> ModelConfig:
     rope = dict(rest.pop("rope_parameters", None) or {})  # transformers 5 keeps theta and scaling together
     rope.pop(_PARTIAL, None)
     scaling = rest.pop("rope_scaling", None) or rope
-    heads = values["num_attention_heads"]
+    heads, theta = values["num_attention_heads"], rest.pop("rope_theta", None)
     values |= {
         "num_key_value_heads": rest.pop("num_key_value_heads", None) or heads,
         "head_dim": rest.pop("head_dim", None) or values["hidden_size"] // heads,
         "tie_word_embeddings": rest.pop("tie_word_embeddings", family.ties),
-        "rope_theta": rest.pop("rope_theta", None) or rope.get("rope_theta", 10_000.0),
+        "rope_theta": rope.get("rope_theta") or theta or 10_000.0,
         "rope_scaling": _rope_scaling(scaling, rest.get("max_position_embeddings"), where),
     }
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = rest.pop(key, None)
         values[key] = tuple(value) if isinstance(value, list) else value
-    own_defaults = ("max_position_embeddings", "rms_norm_eps", "mlp_bias", "dropout")
-    values |= {key: rest.pop(key) for key in own_defaults if key in rest}
+    optional = {"max_position_embeddings", "rms_norm_eps", "mlp_bias", "dropout", *family.names.values()}
+    values |= {key: rest.pop(key) for key in optional & rest.keys()}
     if rest:
         raise ArtifactError(f"{where}: unknown field {sorted(rest)[0]!r}; remove it or use a supported model")
     return ModelConfig(**values | own)
@@ -177,8 +183,6 @@ def to_hf(config: ModelConfig) -> JsonObject:
 def _of_family(config: ModelConfig, model_type: str) -> JsonObject | None:
     """A model's config.json as one of a family; None if the family has no such model."""
     family = FAMILIES[model_type]
-    if (written := family.written(config)) is None:
-        return None
     data: JsonObject = {"architectures": [family.architecture], "model_type": model_type}
     for name in COMMON_FIELDS:
         value = getattr(config, name)
@@ -187,8 +191,8 @@ def _of_family(config: ModelConfig, model_type: str) -> JsonObject | None:
         data["rope_scaling"] = config.rope_scaling.fields_used()
     if config.dropout:
         data["dropout"] = config.dropout
-    dropped = {name for name in COMMON_FIELDS if name in written and written[name] is None}
-    return {name: value for name, value in (data | written).items() if name not in dropped} | {"torch_dtype": "float32"}
+    written = family.written(config, data)
+    return None if written is None else written | {"torch_dtype": "float32"}
 
 
 def family_of(config: ModelConfig) -> str | None:

@@ -29,11 +29,12 @@ DIMENSIONS = {
 }
 """Each dimension of a shape, as flags and files name it, and the field of `ModelConfig` that it is."""
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+MOST_LAYERS = 2**12
 _BOUNDS = {
     "vocab_size": (1, 2**24),
     "max_position_embeddings": (2, 2**24),
-    "num_hidden_layers": (1, 2**12),
-    "dense_layers": (0, 2**12),
+    "num_hidden_layers": (1, MOST_LAYERS),
+    "dense_layers": (0, MOST_LAYERS),
 }
 """Least and most of a size, 1 to 2**20 if not given, so that a damaged file ends in a line and not in a full memory."""
 _ROTARY_NUMBERS = 2**29  # of the cosine and sine tables together

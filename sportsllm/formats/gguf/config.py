@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.huggingface_families import CAPS
+from sportsllm.formats.families.gemma import CAPS
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, Experts, ModelConfig
 from sportsllm.models.rope import RopeScaling, inverse_frequencies
 
@@ -39,7 +39,7 @@ _READ = {
 }  # fmt: skip
 _READ_OF = {
     "gemma3": {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"},
-    "gemma2": {"attention.sliding_window", *CAPS.values()},
+    "gemma2": {"attention.sliding_window", *CAPS},
     "phi3": {"attention.sliding_window"},
     "gpt2": {"attention.layer_norm_epsilon"},
     "stablelm": {"attention.layer_norm_epsilon", PARALLEL},
@@ -209,7 +209,7 @@ def _gemma3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma2(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
-    caps = {ours: _decimal(file.value(f"gemma2.{theirs}", float)) for ours, theirs in CAPS.items()}
+    caps = {ours: _decimal(file.value(f"gemma2.{theirs}", float)) for theirs, ours in CAPS.items()}
     return _gemma(file, values, 2, 46) | caps
 
 
