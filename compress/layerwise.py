@@ -19,14 +19,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
 
+from sportsllm.formats.checkpoint import StoredBlock
+from sportsllm.formats.safetensors import StreamedTensors
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, adds_to_residual, input_groups
 from sportsllm.models.language_model import Block, SportsLLM, first_positions
@@ -120,7 +123,12 @@ class StoredStates(Sequence[Tensor]):
         self._directory, self._shapes = directory, list[torch.Size]()
         self._file = TemporaryFile(dir=directory)  # noqa: SIM115  # closed with its owner
         self._starts = [0]
+        self.extend(states)
+
+    def extend(self, states: Iterable[Tensor]) -> None:
+        """Add others at the end."""
         for state in states:
+            self._file.seek(self._starts[-1])
             self._shapes.append(state.shape)
             self._starts.append(self._starts[-1] + self._file.write(state.contiguous().numpy().data))
 
@@ -146,14 +154,79 @@ class StoredStates(Sequence[Tensor]):
         return state
 
 
-def kept_like(states: Sequence[Tensor], following: Iterable[Tensor]) -> Sequence[Tensor]:
+def kept_like(states: Sequence[Tensor], following: Iterable[Tensor]) -> StoredStates | list[Tensor]:
     """States kept as others are: in memory or in a file."""
     return states.like(following) if isinstance(states, StoredStates) else list(following)
 
 
-def blocks_of(model: SportsLLM) -> list[Block]:
-    """The layers of a model."""
-    return [block for block in model.model.layers if isinstance(block, Block)]
+def block_of(model: SportsLLM, layer: int) -> Block:
+    """A layer of a model; one that is not in memory is read."""
+    block = model.model.layers[layer]
+    return cast(Block, block.read() if isinstance(block, StoredBlock) else block)
+
+
+def blocks_of(model: SportsLLM) -> Iterator[Block]:
+    """The layers of a model, one after the other."""
+    return (block_of(model, layer) for layer in range(len(model.model.layers)))
+
+
+def ends_of(model: SportsLLM) -> dict[str, Tensor]:
+    """The tensors of a model outside its layers."""
+    return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("model.layers.")}
+
+
+def block_from(config: ModelConfig, layer: int, state: Mapping[str, Tensor]) -> Block:
+    """A layer of copies of these tensors."""
+    with torch.device("meta"):
+        block = Block(config, layer)
+    block.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
+    return block.eval()
+
+
+def derived(
+    model: SportsLLM, config: ModelConfig, ends: Mapping[str, Tensor], make: Callable[[int], Block], once: bool = False
+) -> SportsLLM:
+    """A model of copies of these ends, and of the layers that `make` makes of another model's.
+
+    If those of `model` are not in memory, each layer is made whenever it is read, or `once`, for a scratch file.
+    """
+    with torch.device("meta"):
+        made = SportsLLM(config)
+    made.model.layers = nn.ModuleList()
+    made.load_state_dict({name: tensor.clone() for name, tensor in ends.items()}, assign=True)
+    scratch = scratch_of(model)
+    for layer in range(config.num_hidden_layers):
+        made.model.layers.append(make(layer) if scratch is None else StoredBlock(partial(make, layer), scratch))
+        if once and scratch is not None:
+            replace_block(made, layer, make(layer))
+    return made.eval()
+
+
+def replace_block(model: SportsLLM, layer: int, block: Block) -> None:
+    """Make a changed layer the model's; one that is not in memory goes into a scratch file."""
+    stored = model.model.layers[layer]
+    if not isinstance(stored, StoredBlock):
+        model.model.layers[layer] = block
+        return
+    state = block.state_dict()
+    assert stored.scratch is not None, "the model's layers are changed"
+    file = StreamedTensors(
+        stored.scratch, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+    )
+    file.update(state)
+    stored.read = partial(block_from, model.config, layer, file)
+
+
+def scratch_of(model: SportsLLM) -> Path | None:
+    """The directory for what is computed of a model whose layers are not in memory."""
+    first = model.model.layers[0]
+    return first.scratch if isinstance(first, StoredBlock) else None
+
+
+def embedded(model: SportsLLM, samples: Iterable[Tensor]) -> Sequence[Tensor]:
+    """The residual stream before the first layer, (B, T, D) of every sample of token ids."""
+    states, scratch = (model.embedded(tokens) for tokens in samples), scratch_of(model)
+    return list(states) if scratch is None else StoredStates(scratch, states)
 
 
 def run_layer(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> Sequence[Tensor]:

@@ -170,7 +170,7 @@ def prune(
     scores = Path(given["scores"]) if "scores" in given else None
     job = PruneJob(checkpoint, text, config, scores, recovery, experts, experts_per_token, reading)
     read = None if recovery is None else cache(partial(StudentText.read, recovery, load_config(checkpoint), out))
-    work = Calibration(job, text=read)
+    work = Calibration(job, out.parent, text=read)
     shape, found = choose_shape(work, target, out, partial(_recovered, work))
     result = prune_checkpoint(job, shape, out, work, resume=resume, search=found)
     _print_result(result)
@@ -216,7 +216,7 @@ def prune_checkpoint(
     from sportsllm.formats.manifest import manifest_of
     from sportsllm.models.memory import kv_cache_bytes_per_token
 
-    work = work or Calibration(job)
+    work = work or Calibration(job, out.parent)
     full, config, recovery = load_config(job.checkpoint), job.model_config(), job.recovery
     smaller = shape.applied_to(config)
     resume = resume and (partial_directory(out) / STATE_DIRECTORY).exists()

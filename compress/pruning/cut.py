@@ -6,8 +6,7 @@ Shape suffixes: B samples, T tokens of one, D hidden_size, K channels that stay.
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -21,8 +20,13 @@ from compress.layerwise import (
     LayerStates,
     LeastSquares,
     ResidualPair,
-    blocks_of,
+    block_from,
+    block_of,
+    derived,
+    embedded,
+    ends_of,
     fit_block,
+    replace_block,
     run_layer,
 )
 from compress.pruning.experts import dense_config, dense_model
@@ -33,15 +37,24 @@ from compress.pruning.shapes import Shape, unit_span
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import DIMENSIONS, ModelConfig
-from sportsllm.models.kinds import EMBEDDING, HEAD, adds_to_residual, block_matrices, block_units, joint_vectors
-from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.kinds import (
+    EMBEDDING,
+    HEAD,
+    adds_to_residual,
+    block_matrices,
+    block_tensors,
+    block_units,
+    end_tensors,
+    joint_vectors,
+)
+from sportsllm.models.language_model import Block, SportsLLM
 from sportsllm.models.parts import HIDDEN, Matrix
+from sportsllm.process_memory import give_back
 from sportsllm.training.loss import cross_entropy
 
 SAMPLE_LENGTH = 512
 """Tokens of a calibration sample."""
 _RUNS_TRIED, _RUN_SAMPLES = 3, 32  # all runs read the same text, so little of it tells them apart
-_LAYER = re.compile(r"^(model\.layers\.)(\d+)\.")
 # Fields that decide which tensors there are, or what a token is; a cut cannot change them.
 _SAME = (
     "vocab_size", "attention_kind", "mlp_kind", "qk_norm", "attention_bias", "attention_output_bias", "mlp_bias",
@@ -126,15 +139,16 @@ def prune_model(
     `kept_layers` returns for its depth, if that is known.
     """
     layers, tried = chosen or kept_layers(model, scores, smaller.num_hidden_layers, samples)
-    reduced = model
+    reduced = None
     if heads_change(model.config, smaller):
         reduced = reduce_heads(model, smaller, scores, samples)
         every = [torch.ones(smaller.num_attention_heads)] * model.config.num_hidden_layers
         scores = dataclasses.replace(scores, units={**scores.units, "query_head": every})
-    kept = choose_units(reduced.config, scores, smaller, layers)
-    hidden, into, source = smaller.hidden_size, None, reduced
+    source = model if reduced is None else reduced
+    kept = choose_units(source.config, scores, smaller, layers)
+    hidden, into = smaller.hidden_size, None
     if hidden < model.config.hidden_size:
-        into, source = scores.directions.into(hidden), rotate(reduced, scores.directions, hidden)
+        into, source = scores.directions.into(hidden), rotate(source, scores.directions, hidden)
     pruned = slice_model(source, kept)
     if refit:
         refit_layers(pruned, model, kept, samples, reduced, into)
@@ -206,19 +220,16 @@ def kept_layers(
 
 
 @torch.inference_mode()
-def loss_per_token(model: SportsLLM, samples: Sequence[Tensor], layers: Sequence[int] | None = None) -> float:
+def loss_per_token(model: SportsLLM, samples: Sequence[Tensor], layers: Iterable[int] | None = None) -> float:
     """Mean next-token cross-entropy in nats over samples of token ids, each (1, T); of some layers only, if given."""
-    blocks = model.model.layers
-    if layers is not None:
-        model.model.layers = nn.ModuleList(blocks[layer] for layer in layers)
-    total = 0.0
-    try:
-        for tokens in samples:
-            hidden, cap = model.hidden(tokens[:, :-1]), model.config.logit_softcap
-            total += float(cross_entropy(hidden, model.head_weight, tokens[:, 1:], softcap=cap))
-    finally:
-        model.model.layers = blocks
-    return total / sum(tokens[:, 1:].numel() for tokens in samples)
+    states_BTD = embedded(model, (tokens[:, :-1] for tokens in samples))
+    for layer in range(len(model.model.layers)) if layers is None else layers:
+        states_BTD = run_layer(block_of(model, layer), states_BTD, model.rope)
+    losses = (
+        cross_entropy(model.model.norm(x_BTD), model.head_weight, tokens[:, 1:], softcap=model.config.logit_softcap)
+        for x_BTD, tokens in zip(states_BTD, samples, strict=True)
+    )
+    return sum(map(float, losses)) / sum(tokens[:, 1:].numel() for tokens in samples)
 
 
 def choose_units(
@@ -240,25 +251,28 @@ def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
     Matrices of blocks lose the rows and columns of units that go. Of every other tensor the first entries stay:
     `compress.pruning.hidden` makes the first channels of the residual stream the ones that hold most.
     """
-    full, pruned = model.state_dict(), SportsLLM(kept.config)
-    chosen: dict[str, tuple[Tensor, ...]] = {}
-    for new, old in enumerate(kept.layers):
+    ends = ends_of(model)
+    if not kept.config.tie_word_embeddings:
+        ends.setdefault(f"{HEAD}.weight", ends[f"{EMBEDDING}.weight"])
+
+    def sliced(new: int) -> Block:
+        old = kept.layers[new]
+        chosen: dict[str, tuple[Tensor, ...]] = {}
         for matrix in block_matrices(kept.full.of_layer(old)):
             rows, columns = kept.of_matrix(matrix, new)
-            name = f"model.layers.{new}.{matrix.name}"
-            chosen |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+            chosen |= {f"{matrix.name}.weight": (rows, columns), f"{matrix.name}.bias": (rows,)}
         for vector, matrix_name in joint_vectors(kept.config).items():
-            chosen[f"model.layers.{new}.{vector}.weight"] = chosen[f"model.layers.{new}.{matrix_name}.bias"]
-    state: dict[str, Tensor] = {}
-    for name, ours in pruned.state_dict().items():
-        old_name = _LAYER.sub(lambda found: f"{found[1]}{kept.layers[int(found[2])]}.", name)
-        source = full[f"{EMBEDDING}.weight" if name == f"{HEAD}.weight" and name not in full else old_name]
-        if name in chosen:
-            for dimension, indices in enumerate(chosen[name]):
-                source = source.index_select(dimension, indices)
-        state[name] = source[tuple(map(slice, ours.shape))]
-    pruned.load_state_dict(state)
-    return pruned.eval()
+            chosen[f"{vector}.weight"] = chosen[f"{matrix_name}.bias"]
+        state = block_of(model, old).state_dict()
+        for name, indices in chosen.items():
+            for dimension, index in enumerate(indices if name in state else ()):
+                state[name] = state[name].index_select(dimension, index)
+        for item in block_tensors(kept.config.of_layer(new)):
+            state[item.name] = state[item.name][tuple(map(slice, item.shape))]
+        return block_from(kept.config, new, state)
+
+    ends = {item.name: ends[item.name][tuple(map(slice, item.shape))] for item in end_tensors(kept.config)}
+    return derived(model, kept.config, ends, sliced)
 
 
 @torch.no_grad()
@@ -289,24 +303,27 @@ def refit_layers(
     def solve(_name: str, linear: nn.Linear, sums: LeastSquares) -> None:
         linear.weight.data = sums.solve(linear.weight, ridge)
 
-    rope, cut_rope = model.rope, pruned.rope
-    blocks, cut_blocks, wanted_blocks = map(blocks_of, (model, pruned, reduced or model))
-    full_BTD: Sequence[Tensor] = [model.embedded(tokens) for tokens in samples]
-    cut_BTD: Sequence[Tensor] = [pruned.embedded(tokens) for tokens in samples]
-    for block in blocks[: kept.layers[0]]:
-        full_BTD = run_layer(block, full_BTD, rope)
+    rope, cut_rope, count = model.rope, pruned.rope, model.config.num_hidden_layers
+    full_BTD, cut_BTD = embedded(model, samples), embedded(pruned, samples)
+    for layer in range(kept.layers[0]):
+        full_BTD = run_layer(block_of(model, layer), full_BTD, rope)
     with progress_bar("refit", len(kept.layers)) as bar:
-        for new, (layer, after) in enumerate(pairwise([*kept.layers, len(blocks)])):
-            between_BTD, target_BTD = LayerStates.of(blocks[layer], full_BTD, rope)
-            for block in blocks[layer + 1 : after]:
-                target_BTD = run_layer(block, target_BTD, rope)
+        for new, (layer, after) in enumerate(pairwise([*kept.layers, count])):
+            source, block = block_of(model, layer), block_of(pruned, new)
+            between_BTD, target_BTD = LayerStates.of(source, full_BTD, rope)
+            for dropped in range(layer + 1, after):
+                target_BTD = run_layer(block_of(model, dropped), target_BTD, rope)
             own = kept.full.of_layer(layer)
+            given = source if reduced is None else block_of(reduced, layer)
             wanted = {
-                matrix.name: wanted_blocks[layer].get_parameter(f"{matrix.name}.weight")[kept.of_matrix(matrix, new)[0]]
+                matrix.name: given.get_parameter(f"{matrix.name}.weight")[kept.of_matrix(matrix, new)[0]]
                 for matrix in block_matrices(own)
                 if not adds_to_residual(own, matrix)
             }
-            pair = LayerPair(cut_blocks[new], blocks[layer], own, rope, wanted, into, cut_rope)
+            pair = LayerPair(block, source, own, rope, wanted, into, cut_rope)
             cut_BTD = fit_block(pair, ResidualPair(full_BTD, cut_BTD, target_BTD), between_BTD, solve)
+            replace_block(pruned, new, block)
             full_BTD = target_BTD
+            del source, block, given, wanted, pair, between_BTD
+            give_back()
             bar.advance()

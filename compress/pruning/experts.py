@@ -21,14 +21,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.layerwise import LayerStates, LeastSquares, after_sublayer, blocks_of
+from compress.layerwise import (
+    LayerStates,
+    LeastSquares,
+    after_sublayer,
+    block_from,
+    block_of,
+    blocks_of,
+    derived,
+    embedded,
+    ends_of,
+    replace_block,
+)
 from compress.pruning.scores import pick_order, top_indices
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import MixtureOfExperts, named_expert, route
 from sportsllm.models.kinds import NORMS
-from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.language_model import Block, SportsLLM
 from sportsllm.models.layers import FeedForward
 from sportsllm.models.parts import ROUTER, SHARED, expert_names, routed_names, unused_line
 
@@ -54,13 +65,12 @@ class FeedForwards(NamedTuple):
 def feed_forwards(model: SportsLLM, changed: SportsLLM, samples: Sequence[Tensor]) -> Iterator[FeedForwards]:
     """Layer by layer the feed-forwards of two models that differ in nothing else.
 
-    The changed one must have its weights when the next is asked for.
+    The changed one must have its weights when the next is asked for, and then is the model's.
     """
-    full_BTD: Sequence[Tensor] = [model.embedded(tokens) for tokens in samples]
-    changed_BTD = full_BTD
+    full_BTD = changed_BTD = embedded(model, samples)
     norm = NORMS[_FEED_FORWARD]
     with progress_bar("experts", len(model.model.layers)) as bar:
-        for source, block in zip(blocks_of(model), blocks_of(changed), strict=True):
+        for layer, (source, block) in enumerate(zip(blocks_of(model), blocks_of(changed), strict=True)):
             between_BTD, following = LayerStates.of(source, full_BTD, model.rope)
             changed_BTD = after_sublayer(block, _ATTENTION, changed_BTD, model.rope)
             full_XD = torch.cat([source.get_submodule(norm)(x).flatten(0, 1) for x in between_BTD])
@@ -72,6 +82,7 @@ def feed_forwards(model: SportsLLM, changed: SportsLLM, samples: Sequence[Tensor
                 ends = zip(following, changed_BTD, strict=True)
                 target = torch.cat([(after - before).flatten(0, 1) for after, before in ends])
             yield FeedForwards(full, own, full_XD, changed_XD, target)
+            replace_block(changed, layer, block)
             full_BTD, changed_BTD = following, after_sublayer(block, _FEED_FORWARD, changed_BTD, model.rope)
             bar.advance()
 
@@ -82,10 +93,7 @@ def reduce_experts(model: SportsLLM, smaller: ModelConfig, samples: Sequence[Ten
 
     `samples` are calibration token ids, (B, T) each; with `refit` what is left is fitted to the whole mixture.
     """
-    reduced = SportsLLM(smaller).eval()
-    state, routed = reduced.state_dict(), (f".mlp.{ROUTER}.", ".mlp.experts.")
-    same = {name: t for name, t in model.state_dict().items() if not any(part in name for part in routed)}
-    reduced.load_state_dict({**state, **same})
+    reduced = _without(model, smaller, (f"mlp.{ROUTER}.", "mlp.experts."))
     unused: dict[int, list[int]] = {}
     for number, layer in enumerate(feed_forwards(model, reduced, samples)):
         full, changed = layer.full, layer.changed
@@ -177,14 +185,23 @@ def dense_model(model: SportsLLM, width: int, samples: Sequence[Tensor]) -> Spor
 
     `samples` are calibration token ids, (B, T) each. Errors are those of `dense_config`.
     """
-    dense = SportsLLM(dense_config(model.config, width)).eval()
-    same = {name: tensor for name, tensor in model.state_dict().items() if ".mlp." not in name}
-    dense.load_state_dict({**dense.state_dict(), **same})
+    dense = _without(model, dense_config(model.config, width), ("mlp.",))
     for layer in feed_forwards(model, dense, samples):
         parts = expert_names(model.config.chosen_experts) if isinstance(layer.full, MixtureOfExperts) else [""]
         experts = [named_expert(layer.full, name) for name in parts]
         layer.changed.load_state_dict(joined_neurons(experts, width, layer.changed_XD, layer.target_XD))
     return dense
+
+
+def _without(model: SportsLLM, config: ModelConfig, changed: tuple[str, ...]) -> SportsLLM:
+    """A model of a config with the tensors of another but for those of layers whose names begin in some way."""
+
+    def made(layer: int) -> Block:
+        state = Block(config, layer).state_dict()
+        same = block_of(model, layer).state_dict().items()
+        return block_from(config, layer, state | {name: t for name, t in same if not name.startswith(changed)})
+
+    return derived(model, config, ends_of(model), made)
 
 
 def joined_neurons(

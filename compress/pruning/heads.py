@@ -26,10 +26,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.layerwise import blocks_of, run_layer, second_moment, summed
+from compress.layerwise import (
+    block_from,
+    block_of,
+    blocks_of,
+    derived,
+    embedded,
+    ends_of,
+    run_layer,
+    second_moment,
+    summed,
+)
 from compress.pruning.scores import Scores, choose_in_layer, top_indices
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.language_model import Block, SportsLLM
 from sportsllm.models.rope import inverse_frequencies
 
 _DAMPING = 1e-6
@@ -45,16 +55,17 @@ def reduce_heads(model: SportsLLM, smaller: ModelConfig, scores: Scores, samples
     ids, (B, T) each.
     """
     config = model.config
-    reduced = SportsLLM(config.with_changes(**{name: getattr(smaller, name) for name in HEADS}))
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for layer, moments in enumerate(_moments(model, samples)):
-        prefix = f"model.layers.{layer}.self_attn."
+    made = config.with_changes(**{name: getattr(smaller, name) for name in HEADS})
+    moments, prefix = _moments(model, samples), "self_attn."
+
+    def with_heads(layer: int) -> Block:
+        state = block_of(model, layer).state_dict()
         weights = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
         kept = _kept_queries(config.of_layer(layer), smaller.of_layer(layer), scores.of_layer(layer))
-        new = _Heads(weights, config, moments).reduced(smaller, kept)
-        state |= {prefix + name: tensor for name, tensor in new.items()}
-    reduced.load_state_dict(state)
-    return reduced.eval()
+        new = _Heads(weights, config, next(moments)).reduced(smaller, kept)
+        return block_from(made, layer, state | {prefix + name: tensor for name, tensor in new.items()})
+
+    return derived(model, made, ends_of(model), with_heads, once=True)
 
 
 def nearest_pairs(full: ModelConfig, smaller: ModelConfig) -> list[list[int]]:
@@ -92,7 +103,7 @@ def _moments(model: SportsLLM, samples: Sequence[Tensor]) -> Iterator[dict[str, 
 
     names = dict(zip(_READ, ("q_norm", "k_norm", "v_proj") if model.config.qk_norm else _READ, strict=True))
     count = sum(tokens.numel() for tokens in samples)
-    states_BTD: Sequence[Tensor] = [model.embedded(tokens) for tokens in samples]
+    states_BTD = embedded(model, samples)
     for block in blocks_of(model):
         watched = {key: (block.get_submodule(f"self_attn.{name}"), moment) for key, name in names.items()}
         with summed(watched) as sums:

@@ -11,18 +11,19 @@ Shape suffixes: D hidden_size, K kept directions, M norms.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from compress.layerwise import Statistic, second_moment
+from compress.layerwise import block_from, block_of, derived, ends_of, second_moment
 from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, block_matrices
-from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.language_model import Block, SportsLLM
 from sportsllm.models.parts import HIDDEN
 
+_ROWS = 256  # of every norm's moments, in memory together
 _LEAST = 1e-2  # of the last norm's mean weight; smaller or negative weights are raised to it
 
 
@@ -44,59 +45,63 @@ class Directions(NamedTuple):
         return self.scale[:, None] * self.basis[:, :kept]
 
 
-def watched_norms(model: SportsLLM) -> dict[str, tuple[nn.Module, Statistic]]:
-    """For `summed`, by a norm's name: the second moment of its normalised input, (D, D)."""
-
-    def moment(given: Tensor, _output: Tensor) -> Tensor:
-        return second_moment(F.rms_norm(given.float(), given.shape[-1:]))
-
-    return {name: (model.get_submodule(name), moment) for name in _norms(model)}
+def norm_moment(given: Tensor, _output: Tensor) -> Tensor:
+    """Statistic: the second moment of a norm's normalised input, (D, D)."""
+    return second_moment(F.rms_norm(given.float(), given.shape[-1:]))
 
 
-def directions_from(model: SportsLLM, moments: Mapping[str, Tensor]) -> Directions:
-    """The basis whose first directions hold most of the states, from the sums over `watched_norms`."""
+def directions_from(model: SportsLLM, moments: Sequence[Tensor]) -> Directions:
+    """The basis whose first directions hold most of the states, from the sums of `norm_moment` over every norm that
+    reads the residual stream, in their order.
+    """
     scale = torch.ones(model.config.hidden_size, dtype=torch.float64)
     if model.config.tie_word_embeddings:
         weight = model.get_parameter(f"{LAST_NORM}.weight").detach().double()
         scale = (weight / weight.mean()).clamp(min=_LEAST).sqrt()
     # The mean square of a normalised state is 1, so the trace counts the tokens.
-    scaled = [
-        moments[name].double() * len(scale) / moments[name].trace() * scale[:, None] * scale for name in _norms(model)
-    ]
-    basis = torch.linalg.eigh(torch.stack(scaled).sum(dim=0)).eigenvectors.flip(1)
-    squares = torch.stack([(basis * (moment @ basis)).sum(dim=0) for moment in scaled])
-    return Directions(scale.float(), basis.float(), squares.float())
+    traces = [moment.trace() for moment in moments]
+
+    def scaled(norm: int, rows: slice) -> Tensor:
+        return moments[norm][rows].double() * len(scale) / traces[norm] * scale[rows, None] * scale
+
+    parts = [slice(start, start + _ROWS) for start in range(0, len(scale), _ROWS)]  # of all norms at once
+    mean_DD = torch.cat([torch.stack([scaled(norm, part) for norm in range(len(traces))]).sum(dim=0) for part in parts])
+    basis = torch.linalg.eigh(mean_DD).eigenvectors.flip(1)
+    squares = [(basis * (scaled(norm, slice(None)) @ basis)).sum(dim=0) for norm in range(len(traces))]
+    return Directions(scale.float(), basis.float(), torch.stack(squares).float())
 
 
 @torch.no_grad()
 def rotate(model: SportsLLM, directions: Directions, kept: int) -> SportsLLM:
     """The float32 model in a basis of which the first `kept` directions will stay, its norms scaled for these."""
-    state = {name: tensor.double() for name, tensor in model.state_dict().items()}
     scale, basis = directions.scale.double(), directions.basis.double()
     write, read = scale[:, None] * basis, basis / scale[:, None]  # x' = x @ write, and w @ x is (w @ read) @ x'
     sizes = (directions.squares[:, :kept].sum(dim=1) / kept).sqrt().tolist()
-    norms = {name: state[f"{name}.weight"] for name in _norms(model)}
-    state |= {f"{name}.weight": torch.full_like(norms[name], size) for name, size in zip(norms, sizes, strict=True)}
-    state[f"{EMBEDDING}.weight"] @= write
+    ends = {name: tensor.double() for name, tensor in ends_of(model).items()}
+    embedding, head, last = (f"{name}.weight" for name in (EMBEDDING, HEAD, LAST_NORM))
+    given, ends[last] = ends[last], torch.full_like(ends[last], sizes[-1])
+    ends[embedding] = ends[embedding] @ write
     if model.config.tie_word_embeddings:
-        state[f"{LAST_NORM}.weight"] *= norms[LAST_NORM].mean()
+        ends[last] *= given.mean()
     else:
-        state[f"{HEAD}.weight"] = state[f"{HEAD}.weight"] * norms[LAST_NORM] @ read
-    for layer in range(model.config.num_hidden_layers):
-        for matrix in block_matrices(model.config.of_layer(layer)):
-            name = f"model.layers.{layer}.{matrix.name}"
+        ends[head] = ends[head] * given @ read
+
+    def rotated(layer: int) -> Block:
+        full, matrices = block_of(model, layer).state_dict(), block_matrices(model.config.of_layer(layer))
+        weights = {f"{matrix.name}.weight" for matrix in matrices}
+        state = {name: tensor.double() for name, tensor in full.items() if name not in weights}
+        norms = {norm: state[f"{norm}.weight"] for norm in NORMS.values()}
+        for (norm, weight), size in zip(norms.items(), sizes[len(NORMS) * layer :], strict=False):
+            state[f"{norm}.weight"] = torch.full_like(weight, size)
+        for matrix in matrices:
+            weight = full[f"{matrix.name}.weight"].double()
             if matrix.column_unit == HIDDEN:
-                norm = norms[f"model.layers.{layer}.{NORMS[matrix.name.partition('.')[0]]}"]
-                state[f"{name}.weight"] = state[f"{name}.weight"] * norm @ read
+                weight = weight * norms[NORMS[matrix.name.partition(".")[0]]] @ read
             if matrix.row_unit == HIDDEN:
-                for part in [f"{name}.weight", f"{name}.bias"][: 1 + matrix.bias]:
-                    state[part] = write.T @ state[part]
-    rotated = SportsLLM(model.config)
-    rotated.load_state_dict({name: tensor.float() for name, tensor in state.items()})
-    return rotated.eval()
+                weight = write.T @ weight
+                if matrix.bias:
+                    state[f"{matrix.name}.bias"] = write.T @ state[f"{matrix.name}.bias"]
+            state[f"{matrix.name}.weight"] = weight.float()
+        return block_from(model.config, layer, {name: tensor.float() for name, tensor in state.items()})
 
-
-def _norms(model: SportsLLM) -> list[str]:
-    """The names of all norms that read the residual stream, in order."""
-    layers = range(model.config.num_hidden_layers)
-    return [*(f"model.layers.{layer}.{norm}" for layer in layers for norm in NORMS.values()), LAST_NORM]
+    return derived(model, model.config, {name: tensor.float() for name, tensor in ends.items()}, rotated)

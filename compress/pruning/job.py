@@ -28,12 +28,13 @@ from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject
 from sportsllm.formats.artifact import Stage
-from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint, open_layers
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar, usual_samples
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.process_memory import available_bytes
 from sportsllm.text.documents import HELD_OUT, held_out_files, manifest_setting
 from sportsllm.text.reading import USUAL, Reading
 from sportsllm.text.tokenizer import load_tokenizer
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from compress.distillation.student import StudentText, StudentTraining
 
 
+_IN_MEMORY, _SHARE = 1e9, 0.25  # bytes of weights, and of free memory; a cut takes up to four times the weights
 _PART_FOR_LAYERS = 4  # of the samples, one part tells which layers go
 
 
@@ -116,9 +118,11 @@ class Calibration:
     """What every cut of a job starts from, each made when first asked for, and once.
 
     `stored` is a file of scores that an earlier search on the same inputs left behind, `text` reads that of recoveries.
+    Without a recovery, one layer of a large model is in memory at a time, if there is a directory for `scratch` files.
     """
 
     job: PruneJob
+    scratch: Path | None = None
     stored: Path | None = None
     text: Callable[[], StudentText] | None = None
     _layers: dict[int, tuple[list[int], list[LayerRun]]] = field(default_factory=dict)  # by their number
@@ -151,7 +155,7 @@ class Calibration:
     @cached_property
     def _full(self) -> tuple[SportsLLM, list[Tensor]]:
         job, recovery = self.job, self.job.recovery
-        model = load_checkpoint(job.checkpoint)
+        model = self._opened()
         length, most = SAMPLE_LENGTH, None
         if recovery is not None:
             length = recovery.config.sequence
@@ -168,3 +172,11 @@ class Calibration:
             fewer = fewer_experts(model.config, job.experts, job.experts_per_token)
             model = reduce_experts(model, fewer, samples, job.config.refit)
         return model, samples
+
+    def _opened(self) -> SportsLLM:
+        job, size = self.job, 4 * load_config(self.job.checkpoint).parameters
+        if self.scratch is None or job.recovery is not None or size <= min(_IN_MEMORY, _SHARE * available_bytes()):
+            return load_checkpoint(job.checkpoint)
+        log(f"{job.checkpoint}: {size / 1e9:.1f} GB of float32 weights are read and cut layer by layer")
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        return open_layers(job.checkpoint, self.scratch)

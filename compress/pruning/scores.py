@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -31,13 +32,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from compress.layerwise import Statistic, blocks_of, input_moment, run_layer, summed
-from compress.pruning.hidden import Directions, directions_from, watched_norms
+from compress.layerwise import Statistic, blocks_of, embedded, input_moment, kept_like, run_layer, summed
+from compress.pruning.hidden import Directions, directions_from, norm_moment
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS, block_matrices, block_units
+from sportsllm.models.kinds import LAST_NORM, NORMS, block_matrices, block_units
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.parts import HIDDEN, Matrix, Unit
 
@@ -102,19 +103,10 @@ def measure_scores(model: SportsLLM, samples: Sequence[Tensor], importance: str 
     """
     if not samples:
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
-    layers = model.config.num_hidden_layers
-    watched: dict[tuple[str, int], tuple[nn.Module, Statistic]] = {}
-    if importance == "activation":
-        for layer, units in enumerate(layer_units(model.config)):
-            for name, (unit, matrix) in units.items():
-                watched[name, layer] = blocks_of(model)[layer].get_submodule(matrix), _unit_squares(unit.size)
-    with summed(watched) as sums, summed(watched_norms(model)) as moments:
-        found, distance = _streamed(model, samples, importance == "output")
+    found, moments, distance = _streamed(model, samples, importance)
     if importance == "magnitude":
         found, distance = _magnitudes(model)
-    elif importance == "activation":
-        found = {key: sums[key].sqrt() for key in watched}
-    return Scores(directions_from(model, moments), by_unit(found, layers), distance)
+    return Scores(directions_from(model, moments), by_unit(found, model.config.num_hidden_layers), distance)
 
 
 def _unit_squares(size: int) -> Statistic:
@@ -152,32 +144,43 @@ def _owned(unit: str, count: int, matrices: Sequence[Matrix], squares: Mapping[s
     return torch.stack(parts).sum(dim=0)
 
 
-def _streamed(model: SportsLLM, samples: Sequence[Tensor], select: bool) -> tuple[Found, Tensor]:
-    """Scores by greedy selection, if wanted, and distances of runs of layers, one layer after the other: memory is that
-    of one layer's products and of the residual streams.
+def _streamed(model: SportsLLM, samples: Sequence[Tensor], importance: str) -> tuple[Found, Sequence[Tensor], Tensor]:
+    """Scores by selection or by activations, the moments of `directions_from`, and distances of runs of layers, one
+    layer after the other: memory is that of one layer's products and of the residual streams.
     """
     found: Found = {}
-    states_BTD: Sequence[Tensor] = [model.embedded(tokens) for tokens in samples]
-    streams_LBTD = [states_BTD[:_DISTANCE_SAMPLES]]
+    states_BTD = embedded(model, samples)
+    streams_LBTD, moments = [kept_like(states_BTD, islice(states_BTD, _DISTANCE_SAMPLES))], kept_like(states_BTD, ())
     units = layer_units(model.config)
     with progress_bar("importance", len(units)) as bar:
         for layer, (block, own) in enumerate(zip(blocks_of(model), units, strict=True)):
-            read = {name: (block.get_submodule(matrix), input_moment) for name, (_, matrix) in own.items() if select}
-            with summed(read) as grams:
+            watched: dict[str, tuple[nn.Module, Statistic]] = {
+                norm: (block.get_submodule(norm), norm_moment) for norm in NORMS.values()
+            }
+            if importance in MEASURED:
+                for name, (unit, matrix) in own.items():
+                    statistic = input_moment if importance == "output" else _unit_squares(unit.size)
+                    watched[name] = block.get_submodule(matrix), statistic
+            with summed(watched) as sums:
                 states_BTD = run_layer(block, states_BTD, model.rope)
-            streams_LBTD.append(states_BTD[:_DISTANCE_SAMPLES])
-            for name in read:
-                unit, matrix = own[name]
-                weight = block.get_parameter(f"{matrix}.weight")
-                found[name, layer] = pick_order(grams.pop(name), weight, unit.size)
+            streams_LBTD.append(kept_like(states_BTD, islice(states_BTD, _DISTANCE_SAMPLES)))
+            moments.extend(sums.pop(norm) for norm in NORMS.values())
+            for name, (unit, matrix) in own.items() if importance in MEASURED else ():
+                value = sums.pop(name)
+                if importance == "output":
+                    found[name, layer] = pick_order(value, block.get_parameter(f"{matrix}.weight"), unit.size)
+                else:
+                    found[name, layer] = value.sqrt()
             bar.advance()
-    for x_BTD in states_BTD:
-        model.model.norm(x_BTD)  # whose input is watched
+    with summed({LAST_NORM: (model.model.norm, norm_moment)}) as sums:
+        for x_BTD in states_BTD:
+            model.model.norm(x_BTD)
+    moments.extend(sums.values())
     cosines = torch.zeros(len(streams_LBTD), len(streams_LBTD))
     for sample_LTD in zip(*streams_LBTD, strict=True):
         states = nn.functional.normalize(torch.stack(sample_LTD).flatten(1, 2).float(), dim=-1)
         cosines += torch.einsum("itd,jtd->ij", states, states) / states.shape[1]
-    return found, 1 - cosines / len(streams_LBTD[0])
+    return found, moments, 1 - cosines / len(streams_LBTD[0])
 
 
 def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:

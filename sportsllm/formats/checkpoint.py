@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -119,11 +119,14 @@ def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
 
 
 class StoredBlock(nn.Module):
-    """A layer that is read from its files whenever it runs; `change`, if set, is applied to what is read."""
+    """A layer that is read from its files whenever it runs; `change`, if set, is applied to what is read.
 
-    def __init__(self, read: Callable[[], Block]) -> None:
+    `scratch` is the directory for what is computed of the layers, if they are changed.
+    """
+
+    def __init__(self, read: Callable[[], Block], scratch: Path | None = None) -> None:
         super().__init__()
-        self.read, self.change = read, cast(Callable[[Block], None] | None, None)
+        self.read, self.scratch, self.change = read, scratch, cast(Callable[[Block], None] | None, None)
 
     def forward(
         self, x_BTD: Tensor, rope: Rope, documents: Sequence[int] | None = None, cache: KVCache | None = None
@@ -147,12 +150,18 @@ def open_model(directory: Path) -> SportsLLM:
     if (size := 4 * config.parameters) <= _SHARE_OF_MEMORY * available_bytes():
         return load_checkpoint(directory)
     log(f"{directory}: {size / 1e9:.1f} GB of float32 weights exceed the free memory; each layer is read when it runs")
-    tensors = TensorFiles(directory)
+    return open_layers(directory)
+
+
+def open_layers(directory: Path, scratch: Path | None = None) -> SportsLLM:
+    """A checkpoint as a model of `StoredBlock`s; errors are those of `open_model`."""
+    config, tensors = load_config(directory), TensorFiles(directory)
     check_names(tensors, config)
     with torch.device("meta"):
         model = SportsLLM(config)
-    layers = [StoredBlock(partial(load_block, tensors, config, layer)) for layer in range(config.num_hidden_layers)]
-    model.model.layers = nn.ModuleList(layers)
+    model.model.layers = nn.ModuleList(
+        StoredBlock(partial(load_block, tensors, config, layer), scratch) for layer in range(config.num_hidden_layers)
+    )
     _fill(model, tensors)
     return model.eval()
 
@@ -289,11 +298,22 @@ def save_checkpoint(
 ) -> None:
     """Write config and weights, packed matrices as bytes, into `directory`; see `write_checkpoint`.
 
-    Of several processes all call this, and the first writes.
+    Of several processes all call this, and the first writes. Layers that are not in memory are written one by one.
     """
+    if any(isinstance(layer, StoredBlock) for layer in model.model.layers):
+        stream_checkpoint(directory, model.config, _one_by_one(model), tokenizer_from)
+        return
     tensors = {name: processes.whole(tensor).contiguous() for name, tensor in model.state_dict().items()}
     if processes.rank() == 0:
         write_checkpoint(directory, model.config, tensors, tokenizer_from, quantization)
+
+
+def _one_by_one(model: SportsLLM) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model of `StoredBlock`s."""
+    yield from model.state_dict().items()
+    for number, layer in enumerate(model.model.layers):
+        assert isinstance(layer, StoredBlock), "all layers are stored or none"
+        yield from ((f"model.layers.{number}.{name}", tensor) for name, tensor in layer.read().state_dict().items())
 
 
 def write_checkpoint(
@@ -311,7 +331,9 @@ def write_checkpoint(
     write_config(directory, config, tokenizer_from, quantization)
 
 
-def stream_checkpoint(directory: Path, config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def stream_checkpoint(
+    directory: Path, config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], tokenizer_from: Path | None = None
+) -> None:
     """Write an unquantized checkpoint's float32 tensors one after the other, in the order of `parameters`."""
     kind = to_hf(config)["model_type"]
     parts = parts_of(kind, config)
@@ -328,7 +350,7 @@ def stream_checkpoint(directory: Path, config: ModelConfig, tensors: Iterable[tu
         waiting.setdefault(part.stored, []).append(tensor)
         if len(waiting[part.stored]) == counts[part.stored]:
             file[part.stored] = part.join(waiting.pop(part.stored))
-    write_config(directory, config)
+    write_config(directory, config, tokenizer_from)
 
 
 def write_config(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Protocol
 
 import torch
@@ -44,7 +45,7 @@ class StreamedTensors(MutableMapping[str, Tensor]):
     """
 
     def __init__(self, path: Path, kinds: Mapping[str, Kind]) -> None:
-        """Create the file for tensors of known types and shapes."""
+        """Create the file for tensors of known types and shapes; in a directory, one that goes with its last reader."""
         self._path, self._written = path, dict[str, Kind]()
         header: JsonObject = {"__metadata__": {"format": "pt"}}
         order, start = list(_TYPES), 0
@@ -57,7 +58,7 @@ class StreamedTensors(MutableMapping[str, Tensor]):
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._data = 8 + len(text)
-        self._file = path.open("w+b")
+        self._file = TemporaryFile(dir=path) if path.is_dir() else path.open("w+b")  # noqa: SIM115
         try:
             with suppress(AttributeError):  # not on macOS and Windows
                 os.posix_fallocate(self._file.fileno(), 0, self._data + start)

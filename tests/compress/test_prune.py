@@ -12,18 +12,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from compress.prune import PruneResult, prune
 from compress.pruning import job as jobs
 from compress.pruning.cut import PruneConfig
-from compress.pruning.scores import load_scores
+from compress.pruning.scores import SCORES_FILE, load_scores
 from compress.pruning.search import find_finalists
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
+from sportsllm.formats.safetensors import INDEX, WEIGHTS
+from sportsllm.models.config import Experts
 from sportsllm.training import loop
 from tests.support.models import saved, tiny_config, tiny_model
 
@@ -172,6 +175,55 @@ def test_a_search_leaves_finished_stages_behind(
     for other in ({"settings": settings | {"samples": 3}}, {"settings": settings, "params": 0.8}):
         with pytest.raises(ConflictError, match="with other settings or inputs"):
             run(tmp_path / "out", **given | other)
+
+
+@pytest.mark.parametrize("kind", [{}, {"mlp_kind": "experts", "experts": Experts(4, 2), "tie_word_embeddings": False}])
+def test_a_large_model_is_cut_layer_by_layer_to_the_same_bytes(
+    kind: dict[str, Any], tokenizer_directory: Path, run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.checkpoint = saved(tmp_path / "full", tiny_model(num_hidden_layers=4, **kind), tokenizer_directory)
+    tensors = load_file(str(run.checkpoint / WEIGHTS))
+    shards = {f"{number}.safetensors": sorted(tensors)[number::2] for number in range(2)}
+    for file, names in shards.items():
+        save_file({name: tensors[name] for name in names}, str(run.checkpoint / file))
+    index = {"weight_map": {name: file for file, names in shards.items() for name in names}}
+    (run.checkpoint / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    wanted: list[dict[str, Any]] = [{"hidden": 32, "kv_heads": 1, "layers": 2}]
+    wanted += [{"experts": 3, "intermediate": 64}] * bool(kind)
+    for place, given in enumerate(wanted):
+        run(tmp_path / f"whole{place}", **given)
+    monkeypatch.setattr(jobs, "_IN_MEMORY", 0)
+    monkeypatch.setattr(jobs, "load_checkpoint", None)
+    for place, given in enumerate(wanted):
+        run(tmp_path / f"streamed{place}", **given)
+        for name in (WEIGHTS, SCORES_FILE, "config.json"):
+            whole, streamed = ((tmp_path / f"{way}{place}" / name).read_bytes() for way in ("whole", "streamed"))
+            assert whole == streamed, (given, name)
+    layer, before = next(name for name in tensors if ".3." in name), {path.name for path in tmp_path.iterdir()}
+    save_file({layer: tensors[layer] * torch.nan}, str(run.checkpoint / "nan.safetensors"))
+    index["weight_map"][layer] = "nan.safetensors"
+    (run.checkpoint / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"nan\.safetensors: .* holds NaN"):
+        run(tmp_path / "damaged", hidden=32)
+    (run.checkpoint / "1.safetensors").unlink()
+    with pytest.raises(ArtifactError, match=r"1\.safetensors is missing"):
+        run(tmp_path / "damaged", hidden=32)
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no limit of a file's size")
+def test_a_full_disk_leaves_nothing(run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    monkeypatch.setattr(jobs, "_IN_MEMORY", 0)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            run(tmp_path / "out", hidden=32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_first_cut_reads_all_its_samples(run: Pruning) -> None:
