@@ -32,7 +32,7 @@ from sportsllm.formats.checkpoint import StoredBlock
 from sportsllm.formats.safetensors import StreamedTensors
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, adds_to_residual, input_groups
-from sportsllm.models.language_model import Block, SportsLLM, first_positions
+from sportsllm.models.language_model import Block, SportsLLM, embed, first_positions
 from sportsllm.models.layers import Rope
 from sportsllm.models.parts import Matrix
 
@@ -226,6 +226,22 @@ def scratch_of(model: SportsLLM) -> Path | None:
 def embedded(model: SportsLLM, samples: Iterable[Tensor]) -> Sequence[Tensor]:
     """The residual stream before the first layer, (B, T, D) of every sample of token ids."""
     states, scratch = (model.embedded(tokens) for tokens in samples), scratch_of(model)
+    return list(states) if scratch is None else StoredStates(scratch, states)
+
+
+def first_states(
+    model: ModelConfig, table_VD: Tensor, samples: Sequence[Tensor], positions: Tensor | None, scratch: Path | None
+) -> Sequence[Tensor]:
+    """The residual stream before the first layer, (B, T, D) of every sample, in a file of `scratch` if that is given.
+
+    Args:
+        model: its shape.
+        table_VD: the embedding.
+        samples: rows of the table, each (B, T).
+        positions: the table of learned positions, if the model has one.
+        scratch: a directory.
+    """
+    states = (embed(model, table_VD[tokens].float(), positions) for tokens in samples)
     return list(states) if scratch is None else StoredStates(scratch, states)
 
 

@@ -343,14 +343,13 @@ def round_weights(
     """Write quantized tensors; also the sensitivity of each group of matrices if precisions are mixed."""
     from compress.quantization.layer_by_layer import round_checkpoint
     from compress.quantization.mixed_precision import choose_bits, measure_groups
-    from sportsllm.formats.checkpoint import load_checkpoint
     from sportsllm.formats.safetensors import WEIGHTS
 
     config, groups, count = plan.config, [], METHODS[plan.method]
     samples = [] if plan.text is None else plan.text.read(plan.checkpoint, plan.model, count or 64, LEAST_TOKENS)
     if plan.budget is not None:
         few = samples[:: max(1, len(samples) // _SENSITIVITY_SAMPLES)][:_SENSITIVITY_SAMPLES]
-        groups = measure_groups(load_checkpoint(plan.checkpoint), config, few)
+        groups = measure_groups(plan.checkpoint, plan.model, config, few, directory)
         config = choose_bits(config, groups, plan.budget.spare_bytes(plan.model, config))
     path = directory / WEIGHTS
     return round_checkpoint(plan.checkpoint, plan.model, config, plan.method, samples, keep_originals, path), groups

@@ -55,9 +55,10 @@ class BlockCheckpoint(PackedCheckpoint):
         self.stored[module] = StoredMatrix(self.types[module], data)
         self.modules[module] = {}
 
-    def matrix(self, module: str) -> Tensor:
-        """What a reader makes of a module's bytes, (N, K) float32."""
+    def matrix(self, module: str, rows_N: Tensor | None = None) -> Tensor:
+        """What a reader makes of a module's bytes, or of given rows, (N, K) float32."""
         kind, data = self.stored[module]
+        data = data if rows_N is None else data[rows_N.numpy()]
         return torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))
 
 

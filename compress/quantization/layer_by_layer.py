@@ -25,7 +25,7 @@ from compress.layerwise import (
     LayerStates,
     LeastSquares,
     ResidualPair,
-    StoredStates,
+    first_states,
     fit_block,
     input_squares,
     run_layer,
@@ -34,8 +34,7 @@ from compress.layerwise import (
 )
 from compress.quantization.channel_scaling import scale_block
 from compress.quantization.config import UNPACKED, QuantizationConfig
-from compress.quantization.grid import fit_grid
-from compress.quantization.packed_checkpoint import ROWS, PackedCheckpoint, stack_rows
+from compress.quantization.packed_checkpoint import ROWS, PackedCheckpoint, round_weight, stack_rows
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_block, load_last_norm, load_positions, read_ends
@@ -43,7 +42,7 @@ from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.calibration import JUDGED_SAMPLES, check_familiar
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, POSITIONS, block_matrices
-from sportsllm.models.language_model import Block, embed, rope_of
+from sportsllm.models.language_model import Block, rope_of
 from sportsllm.models.layers import ResidualNorm, Rope
 from sportsllm.models.parts import routed_names, unused_line
 from sportsllm.process_memory import give_back
@@ -149,15 +148,18 @@ def quantize_calibrated(
     ends, norm = read_ends(tensors, model), load_last_norm(tensors, model)
     embedding, head = ends.pop(f"{EMBEDDING}.weight"), ends.pop(f"{HEAD}.weight", None)
     if gptq and head is None and packed.config.bits_for(EMBEDDING) != UNPACKED:
-        _gptq(packed, EMBEDDING, embedding, _tied_gram(packed, tensors, model, samples, embedding, norm, rope))
+        gram_DD = _tied_gram(packed, tensors, model, samples, embedding, norm, rope)
+        _round_by_gptq(packed, EMBEDDING, embedding, gram_DD)
     elif gptq or head is not None:
         packed.add_matrix(EMBEDDING, embedding, search=True)
     positions = ends.get(f"{POSITIONS}.weight")
     unread: dict[int, list[int]] = {}
-    full_BTD = _embedded(packed, model, embedding, samples, positions)
+    full_BTD = first_states(model, embedding, samples, positions, packed.scratch)
     rounded_BTD: Sequence[Tensor] = []
     if gptq:
-        rounded_BTD = _embedded(packed, model, packed.matrix(EMBEDDING), samples, positions)
+        used = torch.unique(torch.cat([tokens.flatten() for tokens in samples]))
+        places = [torch.searchsorted(used, tokens) for tokens in samples]
+        rounded_BTD = first_states(model, packed.matrix(EMBEDDING, used), places, positions, packed.scratch)
     del embedding
     with progress_bar("quantize", model.num_hidden_layers) as bar:
         for layer in range(model.num_hidden_layers):
@@ -198,17 +200,9 @@ def quantize_calibrated(
     elif head is not None and packed.config.bits_for(HEAD) != UNPACKED:
         sums = LeastSquares.over(zip(map(norm, rounded_BTD), map(norm, full_BTD), strict=True))
         wanted = LeastSquares(sums.gram_II, head.double() @ sums.cross_OI).solve(head, pull * model.hidden_size)
-        _gptq(packed, HEAD, wanted, sums.gram_II.float())
+        _round_by_gptq(packed, HEAD, wanted, sums.gram_II.float())
     elif head is not None:
         packed.add_matrix(HEAD, head, search=True)
-
-
-def _embedded(
-    packed: PackedCheckpoint, model: ModelConfig, table_VD: Tensor, samples: Sequence[Tensor], positions: Tensor | None
-) -> Sequence[Tensor]:
-    """The residual stream before the first layer, (B, T, D) of every sample, in a scratch file if `packed` has one."""
-    states = (embed(model, table_VD[tokens], positions) for tokens in samples)
-    return list(states) if packed.scratch is None else StoredStates(packed.scratch, states)
 
 
 def _round_table(packed: PackedCheckpoint, module: str, weight_VD: Tensor, read_BTD: Iterable[Tensor]) -> None:
@@ -220,11 +214,8 @@ def _round_table(packed: PackedCheckpoint, module: str, weight_VD: Tensor, read_
     _check_finite(module, strong_D)
     strong_D = strong_D / strong_D.mean() + TABLE_SHARE * (module == EMBEDDING)
     spec = packed.config.grid_for(module, weight_VD.shape[1])
-    parts = []
-    for rows in torch.split(weight_VD, ROWS):
-        grid = fit_grid(rows, *spec, search=True, weights_K=strong_D)
-        parts.append(grid.pack(grid.round(rows)))
-    packed.add_packed(module, stack_rows(parts))
+    parts = (round_weight(rows, spec, search=True, weights_K=strong_D) for rows in torch.split(weight_VD, ROWS))
+    packed.add_packed(module, stack_rows(parts, len(weight_VD)))
 
 
 def _fit_and_round(
@@ -247,7 +238,8 @@ def _fit_and_round(
             read.add(name)
         wanted, gram_KK = sums.solve(linear.weight, pull * linear.in_features), sums.gram_II.float()
         sums.gram_II = sums.cross_OI = torch.empty(0)  # the widest matrix needs this memory for its rounding
-        linear.weight.data = _gptq(packed, f"{prefix}.{name}", wanted, gram_KK)
+        _round_by_gptq(packed, f"{prefix}.{name}", wanted, gram_KK)
+        linear.weight.data = packed.matrix(f"{prefix}.{name}")
 
     return fit_block(pair, streams, between_BTD, solve), read
 
@@ -269,8 +261,7 @@ def _round_alone(
         spec = packed.config.grid_for(module, weight_NK.shape[1])
         if name in strong:
             _check_finite(module, strong[name])
-        grid = fit_grid(weight_NK, *spec, search=True, weights_K=strong.get(name))
-        packed.add_packed(module, grid.pack(grid.round(weight_NK)))
+        packed.add_packed(module, round_weight(weight_NK, spec, search=True, weights_K=strong.get(name)))
     return following, set(strong)
 
 
@@ -300,18 +291,17 @@ def _tied_gram(
     """
     sizes = torch.tensor([tokens.numel() for tokens in samples]).cumsum(0)
     count = int((sizes < _TABLE_TOKENS * model.hidden_size).sum()) + 1
-    states_BTD = _embedded(packed, model, embedding, samples[:count], load_positions(tensors, model))
+    positions = load_positions(tensors, model)
+    states_BTD = first_states(model, embedding, samples[:count], positions, packed.scratch)
     for layer in range(model.num_hidden_layers):
         states_BTD = run_layer(load_block(tensors, model, layer), states_BTD, rope)
     gram_DD = torch.stack([second_moment(norm(x_BTD)) for x_BTD in states_BTD]).sum(dim=0)
     return gram_DD / gram_DD.diagonal().mean() + TABLE_SHARE * torch.eye(len(gram_DD))
 
 
-def _gptq(packed: PackedCheckpoint, module: str, weight_NK: Tensor, gram_KK: Tensor) -> Tensor:
-    """Quantize one matrix by GPTQ; returns what it stands for, (N, K) float32."""
+def _round_by_gptq(packed: PackedCheckpoint, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
     _check_finite(module, gram_KK)
     packed.add_by_gptq(module, weight_NK, gram_KK)
-    return packed.matrix(module)
 
 
 def _check_finite(module: str, moments: Tensor) -> None:

@@ -8,22 +8,26 @@ order of KL saved per byte, as long as they fit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compress.layerwise import first_states, kept_like, run_layer
 from compress.quantization.config import QuantizationConfig, bits_per_weight, matrix_bytes, matrix_weights
 from compress.quantization.packed_checkpoint import round_weight
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
-from sportsllm.formats.packed import QuantizedWeight
+from sportsllm.formats.checkpoint import load_block, load_last_norm, load_positions, load_table
+from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import input_groups
-from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.kinds import EMBEDDING, HEAD, input_groups
+from sportsllm.models.language_model import Block, first_positions, rope_of
+from sportsllm.models.layers import Rope, softcapped
 
 HIGH_BITS = 8
 DEFAULT_GROWTH = 0.05
@@ -95,87 +99,135 @@ class SizeBudget:
         return budget - least
 
 
-@torch.enable_grad()
+@torch.no_grad()
 def measure_groups(
-    model: SportsLLM, config: QuantizationConfig, samples: Sequence[Tensor], draws: int = 4, seed: int = 0
+    checkpoint: Path,
+    model: ModelConfig,
+    config: QuantizationConfig,
+    samples: Sequence[Tensor],
+    scratch: Path | None = None,
+    draws: int = 4,
+    seed: int = 0,
 ) -> list[SensitivityGroup]:
     """The KL that rounding each group alone to `config.bits` costs, to second order.
 
     kl = mean over tokens t drawn from the model of  (gradient of log p(t) . change of weights)**2 / 2
 
-    Fisher information as in FIT (https://arxiv.org/abs/2210.08502). One backward pass gives all groups' gradients.
+    Fisher information as in FIT (https://arxiv.org/abs/2210.08502). The text runs forwards and the gradients of each
+    draw backwards, with one layer in memory at a time. One pass gives all groups' gradients.
 
     Args:
-        model: float32; unchanged at the end.
+        checkpoint: an unquantized one.
+        model: its shape.
         config: the low precision.
         samples: calibration token ids, each (1, T); read 128 at a time.
-        draws: tokens drawn at each position; each takes a backward pass.
+        scratch: directory for a file of the states between the layers, which are in memory if None.
+        draws: tokens drawn at each position.
         seed: for the draws.
     """
-    high = dataclasses.replace(config, bits=HIGH_BITS, symmetric=True)
-    groups = [
-        tuple(f"model.layers.{layer}.{m.name}" for m in group)
-        for layer in range(model.config.num_hidden_layers)
-        for group in input_groups(model.config.of_layer(layer))
-    ]
-    weights = {name: model.get_parameter(f"{name}.weight") for group in groups for name in group}
-    rounded = {
-        name: round_weight(weight.detach(), config.grid_for(name, weight.shape[1]), search=True)
-        for name, weight in weights.items()
-    }
+    tensors, rope, layers = TensorFiles(checkpoint), rope_of(model), range(model.num_hidden_layers)
     chunks = [chunk for tokens in samples for chunk in torch.split(tokens, _CHUNK, dim=1)]
-    draw = torch.Generator().manual_seed(seed)
-    squares, read = [0.0] * len(groups), 0
-    with progress_bar("sensitivity", len(chunks)) as bar, _changes(model, weights, rounded) as changes:
-        for chunk in chunks:
-            log_p_TV = model(chunk)[0].float().log_softmax(-1)
-            for number in range(draws):
-                drawn_T1 = torch.multinomial(log_p_TV.detach().exp(), 1, generator=draw)
-                changes.clear()
-                log_p_TV.gather(1, drawn_T1).sum().backward(retain_graph=number < draws - 1)
-                for place, group in enumerate(groups):
-                    squares[place] += sum(changes.get(name, 0.0) for name in group) ** 2 / draws
-            read += chunk.shape[1]
+    read, costs = sum(chunk.numel() for chunk in chunks), list[SensitivityGroup]()
+    with progress_bar("sensitivity", 2 * len(layers)) as bar:
+        table_VD, positions = tensors[f"{EMBEDDING}.weight"], load_positions(tensors, model)
+        before = [first_states(model, table_VD, chunks, positions, scratch)]
+        del table_VD
+        for layer in layers:
+            before.append(run_layer(load_block(tensors, model, layer), before[-1], rope))
             bar.advance()
+        like = before[-1]
+        gradients = kept_like(like, _last_gradients(tensors, model, before.pop(), draws, seed))
+        for layer in reversed(layers):
+            block, prefix = load_block(tensors, model, layer), f"model.layers.{layer}"
+            groups = [tuple(f"{prefix}.{matrix.name}" for matrix in group) for group in input_groups(block.config)]
+            weights = {
+                name: block.get_parameter(f"{name[len(prefix) + 1 :]}.weight") for group in groups for name in group
+            }
+            squares, changes = dict.fromkeys(groups, 0.0), _watched(weights, config)
+            gradients = kept_like(like, _backwards(block, rope, before.pop(), gradients, changes, squares))
+            sizes = {name: _extra_bytes(config, name, weight) for name, weight in weights.items()}
+            costs[:0] = [
+                SensitivityGroup(group, square / (2 * read), sum(sizes[name] for name in group))
+                for group, square in squares.items()
+            ]
+            bar.advance()
+    return costs
 
-    def extra_bytes(name: str) -> int:
-        return high.bytes_for(name, *weights[name].shape) - config.bytes_for(name, *weights[name].shape)
 
-    return [
-        SensitivityGroup(group, square / (2 * read), sum(map(extra_bytes, group)))
-        for group, square in zip(groups, squares, strict=True)
-    ]
+def _last_gradients(
+    tensors: TensorFiles, model: ModelConfig, states_BTD: Iterable[Tensor], draws: int, seed: int
+) -> Iterator[Tensor]:
+    """(R, 1, T, D) for each chunk: gradients of the log probability of R draws by the states after the last layer.
+
+    With logits W h the gradient by h is W[drawn] - sum over v of p(v) W[v], and its second term serves all draws.
+    """
+    norm, cap, draw = load_last_norm(tensors, model), model.logit_softcap, torch.Generator().manual_seed(seed)
+    head_VD = load_table(tensors, model, EMBEDDING if model.tie_word_embeddings else HEAD)
+    for x_BTD in states_BTD:
+        with torch.enable_grad():
+            last_BTD = x_BTD.detach().requires_grad_()
+            normed_BTD = norm(last_BTD)
+        logits_TV = softcapped(F.linear(normed_BTD[0], head_VD), cap)
+        slope_TV = None if cap is None else 1 - (logits_TV / cap).square()
+        p_TV = logits_TV.log_softmax(-1).exp_()
+        del logits_TV
+        drawn = [torch.multinomial(p_TV, 1, generator=draw) for _ in range(draws)]
+        mean_TD = (p_TV if slope_TV is None else p_TV.mul_(slope_TV)) @ head_VD
+        found: list[Tensor] = []
+        for drawn_T1 in drawn:
+            rows_TD = head_VD[drawn_T1[:, 0]] * (1 if slope_TV is None else slope_TV.gather(1, drawn_T1))
+            found += torch.autograd.grad(normed_BTD, last_BTD, (rows_TD - mean_TD)[None], retain_graph=True)
+        yield torch.stack(found)
 
 
-@contextmanager
-def _changes(
-    model: SportsLLM, weights: Mapping[str, nn.Parameter], rounded: Mapping[str, QuantizedWeight]
-) -> Iterator[dict[str, float]]:
-    """By matrix its gradient times its rounding error, of each backward pass; no gradient is kept."""
+def _watched(weights: Mapping[str, nn.Parameter], config: QuantizationConfig) -> dict[str, float]:
+    """By matrix its gradient times its rounding error, anew with each backward pass; no gradient is kept."""
     changes: dict[str, float] = {}
-    wanted = [parameter.requires_grad for parameter in model.parameters()]
 
-    def note(name: str) -> Callable[[Tensor], None]:
+    def note(name: str, error_NK: Tensor) -> Callable[[Tensor], None]:
         def taken(weight: Tensor) -> None:
             assert weight.grad is not None, "the hook follows the gradient"
-            error = torch.from_numpy(rounded[name].dequantize()) - weight.detach()
-            changes[name] = float((weight.grad * error).sum(dtype=torch.float64))
+            changes[name] = float((weight.grad * error_NK).sum(dtype=torch.float64))
             weight.grad = None
 
         return taken
 
-    model.requires_grad_(False)
-    hooks = []
     for name, weight in weights.items():
-        weight.requires_grad_()
-        hooks.append(weight.register_post_accumulate_grad_hook(note(name)))  # type: ignore[no-untyped-call]
-    try:
-        yield changes
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for parameter, before in zip(model.parameters(), wanted, strict=True):
-            parameter.requires_grad_(before)
+        rounded = round_weight(weight.detach(), config.grid_for(name, weight.shape[1]), search=True)
+        error_NK = torch.from_numpy(rounded.dequantize()).sub_(weight.detach())
+        weight.requires_grad_().register_post_accumulate_grad_hook(note(name, error_NK))  # type: ignore[no-untyped-call]
+    return changes
+
+
+def _backwards(
+    block: Block,
+    rope: Rope,
+    states_BTD: Iterable[Tensor],
+    gradients_RBTD: Iterable[Tensor],
+    changes: dict[str, float],
+    squares: dict[tuple[str, ...], float],
+) -> Iterator[Tensor]:
+    """The gradients by what a layer reads, given those by its result; mean squares of `changes` join `squares`."""
+    for x_BTD, given_RBTD in zip(states_BTD, gradients_RBTD, strict=True):
+        found = []
+        with torch.enable_grad():
+            read_BTD = x_BTD.detach().requires_grad_()
+            after_BTD = block(read_BTD, first_positions(rope, read_BTD))
+            for place, given_BTD in enumerate(given_RBTD, start=1):
+                changes.clear()
+                after_BTD.backward(given_BTD, retain_graph=place < len(given_RBTD))
+                for group in squares:
+                    squares[group] += sum(changes.get(name, 0.0) for name in group) ** 2 / len(given_RBTD)
+                assert read_BTD.grad is not None, "a layer adds to what it reads"
+                found.append(read_BTD.grad)
+                read_BTD.grad = None
+        yield torch.stack(found)
+
+
+def _extra_bytes(config: QuantizationConfig, name: str, weight_NK: Tensor) -> int:
+    """What 8 bits add to the bytes of a matrix."""
+    high = dataclasses.replace(config, bits=HIGH_BITS, symmetric=True)
+    return high.bytes_for(name, *weight_NK.shape) - config.bytes_for(name, *weight_NK.shape)
 
 
 def choose_bits(config: QuantizationConfig, groups: Sequence[SensitivityGroup], spare_bytes: int) -> QuantizationConfig:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,21 +25,22 @@ ROWS = 8192
 """Rounded together: bounds the memory that a head takes."""
 
 
-def round_weight(weight_NK: Tensor, spec: GridSpec, search: bool) -> QuantizedWeight:
-    """Every number to the nearest of its block's grid; `search` as in `compress.quantization.grid.fit_grid`."""
-    grid = fit_grid(weight_NK, *spec, search=search)
+def round_weight(weight_NK: Tensor, spec: GridSpec, search: bool, weights_K: Tensor | None = None) -> QuantizedWeight:
+    """Every number to the nearest of its block's grid; other arguments as in `compress.quantization.grid.fit_grid`."""
+    grid = fit_grid(weight_NK, *spec, search=search, weights_K=weights_K)
     return grid.pack(grid.round(weight_NK.float()))
 
 
-def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Matrices of one grid, one under the other."""
-    zeros = [part.zero_points for part in parts if part.zero_points is not None]
-    return dataclasses.replace(
-        parts[0],
-        packed=np.concatenate([part.packed for part in parts]),
-        scales=np.concatenate([part.scales for part in parts]),
-        zero_points=np.concatenate(zeros) if zeros else None,
-    )
+def stack_rows(parts: Iterable[QuantizedWeight], rows: int) -> QuantizedWeight:
+    """Matrices of one grid, one under the other, `rows` in all; one part is in memory beside the result."""
+    whole, start = dict[str, np.ndarray](), 0
+    for part in parts:
+        stop = start + part.out_features
+        for name in ("packed", "scales", "zero_points"):
+            if (array := getattr(part, name)) is not None:
+                whole.setdefault(name, np.empty((rows, *array.shape[1:]), array.dtype))[start:stop] = array
+        start = stop
+    return dataclasses.replace(part, **cast(dict[str, Any], whole))
 
 
 def stored_kinds(model: ModelConfig, config: QuantizationConfig) -> dict[str, Kind]:
@@ -120,19 +121,19 @@ class PackedCheckpoint:
     def add_by_gptq(self, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
         """A module's matrix, rounded for inputs with second moment `gram_KK`."""
         spec = self.config.grid_for(module, weight_NK.shape[1])
-        self.add_packed(
-            module, stack_rows([gptq_weight(rows, gram_KK, *spec) for rows in torch.split(weight_NK, ROWS)])
-        )
+        parts = (gptq_weight(rows, gram_KK, *spec) for rows in torch.split(weight_NK.float(), ROWS))
+        self.add_packed(module, stack_rows(parts, len(weight_NK)))
 
-    def matrix(self, module: str) -> Tensor:
-        """What a module's stored matrix stands for, (N, K) float32."""
+    def matrix(self, module: str, rows_N: Tensor | None = None) -> Tensor:
+        """What a module's stored matrix, or given rows of it, stands for, (N, K) float32."""
+        wanted = slice(None) if rows_N is None else rows_N
         if (dense := self.tensors.get(f"{module}.weight")) is not None:
-            return dense
+            return dense[wanted]
         zeros = self.tensors.get(f"{module}.weight_zero_point")
         packed = QuantizedWeight(
-            self.tensors[f"{module}.weight_packed"].numpy(),
-            self.tensors[f"{module}.weight_scale"].float().numpy(),
-            None if zeros is None else zeros.numpy(),
+            self.tensors[f"{module}.weight_packed"][wanted].numpy(),
+            self.tensors[f"{module}.weight_scale"][wanted].float().numpy(),
+            None if zeros is None else zeros[wanted].numpy(),
             **self.modules[module],
             in_features=self._columns[f"{module}.weight"],
         )

@@ -137,7 +137,7 @@ class TensorFiles(Mapping[str, Tensor]):
         path, tensor = self._where[stored], self._stored(stored)
         if self._packed:
             tensor = read_dense(stored, self._beside, self._stored, str(path))
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not _finite(tensor):
             raise ArtifactError(f"{path}: tensor {stored!r} holds NaN or infinity; use an undamaged checkpoint")
         if name not in self._layout:
             return tensor
@@ -166,6 +166,12 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite; `isfinite` would make copies of the tensor."""
+    ends = torch.stack(torch.aminmax(tensor)) if tensor.numel() else tensor
+    return bool(ends.isfinite().all())
 
 
 def _open(path: Path) -> _File:

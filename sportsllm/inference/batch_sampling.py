@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.checkpoint import open_model
 from sportsllm.inference.decoder import Sampling, draw
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
@@ -109,7 +109,7 @@ def self_generated_text(checkpoint: Path, config: ModelConfig, count: int, lengt
     (https://arxiv.org/abs/2410.17170). Sampling stops at `count` times `length` tokens or four times `count` texts.
     """
     tokenizer, samples, tokens = load_tokenizer(checkpoint, config), list[Tensor](), 0
-    model = load_checkpoint(checkpoint).to(training_device()).eval()
+    model = open_model(checkpoint).to(training_device()).eval()
     rows = min(default_rows(config, length, count * length), max(1, count // 2))
     prompts = [[tokenizer.begin_id]]
     with (
