@@ -24,6 +24,7 @@ from sportsllm.inference.decoder import Logits, StopSearch, log_softmax
 from sportsllm.inference.lookup import Draft, DraftLookup, PromptLookup
 from sportsllm.models.config import ModelConfig
 from sportsllm.serving.prefixes import PrefixCache, shared_length
+from sportsllm.serving.requests import ApiError
 from sportsllm.serving.sampler import Sampler, TokenScore, score_token
 
 STEP_ROWS = 8
@@ -79,7 +80,9 @@ class Job:
         reuse: the prompt's beginning may be taken from the prefix cache.
         index: number of the choice in its request.
         ids, read, cached: the prompt and the tokens so far, how many are read, and how many were in the cache.
+        arrived, began, first, ended: when it was queued, got a slot, had read its prompt, and ended.
         finish: `eos`, `word` or `limit` as llama-server has it; `error`, `timeout` or `cancelled`.
+        said: all that was delivered.
     """
 
     prompt: list[int]
@@ -102,6 +105,7 @@ class Job:
     first: float = 0.0
     ended: float = 0.0
     finish: str | None = None
+    said: list[Piece] = field(default_factory=list)
     told: int = 0  # of `ids`, those delivered
     lookup: PromptLookup | None = None
     before: Logits | None = None  # log probabilities after the last chunk of an echoed prompt
@@ -109,10 +113,13 @@ class Job:
     def __post_init__(self) -> None:
         self.ids, self.told = list(self.prompt), len(self.prompt)
 
-    def tell(self, text: str, scores: tuple[TokenScore, ...] = (), finish: str | None = None) -> None:
-        """Deliver a piece."""
+    def tell(self, text: str = "", scores: tuple[TokenScore, ...] = (), finish: str | None = None) -> None:
+        """Deliver a piece, the last one if it says how the sequence ends."""
         tokens, self.told = tuple(self.ids[self.told :]), len(self.ids)
-        self.deliver(Piece(self, text, scores, finish, tokens))
+        if finish is not None:
+            self.ended, self.finish = time.perf_counter(), finish
+        self.said.append(Piece(self, text, scores, finish, tokens))
+        self.deliver(self.said[-1])
 
     @property
     def generated(self) -> int:
@@ -120,22 +127,10 @@ class Job:
         return len(self.ids) - len(self.prompt)
 
     @property
-    def read_s(self) -> float:
-        """Time in which the prompt was read."""
-        return max(0.0, self.first - self.began)
-
-    @property
-    def decode_s(self) -> float:
-        """Time from the first token to the end, or until now."""
-        return max(0.0, (self.ended or time.perf_counter()) - self.first) if self.first else 0.0
-
-
-class QueueFull(Exception):
-    """No more sequences may wait; `retry_s` is when to ask again."""
-
-    def __init__(self, retry_s: int) -> None:
-        super().__init__(retry_s)
-        self.retry_s = retry_s
+    def given_up(self) -> str | None:
+        """Why it ends before its time, if it does."""
+        late = time.perf_counter() - self.arrived > LONGEST_S
+        return "cancelled" if self.cancelled else "timeout" if late else None
 
 
 class Engine:
@@ -154,21 +149,16 @@ class Engine:
     ) -> None:
         self._lookup = PromptLookup if draft is None else partial(DraftLookup, draft, slots.room)
         self.slots, self.prefixes = slots, PrefixCache(cache_bytes, slots.recurrent)
-        self.counts, self.most_waiting = Counter[str](), most_waiting
+        self.counts, self._most_jobs = Counter[str](), most_waiting + slots.slots
         self.waiting, self.running = deque[Job](), list[Job]()  # a running job's place is its slot
         self._ready = 0  # the first ones, which have read their prompts; at most one more is reading
         self._turn, self._news, self._closed = turn, Condition(), False
-
-    @property
-    def most_jobs(self) -> int:
-        """How many may run and wait together."""
-        return self.most_waiting + self.slots.slots
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue the jobs of a request, all or none.
 
         Raises:
-            QueueFull: too many wait.
+            ApiError: see `check_room`.
         """
         with self._news:
             self.check_room(len(jobs))
@@ -176,16 +166,19 @@ class Engine:
             self._news.notify()
 
     def check_room(self, jobs: int) -> None:
-        """Refuse jobs for which there is no room.
+        """Refuse the jobs of a request for which there is no room.
 
         Raises:
-            QueueFull: too many wait.
+            ApiError: too many wait, or there are more than can ever run and wait.
         """
-        if len(self.waiting) + len(self.running) + jobs > self.most_jobs:
+        if jobs > self._most_jobs:
+            raise ApiError(400, f"the request has {jobs} sequences, {self._most_jobs} can run and wait; send fewer")
+        if len(self.waiting) + len(self.running) + jobs > self._most_jobs:
             self.counts["refused"] += jobs
             busy_us = self.counts["prompt_us"] + self.counts["generated_us"]
             mean_s = busy_us / 1e6 / max(1, self.counts["finished"])
-            raise QueueFull(min(60, max(1, round(mean_s * len(self.waiting)))))
+            retry_s = min(60, max(1, round(mean_s * len(self.waiting))))
+            raise ApiError(429, "too many requests wait; try again", "rate_limit_error", retry_s=retry_s)
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """Give jobs up; they leave before the next step."""
@@ -212,22 +205,23 @@ class Engine:
             except BaseException:  # panics of libraries in Rust are no Exceptions
                 traceback.print_exc()
                 for job in self.running:
-                    job.deliver(Piece(job, finish="error"))
+                    job.tell(finish="error")
                 self.running, self._ready = [], 0
 
     def _advance(self) -> None:
         """Let jobs leave and join, then read a chunk of a prompt and decode a token of each running job."""
-        late = time.perf_counter() - LONGEST_S
-        for job in [job for job in self.running if job.cancelled or job.arrived < late]:
-            self._leave(job, "cancelled" if job.cancelled else "timeout")
+        for job in list(self.running):
+            if (reason := job.given_up) is not None:
+                self._leave(job, reason)
         with self._news:
-            gone = [job for job in self.waiting if job.cancelled or job.arrived < late]
-            self.waiting = deque(job for job in self.waiting if job not in gone)
+            gone = [(job, reason) for job in self.waiting if (reason := job.given_up) is not None]
+            for job, _ in gone:
+                self.waiting.remove(job)
             if self.waiting and len(self.running) == self._ready < self.slots.slots:
                 self.running.append(self.waiting.popleft())
                 self.running[-1].began = time.perf_counter()
-        for job in gone:
-            job.deliver(Piece(job, finish="cancelled" if job.cancelled else "timeout"))
+        for job, reason in gone:
+            job.tell(finish=reason)
         if self._ready < len(self.running):
             self._read_prompt(self.running[self._ready])
         self._step()
@@ -246,11 +240,10 @@ class Engine:
         chunk = job.prompt[job.read : job.read + size]
         with self._timed("prompt"):
             logits_TV = self.slots.read_slot(slot, chunk, job.echo)
-        scores = self._prompt_scores(job, chunk, logits_TV) if job.echo else ()
+        if job.echo:
+            job.tell("", self._prompt_scores(job, chunk, logits_TV))
         job.read += len(chunk)
         self.counts["prompt_tokens"] += len(chunk)
-        if scores:
-            job.tell("", tuple(scores))
         if job.read == len(job.prompt):
             job.first = time.perf_counter()
             self._ready += 1
@@ -260,8 +253,7 @@ class Engine:
     def _reuse(self, job: Job, slot: int) -> None:
         """Take the prompt's beginning from a running sequence or from the prefix cache, whichever shares more."""
         prompt = np.array(job.prompt[:-1], dtype=np.int64)
-        best, saved = self.prefixes.find(job.prompt)
-        arrays = saved.arrays if saved is not None else []
+        best, arrays = self.prefixes.find(prompt)
         for other, running in enumerate(self.running[:slot]):
             held = self.slots.length(other)
             shared = shared_length(np.array(running.ids[:held], dtype=np.int64), prompt)
@@ -272,16 +264,13 @@ class Engine:
             job.read = job.cached = best
             self.counts["cached_tokens"] += best
 
-    def _prompt_scores(self, job: Job, chunk: Sequence[int], logits_TV: Logits) -> list[TokenScore]:
+    @staticmethod
+    def _prompt_scores(job: Job, chunk: Sequence[int], logits_TV: Logits) -> tuple[TokenScore, ...]:
         """Scores of a chunk's tokens: the first needs the logits before it, which the chunk before has left."""
-        scored = log_softmax(logits_TV)
-        before = [] if job.before is None else [job.before]
-        rows = [*before, *scored[:-1]]
+        scored, top = log_softmax(logits_TV), job.top or 0
+        first = TokenScore(chunk[0], None, []) if job.before is None else score_token(job.before, chunk[0], top)
         job.before = scored[-1].copy()
-        first = [] if before else [TokenScore(chunk[0], None, [])]
-        return first + [
-            score_token(row, token, job.top or 0) for row, token in zip(rows, chunk[len(first) :], strict=True)
-        ]
+        return first, *(score_token(row, token, top) for row, token in zip(scored[:-1], chunk[1:], strict=True))
 
     @contextmanager
     def _timed(self, what: str, rows: int = 0) -> Iterator[None]:
@@ -356,19 +345,19 @@ class Engine:
     def _leave(self, job: Job, finish: str) -> None:
         """End a running job: keep what its slot holds, and let the last one move into the slot."""
         slot, last = self.running.index(job), self._ready - 1
-        held = self.slots.length(slot) if job.read else 0
-        if job.reuse and held:
-            self.prefixes.keep(job.ids[:held], self.slots.view(slot))
+        if job.reuse and job.read:
+            self.prefixes.keep(job.ids[: self.slots.length(slot)], self.slots.view(slot))
         if slot <= last:
             if slot < last:
-                self.slots.move(last, slot)
-                self.running[slot] = self.running[last]
+                self._move(last, slot)
             if len(self.running) > self._ready:  # the one that reads its prompt
-                self.slots.move(self._ready, last)
-                self.running[last] = self.running[self._ready]
+                self._move(self._ready, last)
             self._ready = last
         self.running.pop()
-        job.ended, job.finish = time.perf_counter(), finish
         self.counts["finished"] += 1
         self.counts["longest"] = max(self.counts["longest"], len(job.ids))
         job.tell(job.search.held, finish=finish)
+
+    def _move(self, source: int, target: int) -> None:
+        self.slots.move(source, target)
+        self.running[target] = self.running[source]

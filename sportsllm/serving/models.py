@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from threading import Thread
+from typing import cast
 
 from sportsllm.console import log
 from sportsllm.errors import SportsLLMError
@@ -17,7 +18,6 @@ from sportsllm.serving.requests import (
     ApiError,
     ChatRequest,
     CompletionRequest,
-    GenerationRequest,
     Message,
     NativeRequest,
     Prompt,
@@ -38,14 +38,17 @@ class ServedModel:
 
     Attributes:
         created, template: when it was made, and its chat template.
+        ready, engine, tokenizer: whether it is loaded; what runs its sequences, and its tokenizer, when it is.
         problem: why it could not be loaded.
         worker: a thread for templates and the tokenizer, which block for as long as a text is long.
     """
 
+    engine: Engine
+    tokenizer: TextTokenizer
+
     def __init__(self, name: str, directory: Path, make_engine: Callable[[], Engine]) -> None:
         self.name, self.directory, self._make_engine = name, directory, make_engine
-        self.problem: BaseException | None = None
-        self._loaded: tuple[Engine, TextTokenizer] | None = None
+        self.ready, self.problem = False, cast(BaseException | None, None)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix=f"text of {name}")
         self.created = int((directory / "config.json").stat().st_mtime)
         self.template = find_template(directory)[0]
@@ -60,44 +63,23 @@ class ServedModel:
 
     def _run(self, failed: Callable[[], None]) -> None:
         try:
-            engine = self._make_engine()
-            self._loaded = engine, load_tokenizer(self.directory, engine.slots.config)
+            self.engine = self._make_engine()
+            self.tokenizer = load_tokenizer(self.directory, self.engine.slots.config)
+            self.ready = True
         except BaseException as error:
             self.problem = error
             failed()
             return
-        engine.run()
+        self.engine.run()
 
     def stop(self) -> None:
         """End the model's thread and the template's process."""
-        if self._loaded is not None:
-            self._loaded[0].close()
+        if self.ready:
+            self.engine.close()
             self._thread.join(5)
         self.worker.shutdown(wait=False, cancel_futures=True)
         if self._renderer is not None:
             self._renderer.close()
-
-    @property
-    def ready(self) -> bool:
-        """Whether it is loaded."""
-        return self._loaded is not None
-
-    @property
-    def engine(self) -> Engine:
-        """Runs its sequences.
-
-        Raises:
-            ApiError: it is not loaded yet.
-        """
-        if self._loaded is None:
-            raise ApiError(503, "Loading model", "unavailable_error", retry_s=1)
-        return self._loaded[0]
-
-    @property
-    def tokenizer(self) -> TextTokenizer:
-        """As `engine`."""
-        assert self.engine is not None and self._loaded is not None
-        return self._loaded[1]
 
     @cached_property
     def _stop_tokens(self) -> frozenset[int]:
@@ -132,31 +114,23 @@ class ServedModel:
         Raises:
             ApiError: a prompt beyond the context, or a field that cannot be.
         """
+        native, seed = isinstance(body, NativeRequest), body.seed
+        if seed is None or seed == -1:
+            seed = secrets.randbits(32)
         if isinstance(body, ChatRequest):
             prompts = [self.encode_chat(body.messages)]
-            top = body.top_logprobs if body.logprobs else None
         else:
-            native = isinstance(body, NativeRequest)
             prompts = [self._encode(prompt, special=native) for prompt in body.prompts()]
-            top = (body.logprobs or None) if native else body.logprobs
-        echo = isinstance(body, CompletionRequest) and body.echo
-        jobs, seed = list[Job](), secrets.randbits(32) if body.seed in (None, -1) else int(body.seed or 0)
         for prompt in prompts:
             self._check(prompt)
-            for choice in range(body.n):
-                job = self._job(body, prompt, seed, choice, deliver)
-                job.top, job.echo, job.index = top, echo and top is not None, len(jobs)
-                jobs.append(job)
+        jobs = [self._job(body, prompt, seed, choice, deliver) for prompt in prompts for choice in range(body.n)]
+        for index, job in enumerate(jobs):
+            job.index = index
+            if isinstance(body, CompletionRequest) and body.echo:
+                given = body.prompts()[index // body.n]
+                job.echo = job.top is not None
+                job.tell(given if isinstance(given, str) else self.tokenizer.decode(job.prompt))
         return jobs
-
-    def echoed(self, body: ChatRequest | CompletionRequest, jobs: Sequence[Job]) -> list[str]:
-        """What each choice's text begins with: its prompt if the request wants it back."""
-        if isinstance(body, ChatRequest) or not body.echo:
-            return [""] * len(jobs)
-        given = body.prompts()
-        prompts = [given[job.index // body.n] for job in jobs]
-        return [each if isinstance(each, str) else self.tokenizer.decode(job.prompt)
-                for each, job in zip(prompts, jobs, strict=True)]  # fmt: skip
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation's tokens; see `render`."""
@@ -181,25 +155,35 @@ class ServedModel:
             raise ApiError(400, message, "exceed_context_size_error", **numbers)
 
     def _job(
-        self, body: GenerationRequest, prompt: list[int], seed: int, choice: int, deliver: Callable[[Piece], None]
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompt: list[int],
+        seed: int,
+        choice: int,
+        deliver: Callable[[Piece], None],
     ) -> Job:
-        constraint, stops = None, body.stops()
-        for field, text in body.constraints().items():
+        constraint, stops, slots = None, body.stops(), self.engine.slots
+        for field, given in body.constraints().items():
             try:
-                constraint = self._constraints.make(field, text)
+                constraint = self._constraints.make(field, given)
             except SportsLLMError as error:
                 raise ApiError(400, str(error), param=field) from None
-        slots, penalties = self.engine.slots, (body.presence_penalty, body.frequency_penalty)
-        room, biases = slots.room - len(prompt), body.biases(slots.config.vocab_size, self.tokenizer.encode)
         if isinstance(body, ChatRequest) and self._renderer is None:
             stops = [*stops, _TURN_END]
+        if isinstance(body, ChatRequest):
+            top = body.top_logprobs if body.logprobs else None
+        else:
+            top = None if isinstance(body, NativeRequest) and not body.logprobs else body.logprobs
+        room, penalties = slots.room - len(prompt), (body.presence_penalty, body.frequency_penalty)
+        biases = body.biases(slots.config.vocab_size, self.tokenizer.encode)
         return Job(
             prompt=prompt,
             most=room if body.max_tokens in (None, -1) else min(room, int(body.max_tokens or 0)),
-            sampler=Sampler(body.sampling(seed), choice, body.min_p, penalties, biases, constraint),
+            sampler=Sampler(body.sampling(seed), choice, body.min_p, *penalties, biases, constraint),
             decode=self.tokenizer.decoder(prompt),
             search=StopSearch(stops),
             stop_tokens=frozenset() if body.ignore_eos else self._stop_tokens,
             deliver=deliver,
+            top=top,
             reuse=body.cache_prompt,
         )

@@ -12,10 +12,11 @@ Array = npt.NDArray[Any]
 
 
 class Prefix(NamedTuple):
-    """Token ids, and copies of all cached tensors of theirs."""
+    """Token ids, copies of all cached tensors of theirs, and the size of these."""
 
     ids: npt.NDArray[np.int64]
     arrays: list[Array]
+    bytes: int
 
 
 class PrefixCache:
@@ -29,7 +30,11 @@ class PrefixCache:
     def __init__(self, most_bytes: int, whole: bool) -> None:
         self._most_bytes, self._whole = most_bytes, whole
         self._kept: list[Prefix] = []  # the one used last at the end
-        self.size_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all copies."""
+        return sum(each.bytes for each in self._kept)
 
     def keep(self, ids: Sequence[int], view: Sequence[Array]) -> None:
         """Copy what a slot holds, unless it is larger than the bound or known; shorter versions of it go."""
@@ -41,23 +46,21 @@ class PrefixCache:
             return
         if not self._whole:
             self._kept = [each for each in self._kept if shared_length(each.ids, tokens) < len(each.ids)]
-        sizes = [*(sum(array.nbytes for array in each.arrays) for each in self._kept), size_bytes]
-        while sum(sizes) > self._most_bytes:  # before the copy, which would exceed the bound
-            del sizes[0], self._kept[0]
-        self._kept.append(Prefix(tokens, [array.copy() for array in view]))
-        self.size_bytes = sum(sizes)
+        while self.size_bytes + size_bytes > self._most_bytes:  # before the copy, which would exceed the bound
+            del self._kept[0]
+        self._kept.append(Prefix(tokens, [array.copy() for array in view], size_bytes))
 
-    def find(self, prompt: Sequence[int]) -> tuple[int, Prefix | None]:
-        """The kept prefix that shares most tokens with a prompt, all but its last at most, and their number."""
-        tokens, found = np.array(prompt[:-1], dtype=np.int64), None
-        best = 0
+    def find(self, tokens: npt.NDArray[np.int64]) -> tuple[int, list[Array]]:
+        """How many first tokens the kept prefix that shares most has in common, and its arrays."""
+        best, found = 0, None
         for prefix in self._kept:
             shared = shared_length(prefix.ids, tokens)
             if shared > best and not (self._whole and shared < len(prefix.ids)):
                 best, found = shared, prefix
-        if found is not None:
-            self._kept = [each for each in self._kept if each is not found] + [found]
-        return best, found
+        if found is None:
+            return 0, []
+        self._kept = [each for each in self._kept if each is not found] + [found]
+        return best, found.arrays
 
 
 def shared_length(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:

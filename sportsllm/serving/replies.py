@@ -6,14 +6,13 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from sportsllm import __version__
 from sportsllm.serving.engine import Job, Piece
-from sportsllm.serving.requests import SAMPLING, NativeRequest
+from sportsllm.serving.requests import SAMPLING, ChatRequest
 from sportsllm.serving.sampler import TokenScore
 from sportsllm.text.tokenizer import TextTokenizer
 
@@ -32,71 +31,65 @@ class Reply:
     """Writes the replies to one request.
 
     Attributes:
-        chat: messages, or texts.
+        body: the request.
         model: its name.
         tokenizer: of scored tokens.
     """
 
-    chat: bool
+    body: Any
     model: str
     tokenizer: TextTokenizer
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
-    created: int = field(default_factory=lambda: int(time.time()))
+    end_mark = b"data: [DONE]\n\n"  # of a stream
+
+    def __post_init__(self) -> None:
+        self._chat, self._created = isinstance(self.body, ChatRequest), int(time.time())
+        self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}"
 
     def _head(self, kind: str, choices: list[Json]) -> Json:
         return {
-            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}",
+            "id": self._id,
             "object": kind,
-            "created": self.created,
+            "created": self._created,
             "model": self.model,
             "system_fingerprint": f"b{__version__}",
             "choices": choices,
         }
 
-    def whole(self, texts: Sequence[str], scores: Sequence[list[TokenScore] | None], jobs: Sequence[Job]) -> Any:
-        """The reply of jobs that have ended with these texts."""
+    def whole(self, jobs: Sequence[Job]) -> Any:
+        """The reply of jobs that have ended."""
         choices = []
-        for job, text, scored in zip(jobs, texts, scores, strict=True):
-            content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            logprobs = None if scored is None else self._scores(scored)
-            choices.append(
-                {"index": job.index, **content, "logprobs": logprobs, "finish_reason": FINISH[job.finish or "limit"]}
-            )
-        return self._head("chat.completion" if self.chat else "text_completion", choices) | figures(jobs)
+        for job in jobs:
+            text = text_of(job)
+            content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            logprobs = None if job.top is None else self._scores(scores_of(job))
+            finish = FINISH[job.finish or "limit"]
+            choices.append({"index": job.index, **content, "logprobs": logprobs, "finish_reason": finish})
+        return self._head("chat.completion" if self._chat else "text_completion", choices) | figures(jobs)
 
-    async def stream(
-        self, pieces: AsyncIterator[Piece], jobs: Sequence[Job], begins: Sequence[str], usage: bool
-    ) -> AsyncIterator[Json | None]:
-        """The chunks of a stream, None for OpenAI's end mark."""
-        for job, begin in zip(jobs, begins, strict=True):
-            if self.chat or begin:
-                yield self._chunk(job.index, begin or None, (), None)
+    async def stream(self, pieces: AsyncIterator[Piece], jobs: Sequence[Job]) -> AsyncIterator[Json]:
+        """The chunks of a stream."""
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        for job in jobs if self._chat else ():
+            yield self._head(kind, [self._choice(job, {"role": "assistant", "content": None})])
         async for piece in pieces:
             if piece.text or piece.scores:
-                yield self._chunk(piece.job.index, piece.text, piece.scores, None)
+                yield self._head(kind, [self._choice(piece.job, {"content": piece.text}, piece.scores)])
             if piece.finish:
-                yield self._chunk(piece.job.index, None, (), FINISH[piece.finish])
-        if usage:
-            yield self._head("chat.completion.chunk" if self.chat else "text_completion", []) | figures(jobs)
-        yield None
+                yield self._head(kind, [self._choice(piece.job, {}, finish=FINISH[piece.finish])])
+        if self.body.stream_options.include_usage:
+            yield self._head(kind, []) | figures(jobs)
 
-    def _chunk(self, index: int, text: str | None, scores: Sequence[TokenScore], finish: str | None) -> Json:
-        """A chunk of the stream; without a text, the beginning or, with `finish`, the end of a choice."""
-        choice: Json = {"index": index, "finish_reason": finish, "logprobs": self._scores(scores) if scores else None}
-        if not self.chat:
-            choice["text"] = text or ""
-        elif text is not None:
-            choice["delta"] = {"content": text}
-        else:
-            choice["delta"] = {} if finish else {"role": "assistant", "content": None}
-        return self._head("chat.completion.chunk" if self.chat else "text_completion", [choice])
+    def _choice(self, job: Job, delta: Json, scores: Sequence[TokenScore] = (), finish: str | None = None) -> Json:
+        content = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
+        logprobs = self._scores(scores) if scores else None
+        return {"index": job.index, **content, "logprobs": logprobs, "finish_reason": finish}
 
     def _scored(self, each: TokenScore) -> Json:
         top = [self._token(*pair) for pair in each.top]
         return self._token(each.token, each.log_probability) | {"top_logprobs": top}
 
     def _scores(self, scores: Sequence[TokenScore]) -> Json:
-        if self.chat:
+        if self._chat:
             return {"content": list(map(self._scored, scores))}
         pieces = [self.tokenizer.piece(each.token) for each in scores]
         likeliest = list[Json | None]()
@@ -116,15 +109,12 @@ class Reply:
         return {"id": token, "token": text, "bytes": list(text.encode()), "logprob": log_probability}
 
 
-@dataclass
 class NativeReply(Reply):
     """Writes llama-server's own replies to a `/completion`."""
 
-    body: NativeRequest = field(kw_only=True)
+    end_mark = b""
 
-    async def stream(
-        self, pieces: AsyncIterator[Piece], jobs: Sequence[Job], begins: Sequence[str], usage: bool
-    ) -> AsyncIterator[Json | None]:
+    async def stream(self, pieces: AsyncIterator[Piece], jobs: Sequence[Job]) -> AsyncIterator[Json]:
         """The pieces, and at the end of each sequence its reply without the text."""
         async for piece in pieces:
             if piece.tokens or piece.text:
@@ -133,9 +123,9 @@ class NativeReply(Reply):
             if piece.finish:
                 yield self._end(piece.job, "", ())
 
-    def whole(self, texts: Sequence[str], scores: Sequence[list[TokenScore] | None], jobs: Sequence[Job]) -> Any:
+    def whole(self, jobs: Sequence[Job]) -> Any:
         """One reply, or a list for several sequences."""
-        found = [self._end(job, text, scored or ()) for job, text, scored in zip(jobs, texts, scores, strict=True)]
+        found = [self._end(job, text_of(job), scores_of(job)) for job in jobs]
         return found[0] if len(found) == 1 else found
 
     def _likeliest(self, scores: Sequence[TokenScore]) -> Json:
@@ -144,19 +134,42 @@ class NativeReply(Reply):
     def _end(self, job: Job, text: str, scores: Sequence[TokenScore]) -> Json:
         body, made = self.body, job.ids[len(job.prompt) :]
         most = -1 if body.max_tokens is None else body.max_tokens
-        settings = {name: getattr(body, name) for name in SAMPLING} | {"seed": job.sampler.sampling.seed}
-        reply = {"index": job.index, "content": text, "tokens": made if body.return_tokens else [], "stop": True}
-        reply |= {"model": self.model, "prompt": self.tokenizer.decode(job.prompt, special=True)}
-        reply |= {"tokens_evaluated": len(job.prompt), "tokens_predicted": job.generated, "tokens_cached": job.cached}
-        reply |= {"stop_type": job.finish, "truncated": job.finish == "limit" and job.generated != most}
-        reply |= {"has_new_line": "\n" in self.tokenizer.decode(made), "timings": figures([job])["timings"]}
-        reply |= {"generation_settings": settings | {"n_predict": most}} | self._likeliest(scores)
-        wanted = {name: name.split("/") for name in body.response_fields}
-        return {name: reduce(_item, path, reply) for name, path in wanted.items()} or reply
+        settings = {name: getattr(body, name) for name in SAMPLING}
+        settings |= {"seed": job.sampler.sampling.seed, "n_predict": most}
+        reply = {
+            "index": job.index,
+            "content": text,
+            "tokens": made if body.return_tokens else [],
+            "stop": True,
+            "model": self.model,
+            "prompt": self.tokenizer.decode(job.prompt, special=True),
+            "tokens_evaluated": len(job.prompt),
+            "tokens_predicted": job.generated,
+            "tokens_cached": job.cached,
+            "stop_type": job.finish,
+            "truncated": job.finish == "limit" and job.generated != most,
+            "has_new_line": "\n" in self.tokenizer.decode(made),
+            "timings": timings(job),
+            "generation_settings": settings,
+        } | self._likeliest(scores)
+        return {path: _item(reply, path) for path in body.response_fields} or reply
 
 
-def _item(data: Any, name: str) -> Any:
-    return data.get(name) if isinstance(data, dict) else None
+def _item(data: Any, path: str) -> Any:
+    """A value by its path, such as `timings/prompt_n`; None if there is none."""
+    for name in path.split("/"):
+        data = data.get(name) if isinstance(data, dict) else None
+    return data
+
+
+def text_of(job: Job) -> str:
+    """All that a job has delivered."""
+    return "".join(piece.text for piece in job.said)
+
+
+def scores_of(job: Job) -> list[TokenScore]:
+    """Those of all that a job has delivered."""
+    return [score for piece in job.said for score in piece.scores]
 
 
 def figures(jobs: Sequence[Job]) -> Json:
@@ -165,16 +178,21 @@ def figures(jobs: Sequence[Job]) -> Json:
     prompt, made = sum(len(job.prompt) for job in prompts), sum(job.generated for job in jobs)
     usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
     cached = {"prompt_tokens_details": {"cached_tokens": sum(job.cached for job in prompts)}}
-    job = jobs[0]
-    read, read_ms, made_ms = len(job.prompt) - job.cached, job.read_s * 1e3, job.decode_s * 1e3
-    timings = {"cache_n": job.cached, "prompt_n": read, "prompt_ms": read_ms} | _rates("prompt", read, read_ms)
-    timings |= {"predicted_n": job.generated, "predicted_ms": made_ms}
-    timings |= _rates("predicted", job.generated - 1, made_ms)  # the prompt's pass gives the first
-    return {"usage": usage | cached, "timings": timings}
+    return {"usage": usage | cached, "timings": timings(jobs[0])}
 
 
-def _rates(name: str, tokens: int, milliseconds: float) -> Json:
+def timings(job: Job) -> Json:
+    """llama-server's figures of a sequence that has ended. The prompt's pass gives the first token."""
+    read, decoded = len(job.prompt) - job.cached, max(0, job.generated - 1)
+    read_ms, decoded_ms = (job.first - job.began) * 1e3, (job.ended - job.first) * 1e3
     return {
-        f"{name}_per_token_ms": milliseconds / tokens if tokens > 0 else 0.0,
-        f"{name}_per_second": max(0, tokens) / max(milliseconds, 1e-3) * 1e3,
+        "cache_n": job.cached,
+        "prompt_n": read,
+        "prompt_ms": read_ms,
+        "prompt_per_token_ms": read_ms / read,
+        "prompt_per_second": read / max(read_ms, 1e-3) * 1e3,
+        "predicted_n": job.generated,
+        "predicted_ms": decoded_ms,
+        "predicted_per_token_ms": decoded_ms / decoded if decoded else 0.0,
+        "predicted_per_second": decoded / max(decoded_ms, 1e-3) * 1e3,
     }

@@ -5,12 +5,11 @@ Fields are OpenAI's and, beyond them, llama-server's. Unknown ones are ignored; 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
 from sportsllm.errors import ArtifactError
 from sportsllm.files import as_object, describe, parse_json
@@ -19,7 +18,8 @@ from sportsllm.inference.decoder import Sampling
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 16, 20
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Stop = Annotated[str, Field(max_length=MOST_STOPS * 64)]
+BiasPair = Annotated[tuple[StrictInt | StrictStr, Bias], Field(strict=False)]  # JSON has no tuples
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Token = Annotated[int, Field(ge=0)]
 
 
@@ -34,6 +34,12 @@ class ApiError(Exception):
 
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+
+class ModelRequest(_Body):
+    """Body of a request to a model, the first one without a name."""
+
+    model: str = ""
 
 
 class StreamOptions(_Body):
@@ -63,10 +69,9 @@ class ResponseFormat(_Body):
         return {"type": "object"} if schema is None else schema
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(ModelRequest):
     """What chat and completion have in common. The sampling's defaults are those of `generate`."""
 
-    model: str = ""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = Field(
@@ -83,7 +88,7 @@ class GenerationRequest(_Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, Bias] = Field({}, max_length=1024)
     seed: int | None = Field(None, ge=-1, lt=2**63)
-    stop: Stop | list[Stop] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] = []
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | bool | None = None
@@ -97,15 +102,8 @@ class GenerationRequest(_Body):
         return Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty, seed)
 
     def stops(self) -> list[str]:
-        """Texts that end generation.
-
-        Raises:
-            ApiError: an empty one, or too many.
-        """
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        if "" in stops or len(stops) > MOST_STOPS:
-            raise ApiError(400, f"stop: give up to {MOST_STOPS} texts, none of them empty", param="stop")
-        return stops
+        """Texts that end generation."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def biases(self, vocab_size: int, encode: Callable[[str], list[int]]) -> dict[int, float]:
         """`logit_bias` by token id; llama-server's own requests may name texts, whose tokens are meant.
@@ -114,33 +112,26 @@ class GenerationRequest(_Body):
             ApiError: a key that is no token id.
         """
         native, found = isinstance(self, NativeRequest), dict[int, float]()
-        for key, value in self.logit_bias.items():
+        pairs: Any = self.logit_bias.items() if isinstance(self.logit_bias, dict) else self.logit_bias
+        for key, value in ((str(key), value) for key, value in pairs):
             is_id = re.fullmatch("-?[0-9]+", key)
             if (len(key) > 9 or not 0 <= int(key) < vocab_size) if is_id else not native:
                 raise ApiError(400, f"logit_bias: keys are token ids below {vocab_size}", param="logit_bias")
             found |= dict.fromkeys([int(key)] if is_id else encode(key), value)
         return found
 
-    def constraints(self) -> dict[str, str]:
+    def constraints(self) -> dict[str, Any]:
         """What the text must be, by field: at most one.
 
         Raises:
             ApiError: more than one.
         """
         form = None if self.response_format is None else self.response_format.schema_of_text()
-        schemas = {"response_format": form, "json_schema": self.json_schema}
-        given = {field: None if schema is None else _schema_text(schema) for field, schema in schemas.items()}
-        given |= {"regex": self.regex, "grammar": self.grammar}
-        found = {field: text for field, text in given.items() if text is not None}
+        given = {"response_format": form, "json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
+        found = {field: value for field, value in given.items() if value is not None}
         if len(found) > 1:
             raise ApiError(400, f"give {' or '.join(found)}, not both", param=min(found))
         return found
-
-
-def _schema_text(schema: dict[str, Any] | bool) -> str:
-    """A schema without free white space, in which small models lose themselves."""
-    guidance = {"x-guidance": {"whitespace_flexible": False}}
-    return json.dumps(guidance | schema if isinstance(schema, dict) else schema)
 
 
 class PromptObject(_Body):
@@ -175,19 +166,10 @@ class CompletionRequest(GenerationRequest):
         return [each.prompt_string if isinstance(each, PromptObject) else each for each in given]  # type: ignore[misc]
 
 
-def _as_mapping(biases: object) -> object:
-    """Pairs of llama-server's as OpenAI's mapping."""
-    if isinstance(biases, list) and all(
-        isinstance(each, list) and len(each) == 2 and type(each[0]) in (int, str) for each in biases
-    ):
-        return {str(key): bias for key, bias in biases}
-    return biases
-
-
 class NativeRequest(CompletionRequest):
     """Body of llama-server's own `/completion`."""
 
-    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_as_mapping)] = Field({}, max_length=1024)
+    logit_bias: Annotated[dict[str, Bias] | list[BiasPair], Field(max_length=1024)] = {}  # type: ignore[assignment]
     return_tokens: bool = False
     response_fields: list[str] = []
 
@@ -212,10 +194,9 @@ class Message(_Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class Conversation(_Body):
+class Conversation(ModelRequest):
     """Body of `/apply-template`."""
 
-    model: str = ""
     messages: list[Message] = Field(min_length=1)
 
 
@@ -226,20 +207,18 @@ class ChatRequest(GenerationRequest, Conversation):
     top_logprobs: int = Field(0, ge=0, le=MOST_TOP)
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(ModelRequest):
     """Body of `/tokenize`."""
 
-    model: str = ""
     content: str
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(ModelRequest):
     """Body of `/detokenize`."""
 
-    model: str = ""
     tokens: list[Token]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,30 +28,30 @@ class TokenScore(NamedTuple):
     top: list[tuple[int, float]]
 
 
+@dataclass
 class Sampler:
     """Chooses the tokens of one sequence.
 
-    Args:
+    Attributes:
         sampling: temperature, filters, repetition penalty and seed.
         stream: number of the sequence among those of one seed; the first draws as `generate` does.
         min_p: smallest probability kept, as a fraction of the largest.
-        penalties: for presence and frequency: subtracted from logits of tokens generated before, once and each time.
+        presence, frequency: subtracted from logits of tokens generated before, once and each time.
         bias: added to logits by token id.
         constraint: of the text, see `Constraints`.
     """
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        stream: int = 0,
-        min_p: float = 0.0,
-        penalties: tuple[float, float] = (0.0, 0.0),
-        bias: Mapping[int, float] | None = None,
-        constraint: Any = None,
-    ) -> None:
-        self.sampling, self._min_p, (self._presence, self._frequency) = sampling, min_p, penalties
-        self._bias, self._constraint = dict(bias or {}), constraint
-        self._random = np.random.default_rng([sampling.seed, stream] if stream else sampling.seed)
+    sampling: Sampling
+    stream: int = 0
+    min_p: float = 0.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    constraint: Any = None
+
+    def __post_init__(self) -> None:
+        seed = self.sampling.seed
+        self._random = np.random.default_rng([seed, self.stream] if self.stream else seed)
         self._generated = Counter[int]()
 
     def choose(self, logits_V: Logits, seen: Sequence[int]) -> int:
@@ -60,29 +61,30 @@ class Sampler:
             UsageError: the constraint has reached a bound of llguidance.
         """
         logits = penalize(logits_V, seen, self.sampling.repetition_penalty)
-        if self._bias or self._constraint is not None or self._min_p or self._presence or self._frequency:
+        if self.bias or self.constraint is not None or self.min_p or self.presence or self.frequency:
             logits = logits.copy()
-        for token, times in self._generated.items() if self._presence or self._frequency else ():
-            logits[token] -= self._presence + self._frequency * times
-        for token, value in self._bias.items():
+        if self.presence or self.frequency:
+            for token, times in self._generated.items():
+                logits[token] -= self.presence + self.frequency * times
+        for token, value in self.bias.items():
             logits[token] += value
-        if self._constraint is not None:
-            allowed = np.frombuffer(self._constraint.compute_bitmask(), dtype=np.uint8)
+        if self.constraint is not None:
+            allowed = np.frombuffer(self.constraint.compute_bitmask(), dtype=np.uint8)
             logits[np.unpackbits(allowed, count=len(logits), bitorder="little") == 0] = -np.inf
-        if self._min_p and self.sampling.temperature:
-            logits[logits < logits.max() + self.sampling.temperature * math.log(self._min_p)] = -np.inf
+        if self.min_p and self.sampling.temperature:
+            logits[logits < logits.max() + self.sampling.temperature * math.log(self.min_p)] = -np.inf
         token = int(draw(logits[None], self.sampling, self._random.random(1))[0])
         self._generated[token] += 1
-        if self._constraint is not None:
-            self._constraint.consume_token(token)
-            if self._constraint.is_error():  # it would end the text as if that were complete
-                raise UsageError(f"the constraint cannot be kept: {clip(self._constraint.get_error(), 300)}")
+        if self.constraint is not None:
+            self.constraint.consume_token(token)
+            if self.constraint.is_error():  # it would end the text as if that were complete
+                raise UsageError(f"the constraint cannot be kept: {clip(self.constraint.get_error(), 300)}")
         return token
 
     @property
     def complete(self) -> bool:
         """Whether the constraint allows no further token."""
-        return self._constraint is not None and bool(self._constraint.is_stopped())
+        return self.constraint is not None and bool(self.constraint.is_stopped())
 
 
 class Constraints:
@@ -96,24 +98,29 @@ class Constraints:
         from llguidance import LLMatcher, LLTokenizer
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
+        def compile_schema(schema: dict[str, Any] | bool) -> str:
+            compact = {"whitespace_flexible": False}  # in free white space small models lose themselves
+            whole = schema if isinstance(schema, dict) else {"allOf": [schema]}
+            return str(LLMatcher.grammar_from_json_schema(whole, defaults=compact))
+
         self._matcher = LLMatcher
-        self._compilers: dict[str, Callable[[str], str]] = {
-            "response_format": LLMatcher.grammar_from_json_schema,
-            "json_schema": LLMatcher.grammar_from_json_schema,
+        self._compilers: dict[str, Callable[[Any], str]] = {
+            "response_format": compile_schema,
+            "json_schema": compile_schema,
             "regex": LLMatcher.grammar_from_regex,
             "grammar": lambda text: LLMatcher.grammar_from_lark(gbnf_to_lark(text)),
         }
         tokenizer = (directory / "tokenizer.json").read_text(encoding="utf-8")
         self._tokenizer = LLTokenizer(tokenizer, n_vocab=config.vocab_size, eos_token=list(stop_tokens))
 
-    def make(self, field: str, text: str) -> Any:
+    def make(self, field: str, given: Any) -> Any:
         """What a field of a request says: a JSON schema, a regular expression, or a grammar in llama.cpp's GBNF.
 
         Raises:
             UsageError: it cannot be used.
         """
         try:
-            matcher = self._matcher(self._tokenizer, self._compilers[field](text), log_level=0)
+            matcher = self._matcher(self._tokenizer, self._compilers[field](given), log_level=0)
             problem = matcher.get_error() if matcher.is_error() else ""
         except Exception as error:  # errors in a grammar are no ValueErrors
             problem = str(error)

@@ -291,6 +291,8 @@ def test_stops_biases_penalties_and_constraints(client: httpx.Client, loaded: Lo
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema | {"additionalProperties": False}}}
     assert set(json.loads(complete(client, response_format=wanted))) == {"goals"}
     assert complete(client, response_format={"type": "json_object"}).startswith("{")
+    assert complete(client, json_schema={"const": [1, 2]}) == "[1,2]" and complete(client, json_schema=True)
+    assert refusal(client, 400, **ONCE, json_schema=False)["param"] == "json_schema"
     assert "regex" in refusal(client, 400, **ONCE | {"regex": "("})["param"]
     assert refusal(client, 400, **ONCE | {"json_schema": {"type": "hiccup"}})["param"] == "json_schema"
     both = refusal(client, 400, **ONCE, json_schema=schema, response_format=wanted)["message"]
