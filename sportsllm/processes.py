@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 _copies = 1  # processes that compute the same sequences, each with its part of every matrix
+_stages = 1  # processes that compute the same sequences, each with its layers
 
 
 def count() -> int:
@@ -64,6 +65,17 @@ def share_matrices(among: int) -> None:
 def copies() -> int:
     """How many processes compute the same sequences."""
     return _copies
+
+
+def take_stages() -> None:
+    """Compute the same sequences in all processes, some layers in each."""
+    global _copies, _stages
+    _copies = _stages = count()
+
+
+def stages() -> int:
+    """How many processes each hold their own layers; the others' tensors are on the meta device."""
+    return _stages
 
 
 def join(device: torch.device) -> None:
@@ -126,10 +138,17 @@ def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU; all processes ask for a sharded one, and the first alone gets its values."""
+    """A tensor on the CPU; all processes ask for one in parts or stages, and the first alone gets its values."""
+    import torch
+    import torch.distributed
+
     if is_sharded(tensor):
         gathered: Tensor = tensor.full_tensor().detach()
         return gathered.cpu() if rank() == 0 else gathered.new_empty(0, device="cpu")
+    if _stages > 1:  # the other stages add zeros
+        held = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu().clone()
+        torch.distributed.reduce(held, 0)
+        return held if rank() == 0 else held.new_empty(0)
     return tensor.detach().cpu()
 
 

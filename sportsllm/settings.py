@@ -58,6 +58,7 @@ TRAINING: Group = {
     "checkpoint_activations": Setting(bool, "Recompute activations in the backward pass to save memory", "false"),
     "shard": Setting(bool, "Several processes each hold a part of weights, gradients and optimizer states", "false"),
     "tensor_parallel": Setting(int, "With shard: processes that compute each matrix together", "1", 1),
+    "pipeline": Setting(int, "Processes that each hold some of the layers and compute one after the other", "1", 1),
     "validate_every": Setting(int, "Steps between scores of held-out text; 0: at the end only", "2 or 4 a run", 0),
     "try_rates": Setting(bool, "Choose the learning rate by short trial runs", "true for a good start"),
     "log_every": Setting(int, "Steps between two lines of metrics.jsonl", "10", 1),

@@ -35,7 +35,7 @@ class TorchDecoder:
             if not 0 < len(row) <= length:
                 raise UsageError(f"the prompt has {len(row)} tokens; between 1 and {length} fit the context")
             by_length.setdefault(len(row), []).append(number)
-        device = self.model.head_weight.device
+        device = self.model.device
         self._caches = [
             (members, KVCache(self.config, len(members), length, device=device)) for members in by_length.values()
         ]
@@ -49,7 +49,7 @@ class TorchDecoder:
     def _forward(self, rows: Sequence[Sequence[int]]) -> Logits:
         logits_BV = np.empty((len(rows), self.config.vocab_size), dtype=np.float32)
         for members, cache in self._caches:
-            tokens_BT = torch.tensor([list(rows[member]) for member in members], device=self.model.head_weight.device)
+            tokens_BT = torch.tensor([list(rows[member]) for member in members], device=self.model.device)
             hidden_BTD = self.model.hidden(tokens_BT, cache=cache)
             logits_BV[members] = self.model.logits(hidden_BTD[:, -1]).float().cpu().numpy()
         return logits_BV
@@ -59,7 +59,7 @@ class TorchDecoder:
         """See `Decoder.score`. Rows of similar length share a batch; padding on the right changes nothing."""
         was_training = self.model.training
         self.model.eval()
-        device = self.model.head_weight.device
+        device = self.model.device
         results: list[npt.NDArray[np.float32]] = [np.empty(0, dtype=np.float32)] * len(rows)
         order = sorted((i for i, row in enumerate(rows) if len(row) > 1), key=lambda i: len(rows[i]))
         while order:
@@ -78,7 +78,7 @@ class TorchDecoder:
     def stream_logits(self, row: Sequence[int]) -> Iterator[Logits]:
         """See `Decoder.stream_logits`."""
         with torch.inference_mode():
-            tokens_1T = torch.tensor([list(row)], device=self.model.head_weight.device)
+            tokens_1T = torch.tensor([list(row)], device=self.model.device)
             hidden_TD = self.model.hidden(tokens_1T)[0]
         for start in range(0, len(row), LOGITS_AT_ONCE):
             with torch.inference_mode():

@@ -191,6 +191,11 @@ class SportsLLM(nn.Module):
         weight_VD: Tensor = getattr(head, "weight")  # noqa: B009  # packed layers have a property of this name
         return weight_VD
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head_weight.device
+
     def hidden(
         self,
         tokens_BT: Tensor,

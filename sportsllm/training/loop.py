@@ -26,6 +26,7 @@ from sportsllm.processors import batch_threads
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences
 from sportsllm.training.loss import cross_entropy
 from sportsllm.training.optimizers import Schedule, build_optimizers, computes_in_bfloat16
+from sportsllm.training.pipeline import Pipeline, Stage
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.sharding import clip_gradients
 from sportsllm.training.state import RunState, Validation
@@ -122,7 +123,7 @@ def train_model(
         state.load()
         _drop_metrics_after(directory / METRICS, state.step)
         log(f"resumed at step {state.step:,} of {config.steps:,}")
-    if not run.sharded:
+    if not run.sharded and processes.stages() == 1:
         processes.share(model.parameters())
     validation = validation if config.steps else None
     first_step, paused = state.step, 0.0  # seconds of scoring and saving
@@ -177,11 +178,12 @@ class _Run:
         self.schedule = Schedule(
             config.schedule, config.steps, config.warmup, config.min_lr_ratio, config.decay_fraction
         )
-        self.device = model.head_weight.device
+        self.device = model.device
         self.dtype = resolve_precision(config.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.optimizers = build_optimizers(model, config)
         self.sharded = processes.is_sharded(model.head_weight)
+        self.pipeline: Pipeline | None = None  # made at the first step
         self.state = RunState(directory, model, self.optimizers, self.scaler, identity, config)
         self.threads: ThreadPoolExecutor | None = None
         self.metrics: IO[str] | None = None
@@ -268,13 +270,16 @@ class _Run:
                 f"step {self.state.step + 1}: the loss of a process is {total}; use a lower --learning-rate"
             )
         self.stopping, self.saving = stopping > 0, saving > 0
-        if not self.sharded:
+        if not self.sharded and processes.stages() == 1:
             processes.add_up([p.grad for p in self.model.parameters() if p.grad is not None])
         return total
 
     def _add_gradients(self, chosen: list[Batch], scored: int, loss: Loss) -> float:
         """Add the gradient of each batch's share of the mean loss, in their order; returns the mean loss."""
         total = 0.0
+        if isinstance(self.model, Stage):
+            self.pipeline = self.pipeline or Pipeline(self.model, chosen, self._autocast)
+            return processes.stages() * self.pipeline.add_gradients(chosen, scored)
         if self.threads is None:
             for batch in chosen:
                 objective = self._objective(batch, scored, loss)
@@ -297,11 +302,14 @@ class _Run:
                     parameter.grad.add_(gradient)
         return total
 
+    def _autocast(self) -> torch.autocast:
+        """Products in the run's dtype. A cache would keep 16-bit copies of all weights, which are whole if sharded."""
+        mixed = self.dtype is not None
+        return torch.autocast(self.device.type, self.dtype, enabled=mixed, cache_enabled=not self.sharded)
+
     def _objective(self, batch: Batch, scored: int, loss: Loss) -> Tensor:
         """A batch's part of the step's mean loss, in nats per token."""
-        mixed = self.dtype is not None
-        # A cache would keep 16-bit copies of all weights, which are whole.
-        with torch.autocast(self.device.type, self.dtype, enabled=mixed, cache_enabled=not self.sharded):
+        with self._autocast():
             summed = loss(self.model, batch)
             auxiliary = self.model.auxiliary_loss()
         objective = summed / scored

@@ -98,7 +98,7 @@ def _adamw(groups: list[ParameterGroup], learning_rate: float, bits: int) -> tor
     if bits == 16:
         return Bfloat16AdamW(groups, lr=learning_rate, betas=_BETAS)
     # Tensors of several meshes, as with `tensor_parallel`, cannot be in one call.
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, foreach=processes.copies() == 1)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, foreach=processes.copies() == processes.stages())
 
 
 class Bfloat16AdamW(torch.optim.AdamW):

@@ -53,6 +53,7 @@ class TrainConfig:
     checkpoint_activations: bool = False
     shard: bool = False
     tensor_parallel: int = 1
+    pipeline: int = 1
     validate_every: int = 0
     try_rates: bool = False
     log_every: int = 10
@@ -78,6 +79,9 @@ class TrainConfig:
         check_optimizer_bits(self.optimizer, self.optimizer_bits)
         if self.shard and (self.optimizer_bits, self.parallel_batches) != (32, 1):
             raise UsageError("--set shard=true: needs optimizer_bits=32 and parallel_batches=1")
+        alone = (self.shard, self.optimizer_bits, self.parallel_batches, self.precision == "fp16")
+        if self.pipeline > 1 and alone != (False, 32, 1, False):
+            raise UsageError("--set pipeline: not with shard, optimizer_bits, parallel_batches or precision=fp16")
         plain = (self.shard, self.optimizer) == (True, "adamw") and self.precision != "fp16"
         if self.tensor_parallel > 1 and not plain:
             raise UsageError("--set tensor_parallel: needs shard=true, optimizer=adamw and no precision=fp16")
@@ -193,10 +197,9 @@ def train_config(
         derived["steps"] = -(-tokens // _tokens_per_step(given))
     config = TrainConfig(**derived | given)
     _check_effect(config, given)
-    if config.parallel_batches > 1 and not parallel:
-        raise UsageError(
-            f"--set parallel_batches={config.parallel_batches}: only train computes batches side by side; leave it out"
-        )
+    for name, what in (("parallel_batches", "computes batches side by side"), ("pipeline", "has stages")):
+        if getattr(config, name) > 1 and not parallel:
+            raise UsageError(f"--set {name}={getattr(config, name)}: only train {what}; leave it out")
     if config.steps:
         log(described(config, run))
     return config

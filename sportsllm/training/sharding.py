@@ -5,6 +5,7 @@ norms are gathered for the whole step, since the loss reads the head outside of 
 """
 
 import logging
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +24,20 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def place(model: SportsLLM, device: torch.device, shard: bool, tensor_parallel: int = 1) -> None:
+def place(model: SportsLLM, device: torch.device, shard: bool, tensor_parallel: int = 1, pipeline: int = 1) -> None:
     """Move a model, the same in all processes, to a device; with `shard` this process's part of it.
 
-    With `tensor_parallel`, so many neighbours compute each matrix of the blocks together, on the same sequences.
+    With `tensor_parallel`, so many neighbours compute each matrix of the blocks together, on the same sequences. With
+    `pipeline`, each process has some of the layers, see `sportsllm.training.pipeline`.
 
     Raises:
         UsageError: that number does not divide the processes, heads or neurons, or a kind of layer has no such plan.
     """
+    if pipeline > 1 and processes.count() > 1:
+        from sportsllm.training.pipeline import place_stage
+
+        place_stage(model, device, pipeline)
+        return
     if not shard or processes.count() == 1:
         model.to(device)
         return
@@ -86,6 +93,11 @@ def _share_matrices(model: SportsLLM, mesh: "DeviceMesh") -> None:
 def clip_gradients(model: SportsLLM, most: float) -> float:
     """`torch.nn.utils.clip_grad_norm_`, also of gradients that are spread over processes in different ways."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if processes.stages() > 1:
+        squared = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) ** 2
+        processes.add_up([squared])
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, squared.sqrt())
+        return math.sqrt(float(squared))
     if processes.copies() == 1:
         norm = torch.nn.utils.clip_grad_norm_(parameters, most)
         return float(norm.full_tensor() if processes.is_sharded(norm) else norm)
@@ -108,11 +120,12 @@ def forget_gathered(model: SportsLLM) -> None:
 
 
 def write_tensors(directory: Path, name: str, tensors: dict[str, Tensor]) -> None:
-    """Write tensors as NAME.safetensors, or as NAME/ with a file for each process if any is sharded.
+    """Write tensors as NAME.safetensors, or as NAME/ with a file for each process if they have parts or stages.
 
     All processes call this. Without sharded tensors the first one writes.
     """
-    if not any(map(processes.is_sharded, tensors.values())):
+    tensors = {key: tensor for key, tensor in tensors.items() if not tensor.is_meta}  # those of another stage
+    if processes.stages() == 1 and not any(map(processes.is_sharded, tensors.values())):
         if processes.rank() == 0:
             whole = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
             save_tensors(directory / f"{name}.safetensors", whole)
@@ -132,11 +145,13 @@ def read_tensors(directory: Path, name: str, like: Callable[[str], Tensor]) -> d
     """What `write_tensors` wrote, by any number of processes.
 
     Args:
-        like: the parameter that a tensor belongs to. A tensor of its shape is sharded as it is.
+        like: the parameter that a tensor belongs to. A tensor of its shape is sharded as it is; without memory it is
+            another stage's, and left out.
     """
     file = directory / f"{name}.safetensors"
     if file.exists():
-        return {key: processes.sharded_like(tensor, like(key)) for key, tensor in load_file(str(file)).items()}
+        read = load_file(str(file)).items()
+        return {key: processes.sharded_like(tensor, like(key)) for key, tensor in read if not like(key).is_meta}
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -147,6 +162,8 @@ def read_tensors(directory: Path, name: str, like: Callable[[str], Tensor]) -> d
     for key, stored in reader.read_metadata().state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata), "safetensors files hold tensors alone"
         dtype, parameter = stored.properties.dtype, like(key).detach()
+        if parameter.is_meta:
+            continue
         same = parameter.shape == stored.size
         tensors[key] = torch.empty_like(parameter, dtype=dtype) if same else torch.empty(stored.size, dtype=dtype)
     alone = not any(map(processes.is_sharded, tensors.values()))

@@ -28,6 +28,7 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.conversations import Document
 from sportsllm.text.split import TextSplit
 from sportsllm.text.tokenizer import TextTokenizer
+from sportsllm.training.pipeline import Stage, StageDecoder
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.sharding import forget_gathered, read_tensors, write_tensors
 
@@ -73,9 +74,8 @@ def validation(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig,
 
 def _scorer(texts: Sequence[Document], tokenizer: TextTokenizer, tokens: int, window: int | None = None) -> Validate:
     def validate(model: SportsLLM) -> float:
-        scores = score_documents(
-            TorchDecoder(model), tokenizer, texts, max_tokens=tokens, window=window, description="validate"
-        )
+        decoder = StageDecoder(model) if isinstance(model, Stage) else TorchDecoder(model)
+        scores = score_documents(decoder, tokenizer, texts, max_tokens=tokens, window=window, description="validate")
         forget_gathered(model)
         return scores.bits_per_byte
 
@@ -204,7 +204,8 @@ class RunState:
                     f"or remove {self.directory}"
                 )
             weights, trained = self.model.state_dict(), self._trained()
-            self.model.load_state_dict(read_tensors(source, "model", weights.__getitem__))
+            elsewhere = {name: weight for name, weight in weights.items() if weight.is_meta}
+            self.model.load_state_dict(elsewhere | read_tensors(source, "model", weights.__getitem__))
             for number, optimizer in enumerate(self.optimizers):
                 _restore(optimizer, source, f"optimizer{number}")
             torch.set_rng_state(load_file(str(source / "rng.safetensors"))["torch"])

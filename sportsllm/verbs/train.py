@@ -187,7 +187,7 @@ def _fit(
     from sportsllm.training.state import validation
 
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    place(model, training_device(), config.shard, config.tensor_parallel)
+    place(model, training_device(), config.shard, config.tensor_parallel, config.pipeline)
     documents = tokenize(texts.train, tokenizer, token_cache(out))
     batches = PackedSequences(documents, config.sequence, config.batch_size, config.seed)
     scored = validation(texts, tokenizer, config, keep_start="init" in stage.settings)

@@ -1,0 +1,83 @@
+"""Pipeline stages in several processes, against one process."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from sportsllm.errors import UsageError
+from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.training.loop import METRICS
+from sportsllm.training.pipeline import place_stage
+from sportsllm.training.settings import TrainConfig
+from tests.sportsllm.training.test_processes import arguments, losses
+from tests.support.command_line import CommandLine
+from tests.support.forked import forked
+from tests.support.models import tiny_model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rounds", "optimizer", "accumulation", "clip_norm"),
+    # The batches of a step are as many as the stages (1F1B), or fewer (GPipe).
+    [("2:7,2:14,1", "muon", 2, 1000.0), ("3", "adamw", 2, 0.1)],
+)
+def test_stages_take_the_steps_of_one_process(
+    cli: CommandLine,
+    corpus_file: Path,
+    tmp_path: Path,
+    rounds: str,
+    optimizer: str,
+    accumulation: int,
+    clip_norm: float,
+) -> None:
+    """Two were killed and resumed by two, and these by one; three layers are uneven stages of two processes.
+
+    The bytes are those of one process unless gradients are clipped: their norm is added up in another order.
+    """
+    one, many = tmp_path / "one", tmp_path / "many"
+    further = [
+        "--set",
+        f"optimizer={optimizer}",
+        "--set",
+        "layers=3",
+        "--set",
+        "tied=false",
+        "--set",
+        "validate_every=8",
+    ]
+    further += ["--steps", "20", "--batch-size", "2", "--set", f"accumulation={accumulation}"]
+    further += ["--set", f"clip_norm={clip_norm}"]
+    assert cli(*arguments(corpus_file, one), *further)[0] == 0
+    said = forked(rounds, *arguments(corpus_file, many), *further, "--set", f"pipeline={rounds[0]}")
+    assert re.findall(r"resumed at step (\d+) of 20", said) == re.findall(r":(\d+)", rounds)
+    assert losses(many) == pytest.approx(losses(one), rel=1e-5) and len(losses(many)) == 20
+    trained, expected = load_checkpoint(many).state_dict(), load_checkpoint(one).state_dict()
+    exact = clip_norm > 1
+    for name, weight in expected.items():
+        torch.testing.assert_close(trained[name], weight, rtol=0 if exact else 1e-3, atol=0 if exact else 1e-4)
+    scored = [re.findall(r'"valid_bits_per_byte": (\d\.\d{4})', (run / METRICS).read_text()) for run in (one, many)]
+    assert scored[0] == scored[1] and len(scored[0]) == 3
+
+
+def test_what_has_no_stages_is_refused(
+    cli: CommandLine, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"shard": True}, {"shard": True, "tensor_parallel": 2}, {"optimizer_bits": 16}, {"precision": "fp16"}
+    for setting in settings:
+        with pytest.raises(UsageError, match="--set pipeline: not with shard, "):
+            TrainConfig(pipeline=2, **setting)  # type: ignore[arg-type]
+    assert cli(*arguments(corpus_file, tmp_path / "start"), "--steps", "0", "--set", "pipeline=2")[0] == 0  # in one
+    start = tmp_path / "start"
+    distil = ["distill", "--teacher", start, "--student", start, "--corpus", corpus_file, "--steps", 1]
+    cli.refuses(2, "--set pipeline=2: only train has stages; leave it out", *distil, "--set", "pipeline=2")
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "3"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="--set pipeline=2: torchrun started 3 processes; start 2"):
+        place_stage(tiny_model(), torch.device("cpu"), 2)
+    with pytest.raises(UsageError, match="--set pipeline=3: the model has 2 layers"):
+        place_stage(tiny_model(), torch.device("cpu"), 3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="--set pipeline=2: embedding and head are one matrix"):
+        place_stage(tiny_model(), torch.device("cpu"), 2)
