@@ -177,6 +177,8 @@ def _training(result: Mapping[str, Any], training: Mapping[str, Any]) -> Iterato
         changes = [(change["flags"], megabytes(change["total_bytes"])) for change in training["changes"]]
         none = "" if changes else "\nNothing makes it fit; use a shorter --sequence or a smaller model."
         yield Table("to make it fit" if changes else "", ("options of `train`", "MB"), changes, (0,), none)
+    if layouts := training.get("layouts"):
+        yield _divided(layouts, training)
     known = {word: [column.get(key) for column in columns] for key, word in _COST.items()}
     rows = [(word, *map(number, values)) for word, values in known.items() if values[0] is not None]
     kind = {"fp16_matmul_rate": "16-bit", "fp32_matmul_rate": "float32"}[training["peak_from"]]
@@ -185,6 +187,22 @@ def _training(result: Mapping[str, Any], training: Mapping[str, Any]) -> Iterato
         f"{number(training['peak_flops_per_s'], 1e12)} TFLOP/s of {kind} products."
     )
     yield Table("estimated time", ("", *headers), rows, (0,), caption)
+
+
+def _divided(layouts: Sequence[Mapping[str, Any]], training: Mapping[str, Any]) -> Table:
+    """Memory of each GPU by part, time and price of every way to divide a model."""
+    columns = {"weights": ("weights", "master_weights"), "gradients": ("gradients",), "states": ("optimizer_states",)}
+    columns |= {"gathered": ("gathered",), "activations": ("activations", "work", "logits")}
+    costs = [name for name in ("hours", "price") if layouts[0].get(name) is not None] or ["tokens_per_s"]
+    rows = []
+    for each in layouts:
+        words = re.sub("--set |=true", "", each["flags"]).replace("checkpoint_activations", "checkpointed")
+        parts = [megabytes(sum(each[f"{name}_bytes"] for name in names)) for names in columns.values()]
+        fits = "yes" if each["fits"] else "no"
+        total, batch = megabytes(each["total_bytes"]), f"{each['largest_batch']:,}"
+        rows.append((words, *parts, total, fits, batch, *(number(each[name]) for name in costs)))
+    headers = ("layout", *columns, "total", "fits", "batch", *(_COST[name] for name in costs))
+    return Table(f"layouts on {training['gpus']:,} GPUs, MB of each", headers, rows, (0,))
 
 
 def _predictions(result: Mapping[str, Any]) -> Iterator[Table]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,12 +11,15 @@ from benchmarks.flops import forward_flops_per_token, training_flops_per_token
 from benchmarks.measure.machine import this_machine
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import is_llama_like
 from sportsllm.models.training_memory import TrainingStep, largest_batch, training_memory
 
 UTILIZATION = 0.3
 """Model FLOPs over the processor's peak. Large models on accelerators reached 21 to 46% (PaLM, table 3,
 https://arxiv.org/abs/2204.02311); models below 10M parameters on two cores 21 to 35%, `small` 57% (docs/results)."""
 CHECKPOINT, SHARD = "--set checkpoint_activations=true", "--set shard=true"
+_LAYOUT = "checkpointed", "shards", "tensor_parallel", "stages"
+_TENSOR_PARALLEL = 2, 4, 8  # within a machine
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None
     Returns:
         The step's settings; `plain` and `checkpointed`, with several GPUs `sharded` and `sharded_checkpointed`, each
         with bytes by part, `total_bytes`, when its `peak` is and with a device `fits`, `largest_batch` and the figures
-        of `_speed`; `changes`, each with the `flags` of `train` that make the step fit; `flops_per_token`, and with
+        of `_speed`; with several GPUs `layouts`, all ways to divide the model, with these and the `flags` of
+        `train`; `changes`, each with the `flags` of `train` that make the step fit; `flops_per_token`, and with
         tokens `flops`.
 
     Raises:
@@ -64,7 +69,7 @@ def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None
     per_token = training_flops_per_token(config, step.length)
     result: dict[str, Any] = {
         "device": None if device is None else device.name,
-        **{name: value for name, value in vars(step).items() if name not in ("checkpointed", "shards")},
+        **{name: value for name, value in vars(step).items() if name not in _LAYOUT},
         "gpus": cost.gpus,
         "flops_per_token": per_token,
         "tokens": cost.tokens,
@@ -75,13 +80,21 @@ def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None
         hardware = device.hardware or this_machine()
         usable = round(1e6 * hardware.memory_usable.value)
         result |= {"usable_bytes": usable, "utilization": cost.utilization, **_peak_rate(hardware, step)}
-    for name, each in _layouts(step, cost.gpus).items():
+
+    def figures(each: TrainingStep) -> dict[str, Any]:
         needed = training_memory(config, each)
         parts = {f"{part}_bytes": count for part, count in needed.parts().items()}
-        result[name] = {**parts, "total_bytes": needed.total, "peak": needed.peak}
+        found = {**parts, "total_bytes": needed.total, "peak": needed.peak}
         if hardware is not None:
-            fits = {"fits": needed.total <= usable, "largest_batch": largest_batch(config, each, usable)}
-            result[name] |= fits | _speed(config, each, result["peak_flops_per_s"], hardware, cost)
+            found |= {"fits": needed.total <= usable, "largest_batch": largest_batch(config, each, usable)}
+            found |= _speed(config, each, result["peak_flops_per_s"], hardware, cost)
+        return found
+
+    result |= {name: figures(each) for name, each in _layouts(step, cost.gpus).items()}
+    if cost.gpus > 1:
+        result["layouts"] = [
+            {"flags": flags, **figures(each)} for flags, each in _divided(config, step, cost.gpus).items()
+        ]
     if device is not None:
         result["changes"] = [] if result["plain"]["fits"] else _changes(config, step, usable, cost.gpus)
     return result
@@ -97,6 +110,20 @@ def _layouts(step: TrainingStep, gpus: int) -> dict[str, TrainingStep]:
     return layouts
 
 
+def _divided(config: ModelConfig, step: TrainingStep, gpus: int) -> dict[str, TrainingStep]:
+    """The steps by the flags of `train`: sharded, with tensor parallelism if it divides the model, and in stages."""
+    found = {SHARD: replace(step, shards=gpus)}
+    plain = (step.optimizer, step.precision != "fp16") == ("adamw", True)
+    sizes = [(part.num_attention_heads, part.num_key_value_heads, part.intermediate_size) for part, _ in config.runs()]
+    for among in _TENSOR_PARALLEL if plain and is_llama_like(config) else ():
+        if not any(size % among for size in (gpus, *itertools.chain(*sizes))):
+            found[f"{SHARD} --set tensor_parallel={among}"] = replace(step, shards=gpus, tensor_parallel=among)
+    whole_step = config.experts is None and config.selection is None and not config.tie_word_embeddings
+    if gpus <= config.num_hidden_layers and whole_step and step.precision != "fp16":
+        found[f"--set pipeline={gpus}"] = replace(step, stages=gpus)
+    return found | {f"{flags} {CHECKPOINT}": replace(each, checkpointed=True) for flags, each in found.items()}
+
+
 def _peak_rate(hardware: Hardware, step: TrainingStep) -> dict[str, Any]:
     """The rate of matrix products in the step's precision; that of float32 where the device file has no other."""
     quantity, name = hardware.fp32_matmul_rate, "fp32_matmul_rate"
@@ -110,13 +137,15 @@ def _speed(
 ) -> dict[str, Any]:
     """Tokens a second and, for a number of tokens, hours, energy of the device alone and price.
 
+    Of as many batches as GPUs, which are a step, the last stage waits for the first one and the first for the last.
     Checkpointing runs the blocks forward once more; the head's share of the forward pass is not repeated.
     """
     work = training_flops_per_token(config, step.length)
     if step.checkpointed:
         head = 2 * config.vocab_size * config.hidden_size
         work += forward_flops_per_token(config, step.length) - head
-    rate = cost.gpus * peak_flops_per_s * cost.utilization / work
+    busy = cost.gpus / (cost.gpus + step.stages - 1)
+    rate = cost.gpus * peak_flops_per_s * cost.utilization * busy / work
     found: dict[str, Any] = {"tokens_per_s": rate, "step_ms": 1e3 * cost.gpus * step.batch * step.length / rate}
     if cost.tokens is not None:
         hours = cost.tokens / rate / 3_600

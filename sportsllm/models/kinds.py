@@ -50,6 +50,12 @@ def _sublayers(config: ModelConfig) -> tuple[Sublayer, Sublayer]:
     return ATTENTION[config.attention_kind](config), FEED_FORWARD[config.mlp_kind](config)
 
 
+def is_llama_like(config: ModelConfig) -> bool:
+    """Whether all blocks of a whole model have grouped-query attention and a gated feed-forward alone."""
+    kinds = {(part.attention_kind, part.mlp_kind, part.qk_norm) for part, _ in config.runs()}
+    return kinds <= {("grouped_query", "swiglu", False), ("grouped_query", "geglu", False)}
+
+
 def block_matrices(config: ModelConfig) -> list[Matrix]:
     """The matrices of one block in order; names, inputs and scale sources begin with the sublayer: `mlp.up_proj`."""
     return list(_block_matrices(config))

@@ -28,7 +28,8 @@ class TrainingStep:
 
     `batch` sequences of `length` tokens are in memory at once; accumulation adds none. bf16 and fp16 are autocast over
     float32 weights. `optimizer_bits` are those of the optimizer's states: 32; 16, gradients too; or 8, by bitsandbytes.
-    `shards` processes hold a part each of weights, gradients and states, by FSDP2; the batch is that of one.
+    `shards` processes hold a part each of weights, gradients and states, by FSDP2; the batch is that of one, or of
+    `tensor_parallel` of them together. `stages` processes hold some layers each, and as many batches are under way.
 
     Raises:
         UsageError: a value that no training has.
@@ -42,6 +43,8 @@ class TrainingStep:
     processor: Processor = "cpu"
     checkpointed: bool = False
     shards: int = 1
+    tensor_parallel: int = 1
+    stages: int = 1
 
     def __post_init__(self) -> None:
         for value, words in ((self.batch, "batch size"), (self.length, "sequence length")):
@@ -105,6 +108,8 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
         loss         final norm and its output; logits C V, their gradient, N D and V D for its results
         backward     the gradients of a layer's widest activation; a tied head's gradient; checkpointed, one layer
         optimizer    a float32 value for each of P, or three for each of the largest tensor if states have 16 bits
+        stages       the first with the embedding and as many batches as stages, or the last with head and loss
+        tensor       what is inside of a sublayer divided once more; what is outside is divided by groups alone
         sharded      weights, gradients, states and the optimizer's values divided; gathered are what lies outside of
                      the blocks' sublayers, from backward on with its gradients, and the largest sublayer: its weights,
                      in backward also those of the next, its gradients and twice what is sent of them; at its end
@@ -112,17 +117,29 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
 
     Not counted: results of single small operators, dropout's masks, and what the allocator and the driver keep.
     """
-    total, table = config.parameters // step.shards, config.vocab_size * config.hidden_size
+    table, batches = config.vocab_size * config.hidden_size, step.stages
+    tied = 4 * table if config.tie_word_embeddings else 0
+    if step.stages > 1:  # with one of the two tables
+        config = config.with_changes(
+            num_hidden_layers=-(-config.num_hidden_layers // step.stages), tie_word_embeddings=True
+        )
+    root, sublayer = _gathered_bytes(config)
+    total = (config.parameters + (step.tensor_parallel - 1) * root // 4) // step.shards
     value = 2 if step.mixed else 4
     tokens, hidden, layers = step.batch * step.length, config.hidden_size, config.num_hidden_layers
-    each = [(layer_activation_bytes(part, step.mixed, step.processor), count) for part, count in config.runs()]
-    copies = 2 * matrix_parameters(config) if step.mixed else 0
+    each = [
+        (layer_activation_bytes(part, step.mixed, step.processor, step.tensor_parallel), count)
+        for part, count in config.runs()
+    ]
+    copies = 2 * matrix_parameters(config) // step.tensor_parallel if step.mixed else 0
     always = TrainingMemory(
         "optimizer",
         weights=0 if step.mixed else 4 * total,
         master_weights=4 * total if step.mixed else 0,
         gradients=(2 if step.optimizer_bits == 16 else 4) * total,
-        optimizer_states=_optimizer_state_bytes(config, step.optimizer, step.optimizer_bits) // step.shards,
+        optimizer_states=_optimizer_state_bytes(config, step.optimizer, step.optimizer_bits)
+        * total
+        // config.parameters,
         work={32: 4 * total, 16: 12 * table, 8: 0}[step.optimizer_bits],
     )
     in_layers = 4 * hidden * layers if step.checkpointed else sum(size * count for size, count in each)
@@ -130,8 +147,7 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
     widest = max(max(matrix.rows, matrix.columns) for part, _ in config.runs() for matrix in block_matrices(part))
     # A recomputed layer's first input is there already: it makes room for the gradient of its output.
     recomputed = tokens * max(each)[0] if step.checkpointed else 0
-    root, sublayer = _gathered_bytes(config) if step.shards > 1 else (0, 0)
-    tied = 4 * table if config.tie_word_embeddings else 0
+    root, sublayer = (root, sublayer // step.tensor_parallel) if step.shards > 1 else (0, 0)
     cached = 0 if step.shards > 1 and step.checkpointed else copies  # autocast keeps no copies of gathered weights
     loss = replace(
         always,
@@ -146,9 +162,9 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
         always,
         peak="backward",
         weights=always.weights + (copies // layers if step.checkpointed else copies),
-        activations=kept + recomputed,
+        activations=batches * kept + recomputed,
         gathered=2 * root + max(5 * sublayer, sublayer + tied) if step.shards > 1 else 0,
-        work=(tied if step.shards == 1 else 0) + tokens * 2 * value * widest,
+        work=(tied if step.shards == 1 else 0) + tokens * 2 * value * max(widest // step.tensor_parallel, hidden),
     )
     return max((loss, backward, always), key=lambda moment: moment.total)
 
@@ -165,8 +181,8 @@ def largest_batch(config: ModelConfig, step: TrainingStep, limit_bytes: float) -
     return few
 
 
-def layer_activation_bytes(config: ModelConfig, mixed: bool, processor: Processor) -> int:
-    """Bytes that one block keeps for each token, by `Kept` of its sublayers.
+def layer_activation_bytes(config: ModelConfig, mixed: bool, processor: Processor, among: int = 1) -> int:
+    """Bytes that one block keeps for each token, by `Kept` of its sublayers, which `among` processes share.
 
     Each sublayer has a norm in float32 before it, in some families another after it; its matrices keep the first one's
     result (2 D or 4 D).
@@ -175,8 +191,9 @@ def layer_activation_bytes(config: ModelConfig, mixed: bool, processor: Processo
     norms = norms_of_block(config) * _norm_bytes(config.hidden_size, processor)
     total = norms + len(NORMS) * value * config.hidden_size
     for kept in (sublayer.kept for sublayer in sublayers(config).values()):
-        total += value * kept.computed + 4 * kept.float32 + (2 * kept.cast if mixed else 0)
-        total += (value if processor == "gpu" else 4) * kept.attended + (4 if processor == "gpu" else 8) * kept.normed
+        inside = value * kept.computed + 4 * kept.float32 + (2 * kept.cast if mixed else 0)
+        inside += (value if processor == "gpu" else 4) * kept.attended + (4 if processor == "gpu" else 8) * kept.normed
+        total += inside // among
     return total
 
 

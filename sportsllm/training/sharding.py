@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sportsllm import processes
 from sportsllm.errors import InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import save_tensors
+from sportsllm.models.kinds import is_llama_like
 from sportsllm.models.language_model import SportsLLM
 
 if TYPE_CHECKING:
@@ -76,10 +77,10 @@ def _share_matrices(model: SportsLLM, mesh: "DeviceMesh") -> None:
     columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
     plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
-    kinds = {(part.attention_kind, part.mlp_kind, part.qk_norm) for part, _ in config.runs()}
-    known = {("grouped_query", "swiglu", False), ("grouped_query", "geglu", False)}
     layers = model.model.layers
-    if kinds - known or any(type(layer.get_submodule(name)) is not nn.Linear for layer in layers for name in plan):
+    if not is_llama_like(config) or any(
+        type(layer.get_submodule(name)) is not nn.Linear for layer in layers for name in plan
+    ):
         raise UsageError("--set tensor_parallel: is for models of LLaMA's family, without adapters; leave it out")
     for part, _ in config.runs():
         sizes = {"heads": part.num_attention_heads, "key/value heads": part.num_key_value_heads}
