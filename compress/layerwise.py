@@ -37,6 +37,7 @@ from sportsllm.models.layers import Rope
 from sportsllm.models.parts import Matrix
 
 _KEPT = 2  # hidden sizes: inputs of a matrix that are wider are computed again rather than kept
+CPU = torch.device("cpu")
 Key = TypeVar("Key")
 Statistic = Callable[[Tensor, Tensor], Tensor]
 """From the input and the output of one call of a module to the value that is added up."""
@@ -60,8 +61,9 @@ class LeastSquares:
         for inputs, targets in samples:
             inputs_NI, targets_NO = inputs.flatten(0, -2), targets.flatten(0, -2)
             if sums is None:
+                zeros = partial(inputs_NI.new_zeros, dtype=torch.float64)
                 width, height = inputs_NI.shape[1], targets_NO.shape[1]
-                sums = LeastSquares(torch.zeros(width, width).double(), torch.zeros(height, width).double())
+                sums = LeastSquares(zeros(width, width), zeros(height, width))
             sums.gram_II.add_(inputs_NI.T @ inputs_NI)
             sums.cross_OI.add_(targets_NO.T @ inputs_NI)
         assert sums is not None, "there are samples"
@@ -130,7 +132,8 @@ class StoredStates(Sequence[Tensor]):
         for state in states:
             self._file.seek(self._starts[-1])
             self._shapes.append(state.shape)
-            self._starts.append(self._starts[-1] + self._file.write(state.contiguous().numpy().data))
+            self._device = state.device
+            self._starts.append(self._starts[-1] + self._file.write(state.cpu().contiguous().numpy().data))
 
     def like(self, states: Iterable[Tensor]) -> StoredStates:
         """Others in a file of the same directory."""
@@ -151,7 +154,7 @@ class StoredStates(Sequence[Tensor]):
         state = torch.empty(self._shapes[place])
         self._file.seek(self._starts[place])
         self._file.readinto(state.numpy().data)
-        return state
+        return state.to(self._device)
 
 
 def kept_like(states: Sequence[Tensor], following: Iterable[Tensor]) -> StoredStates | list[Tensor]:
@@ -230,7 +233,12 @@ def embedded(model: SportsLLM, samples: Iterable[Tensor]) -> Sequence[Tensor]:
 
 
 def first_states(
-    model: ModelConfig, table_VD: Tensor, samples: Sequence[Tensor], positions: Tensor | None, scratch: Path | None
+    model: ModelConfig,
+    table_VD: Tensor,
+    samples: Sequence[Tensor],
+    positions: Tensor | None,
+    scratch: Path | None,
+    device: torch.device = CPU,
 ) -> Sequence[Tensor]:
     """The residual stream before the first layer, (B, T, D) of every sample, in a file of `scratch` if that is given.
 
@@ -240,8 +248,9 @@ def first_states(
         samples: rows of the table, each (B, T).
         positions: the table of learned positions, if the model has one.
         scratch: a directory.
+        device: of the states; table and samples are in the CPU's memory.
     """
-    states = (embed(model, table_VD[tokens].float(), positions) for tokens in samples)
+    states = (embed(model, table_VD[tokens].float(), positions).to(device) for tokens in samples)
     return list(states) if scratch is None else StoredStates(scratch, states)
 
 

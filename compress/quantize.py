@@ -33,7 +33,6 @@ PADDING_NOTED = 10.0
 """Percent of padding from which a line is printed."""
 LEAST_TOKENS = 4_096  # of calibration text: with 400 GPTQ is worse than no text at all, more than this gain little
 _SENSITIVITY_SAMPLES = 4  # samples that choose the matrices with 8 bits
-_SIZE, _RECOVERY = "Size", "Recovery"
 
 
 METHODS = {"rtn": 0, "mse": 0, "balance": 16, "gptq": 64}
@@ -96,15 +95,7 @@ def quantize(
         typer.Option(
             help="Mix 4 and 8 bits by sensitivity to this size of all packed weights, in MB (10^6 bytes).",
             show_default="5% more than INT4",
-            rich_help_panel=_SIZE,
-        ),
-    ] = None,
-    bits_per_weight: Annotated[
-        float | None,
-        typer.Option(
-            help="Mix 4 and 8 bits by sensitivity to this average over the layers.",
-            show_default="5% more bytes than INT4",
-            rich_help_panel=_SIZE,
+            rich_help_panel="Size",
         ),
     ] = None,
     calibration: options.Calibration = None,
@@ -116,7 +107,7 @@ def quantize(
             help="Quantization-aware distillation: after rounding, train on this many tokens to match the "
             "full-precision model.",
             show_default="no training",
-            rich_help_panel=_RECOVERY,
+            rich_help_panel="Recovery",
         ),
     ] = None,
     corpus: options.Corpus = None,
@@ -124,6 +115,7 @@ def quantize(
     settings: options.Settings = None,
     resume: options.Resume = False,
     seed: options.Seed = 0,
+    device: options.Device = "auto",
     threads: options.Threads = None,
 ) -> QuantizeResult:
     """Quantize weights to INT8 or INT4."""
@@ -132,11 +124,11 @@ def quantize(
     from compress.quantization.mixed_precision import SizeBudget
     from sportsllm.formats.huggingface import load_config
     from sportsllm.inference.calibration import CalibrationText
-    from sportsllm.processors import set_threads
+    from sportsllm.processors import use_processor
     from sportsllm.text.reading import take_reading
     from sportsllm.training.settings import Run, Start
 
-    set_threads(threads)
+    use_processor(threads, device)
     found = parse_settings(settings, QUANTIZATION, TRAINING, STEPS, DISTILLATION, SIGNALS, TEXT)
     reading = take_reading(found, checkpoint)
     taught = {name: value for name, value in found.items() if name not in QUANTIZATION}
@@ -151,10 +143,10 @@ def quantize(
         found.get("symmetric", bits == 8),
         granularity=Granularity.PER_CHANNEL if per_row else Granularity.BLOCK,
     )
-    budget: SizeBudget | None = SizeBudget(bits_per_weight, size_mb)
+    budget: SizeBudget | None = SizeBudget(found.get("bits_per_weight"), size_mb)
     uniform = found.get("uniform", False)
     if uniform and budget != SizeBudget():
-        raise UsageError("--set uniform=true is one precision for all; leave --bits-per-weight and --size-mb out")
+        raise UsageError("--set uniform=true is one precision for all; leave bits_per_weight and --size-mb out")
     if budget == SizeBudget() and (uniform or per_row or bits != 4):
         budget = None
     recovery = None
@@ -272,7 +264,7 @@ def resolve_method(
     if name not in METHODS:
         raise UsageError(f"--method {name!r} is not known; choose one of {', '.join(METHODS)}")
     if config.per_channel and budget is not None:
-        raise UsageError("--group-size 0 is one precision for all; leave --bits-per-weight and --size-mb out")
+        raise UsageError("--group-size 0 is one precision for all; leave bits_per_weight and --size-mb out")
     if not METHODS[name] and budget is None and (text.files or text.samples):
         raise UsageError(f"--method {name} reads no calibration text; leave it out, or choose gptq")
     return name
@@ -344,15 +336,17 @@ def round_weights(
     from compress.quantization.layer_by_layer import round_checkpoint
     from compress.quantization.mixed_precision import choose_bits, measure_groups
     from sportsllm.formats.safetensors import WEIGHTS
+    from sportsllm.processors import training_device
 
     config, groups, count = plan.config, [], METHODS[plan.method]
+    device = training_device(quiet=True)
     samples = [] if plan.text is None else plan.text.read(plan.checkpoint, plan.model, count or 64, LEAST_TOKENS)
     if plan.budget is not None:
         few = samples[:: max(1, len(samples) // _SENSITIVITY_SAMPLES)][:_SENSITIVITY_SAMPLES]
-        groups = measure_groups(plan.checkpoint, plan.model, config, few, directory)
+        groups = measure_groups(plan.checkpoint, plan.model, config, few, directory, device=device)
         config = choose_bits(config, groups, plan.budget.spare_bytes(plan.model, config))
-    path = directory / WEIGHTS
-    return round_checkpoint(plan.checkpoint, plan.model, config, plan.method, samples, keep_originals, path), groups
+    given = plan.checkpoint, plan.model, config, plan.method, samples, keep_originals
+    return round_checkpoint(*given, directory / WEIGHTS, device), groups
 
 
 def train_rounded(

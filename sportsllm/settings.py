@@ -163,6 +163,9 @@ QUANTIZATION: Group = {
     "samples": Setting(int, "Calibration samples", "64; 16 for balance", 1),
     "head_bits": Setting(int, "Bits of embedding and head: 4, 8, or 32 for float32", "8"),
     "symmetric": Setting(bool, "No zero point in 4-bit blocks", "false at 4 bits"),
+    "bits_per_weight": Setting(
+        float, "Mix 4 and 8 bits by sensitivity to this average over the layers", "5% more bytes than INT4", 0
+    ),
     "uniform": Setting(bool, "Give every matrix of the layers --bits, none 8", "false: 5% more bytes at 4 bits"),
 }
 FIT: Group = {

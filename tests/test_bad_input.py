@@ -69,7 +69,8 @@ CASES: list[tuple[str, int, str]] = [
     # options that exclude each other
     (f"train --model tiny-300k --corpus {TEXT} --out {NEW} --steps 1 --tokens 5", USAGE, "--tokens"),
     (f"prune {MODEL} --out {NEW} --params 0.5 --size-mb 1 --calibration {TEXT}", USAGE, "--size-mb"),
-    (f"quantize {MODEL} --out {NEW} --bits 4 --size-mb 1 --bits-per-weight 5", USAGE, "--size-mb"),
+    (f"quantize {MODEL} --out {NEW} --bits 4 --size-mb 1 --set bits_per_weight=5", USAGE, "--size-mb"),
+    (f"quantize {MODEL} --out {NEW} --device cuda", USAGE, "--device cuda: this PyTorch finds no CUDA GPU"),
     (f"export {MODEL} --out {NEW} --format gguf --kv-cache int8", USAGE, "--kv-cache"),
     # nothing asked for
     (f"prune {MODEL} --out {NEW} --calibration {TEXT}", USAGE, "--params"),

@@ -44,7 +44,7 @@ from sportsllm.text.tokenizer import load_tokenizer
 TOOL, THREADS, MOST_CONTEXT = "sportsllm-compress", 2, 2_048
 ONNX: dict[str, dict[str, Any]] = {
     **{"INT8": {"bits": 8}, "INT4": {"bits": 4}},
-    **{"INT4 uniform": {"settings": {"uniform": True}}, "INT4/8": {"bits_per_weight": 5.5}},
+    **{"INT4 uniform": {"settings": {"uniform": True}}, "INT4/8": {"settings": {"bits_per_weight": 5.5}}},
 }
 """Settings of `quantize`."""
 GGUF = ("q4_0", "iq4_xs", "q4_k_m", "q5_k_m", "q8_0")

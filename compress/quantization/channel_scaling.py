@@ -49,9 +49,9 @@ class InputStatistics:
     high_PK: list[Tensor] = field(default_factory=list)
 
     @staticmethod
-    def empty(width: int) -> InputStatistics:
+    def empty(width: int, device: torch.device | None = None) -> InputStatistics:
         """Statistics of no sample yet."""
-        return InputStatistics(torch.zeros(width, width).double())
+        return InputStatistics(torch.zeros(width, width, dtype=torch.float64, device=device))
 
     def add(self, x: Tensor) -> None:
         """Add one sample's inputs, (..., K)."""
@@ -66,7 +66,7 @@ class InputStatistics:
         low_P = (torch.stack(self.low_PK) / scale_K).amin(dim=1).clamp(max=0)
         high_P = (torch.stack(self.high_PK) / scale_K).amax(dim=1).clamp(min=0)
         steps_P = (high_P - low_P).double() / _INPUT_STEPS
-        return float((torch.tensor(self.tokens_P) * steps_P.square() / 12).sum())
+        return float((torch.tensor(self.tokens_P) * steps_P.square().cpu() / 12).sum())
 
 
 @torch.no_grad()
@@ -97,8 +97,8 @@ def scale_block(
     else:
         scale = partial(balanced_scale, _squares(block, firsts, states_BTD[:_BALANCE_SAMPLES], rope))
     for group in groups:
-        first, rows_K = group[0], source_rows(model, group[0])
         linears = [cast(nn.Linear, block.get_submodule(matrix.name)) for matrix in group]
+        first, rows_K = group[0], source_rows(model, group[0]).to(linears[0].weight.device)
         specs = [config.grid_for(f"{prefix}.{matrix.name}", matrix.columns) for matrix in group]
         scale_K = scale(first, [linear.weight for linear in linears], rows_K, specs)
         for linear in linears:
@@ -172,11 +172,11 @@ def _divide(block: Block, reader: Matrix, scale_K: Tensor, rows_K: Tensor) -> No
     """Take the scale out of what makes the reader's inputs."""
     if reader.scale_source is None:
         norm = block.get_submodule(NORMS[reader.name.partition(".")[0]])
-        for part, parameter in list(norm.named_parameters(recurse=False)):  # LayerNorm has a bias too
-            norm.register_parameter(part, nn.Parameter(parameter / scale_K, requires_grad=False))
+        for parameter in norm.parameters(recurse=False):  # LayerNorm has a bias too
+            parameter.data = parameter / scale_K
         return
     source = cast(nn.Linear, block.get_submodule(reader.scale_source))
-    scale_R = torch.ones(source.out_features).index_copy_(0, rows_K, scale_K)
+    scale_R = scale_K.new_ones(source.out_features).index_copy_(0, rows_K, scale_K)
     source.weight.data = source.weight / scale_R[:, None]
     if source.bias is not None:
         source.bias.data = source.bias / scale_R
@@ -185,7 +185,7 @@ def _divide(block: Block, reader: Matrix, scale_K: Tensor, rows_K: Tensor) -> No
 def _measured(
     block: Block, readers: Sequence[Matrix], states_BTD: Sequence[Tensor], rope: Rope
 ) -> dict[str, InputStatistics]:
-    found = {matrix.name: InputStatistics.empty(matrix.columns) for matrix in readers}
+    found = {matrix.name: InputStatistics.empty(matrix.columns, states_BTD[0].device) for matrix in readers}
 
     def catch(name: str) -> Callable[..., None]:
         return lambda _module, args: found[name].add(args[0])

@@ -104,7 +104,7 @@ def damped_gram(gram_KK: Tensor, damping: float = DAMPING) -> Tensor:
     diagonal = gram_KK.diagonal()
     mean = diagonal.double().mean()
     if not mean > 0:
-        return torch.eye(len(gram_KK))
+        return torch.eye(len(gram_KK), device=gram_KK.device)
     gram = torch.cat([(rows.double() / mean).float() for rows in torch.split(gram_KK, _ROWS)])
     gram.diagonal().add_(torch.where(diagonal == 0, 1.0, damping))
     return gram
@@ -124,16 +124,18 @@ def gptq(weight_NK: Tensor, gram_KK: Tensor, grid: AnyGrid, *, act_order: bool) 
     """
     columns, block_size = weight_NK.shape[1], grid.block_size
     diagonal = gram_KK.diagonal()
-    order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(columns)
-    factor_KK = inverse_factor(gram_KK, order)
+    order = torch.arange(columns, device=gram_KK.device)
+    if act_order:
+        order = torch.argsort(diagonal, descending=True, stable=True)
+    factor_KK, groups = inverse_factor(gram_KK, order), (order // block_size).cpu().tolist()
     left_KN = _transposed(weight_NK)[order]
     quants_KN = torch.empty_like(left_KN)
     scales_GN, zeros_GN = _transposed(grid.scales_NG), _transposed(grid.zeros_NG)
     for start in range(0, columns, _PANEL):
         stop = min(start + _PANEL, columns)
-        errors_KN = torch.empty(stop - start, len(weight_NK))
+        errors_KN = weight_NK.new_empty(stop - start, len(weight_NK))
         for place in range(start, stop):
-            group = int(order[place]) // block_size
+            group = groups[place]
             if not act_order and place % block_size == 0:
                 # What earlier columns left to this block; all of it lies in this panel or has been brought up to date.
                 ahead_SN = left_KN[place : place + block_size].clone()
@@ -172,7 +174,7 @@ def inverse_factor(gram_KK: Tensor, order: Tensor | None = None) -> Tensor:
     """
     if not gram_KK.isfinite().all():
         raise ValueError("the second moment of the inputs is not finite")
-    order = torch.arange(len(gram_KK)) if order is None else order
+    order = torch.arange(len(gram_KK), device=gram_KK.device) if order is None else order
     diagonal, more = gram_KK.diagonal()[order].double(), DAMPING
     while True:
         try:
@@ -205,7 +207,7 @@ def coordinate_descent(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK
         pull_KN = gram_KK @ (weight_NK - grid.values(quants_KN.T)).T  # minus half the error's gradient
         for start in range(0, columns, _PANEL):
             stop = min(start + _PANEL, columns)
-            changes_KN = torch.zeros(stop - start, len(weight_NK))
+            changes_KN = weight_NK.new_zeros(stop - start, len(weight_NK))
             for column in range(start, stop):
                 group = column // grid.block_size
                 scale, zero = scales_GN[group], zeros_GN[group]
@@ -239,7 +241,7 @@ def fit_scales(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor
 def _fitted_rows(levels_NK: Tensor, right_NG: Tensor, scales_NG: Tensor, gram_KK: Tensor, block: int) -> Tensor:
     """`fit_scales` of some rows; a whole matrix would have G / `block` times its size in equations, of 8 bytes each."""
     (rows, columns), groups = levels_NK.shape, scales_NG.shape[1]
-    left = torch.empty(rows, groups, groups)
+    left = levels_NK.new_empty(rows, groups, groups)
     for group in range(groups):
         start = group * block
         part = slice(start, min(start + block, columns))

@@ -61,11 +61,11 @@ class Grid:
         groups = self.scales_NG.shape[1]
         filled = self.zeros_NG.repeat_interleave(self.block_size, dim=1)
         filled[:, :columns] = quants_NK
-        numbers = filled.view(rows, groups, self.block_size).to(torch.uint8).numpy()
-        zeros = None if self.symmetric else pack(self.zeros_NG.to(torch.uint8).numpy(), self.bits)
+        numbers = filled.view(rows, groups, self.block_size).to(torch.uint8).cpu().numpy()
+        zeros = None if self.symmetric else pack(self.zeros_NG.to(torch.uint8).cpu().numpy(), self.bits)
         return QuantizedWeight(
             packed=pack(numbers, self.bits),
-            scales=self.scales_NG.float().numpy(),
+            scales=self.scales_NG.float().cpu().numpy(),
             zero_points=zeros,
             bits=self.bits,
             block_size=self.block_size,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.layerwise import (
+    CPU,
     LayerPair,
     LayerStates,
     LeastSquares,
@@ -73,6 +74,7 @@ def round_checkpoint(
     samples: Sequence[Tensor],
     keep_originals: bool,
     path: Path | None = None,
+    device: torch.device = CPU,
 ) -> RoundedWeights:
     """Round a checkpoint's matrices by `rtn`, `mse`, `balance` or `gptq`.
 
@@ -84,13 +86,14 @@ def round_checkpoint(
         samples: calibration token ids, each (B, T), for the last two.
         keep_originals: for `compress.quantization.qad`.
         path: the file for the tensors; they stay in memory if None.
+        device: to compute on with calibration text.
     """
     packed, originals = PackedCheckpoint(model, config, path), dict[str, Tensor]()
     kept = originals if keep_originals else None
     if method in ("rtn", "mse"):
         quantize_without_data(checkpoint, model, packed, method == "mse", kept)
     else:
-        quantize_calibrated(checkpoint, model, packed, samples, gptq=method == "gptq", originals=kept)
+        quantize_calibrated(checkpoint, model, packed, samples, gptq=method == "gptq", originals=kept, device=device)
     packed.check_complete()
     return RoundedWeights(packed, sum(tokens.numel() for tokens in samples), originals)
 
@@ -119,7 +122,7 @@ def quantize_without_data(
 def _keep(originals: dict[str, Tensor] | None, prefix: str, block: Block, model: ModelConfig) -> None:
     if originals is not None:
         names = [matrix.name for matrix in block_matrices(model)]
-        originals |= {f"{prefix}.{name}": block.get_parameter(f"{name}.weight") for name in names}
+        originals |= {f"{prefix}.{name}": block.get_parameter(f"{name}.weight").detach().cpu() for name in names}
 
 
 @torch.no_grad()
@@ -131,6 +134,7 @@ def quantize_calibrated(
     *,
     gptq: bool = True,
     originals: dict[str, Tensor] | None = None,
+    device: torch.device = CPU,
 ) -> None:
     """Fill `packed` with the quantized model.
 
@@ -142,28 +146,30 @@ def quantize_calibrated(
         gptq: fit and round by GPTQ; else each matrix by itself on the grid of least squared error, columns counting as
             their inputs in the full model are strong. Both scale channels first.
         originals: where given, gets the layers' matrices as they were before rounding, scaled, by module.
+        device: to compute on.
     """
     pull = PULL / sum(tokens.numel() for tokens in samples)
-    rope, tensors = rope_of(model), TensorFiles(checkpoint)
-    ends, norm = read_ends(tensors, model), load_last_norm(tensors, model)
+    rope, tensors = rope_of(model, device), TensorFiles(checkpoint)
+    ends, norm = read_ends(tensors, model), load_last_norm(tensors, model).to(device)
     embedding, head = ends.pop(f"{EMBEDDING}.weight"), ends.pop(f"{HEAD}.weight", None)
     if gptq and head is None and packed.config.bits_for(EMBEDDING) != UNPACKED:
-        gram_DD = _tied_gram(packed, tensors, model, samples, embedding, norm, rope)
+        gram_DD = _tied_gram(packed, tensors, model, samples, embedding, norm, rope, device)
         _round_by_gptq(packed, EMBEDDING, embedding, gram_DD)
     elif gptq or head is not None:
         packed.add_matrix(EMBEDDING, embedding, search=True)
     positions = ends.get(f"{POSITIONS}.weight")
     unread: dict[int, list[int]] = {}
-    full_BTD = first_states(model, embedding, samples, positions, packed.scratch)
+    full_BTD = first_states(model, embedding, samples, positions, packed.scratch, device)
     rounded_BTD: Sequence[Tensor] = []
     if gptq:
         used = torch.unique(torch.cat([tokens.flatten() for tokens in samples]))
         places = [torch.searchsorted(used, tokens) for tokens in samples]
-        rounded_BTD = first_states(model, packed.matrix(EMBEDDING, used), places, positions, packed.scratch)
+        rounded_BTD = first_states(model, packed.matrix(EMBEDDING, used), places, positions, packed.scratch, device)
     del embedding
     with progress_bar("quantize", model.num_hidden_layers) as bar:
         for layer in range(model.num_hidden_layers):
-            source, prefix, own = load_block(tensors, model, layer), f"model.layers.{layer}", model.of_layer(layer)
+            source = load_block(tensors, model, layer).to(device)
+            prefix, own = f"model.layers.{layer}", model.of_layer(layer)
             scale_block(source, own, full_BTD, rope, packed.config, prefix)
             _keep(originals, prefix, source, own)
             if gptq:
@@ -198,6 +204,7 @@ def quantize_calibrated(
         table = tensors[f"{EMBEDDING}.weight"].float() if head is None else head
         _round_table(packed, EMBEDDING if head is None else HEAD, table, map(norm, full_BTD))
     elif head is not None and packed.config.bits_for(HEAD) != UNPACKED:
+        head = head.to(device)
         sums = LeastSquares.over(zip(map(norm, rounded_BTD), map(norm, full_BTD), strict=True))
         wanted = LeastSquares(sums.gram_II, head.double() @ sums.cross_OI).solve(head, pull * model.hidden_size)
         _round_by_gptq(packed, HEAD, wanted, sums.gram_II.float())
@@ -239,7 +246,7 @@ def _fit_and_round(
         wanted, gram_KK = sums.solve(linear.weight, pull * linear.in_features), sums.gram_II.float()
         sums.gram_II = sums.cross_OI = torch.empty(0)  # the widest matrix needs this memory for its rounding
         _round_by_gptq(packed, f"{prefix}.{name}", wanted, gram_KK)
-        linear.weight.data = packed.matrix(f"{prefix}.{name}")
+        linear.weight.data = packed.matrix(f"{prefix}.{name}").to(linear.weight.device)
 
     return fit_block(pair, streams, between_BTD, solve), read
 
@@ -271,7 +278,7 @@ def _check_text(
     """Whether the full model, whose last states are given, knows the calibration text; a few pieces tell."""
     few = samples[:JUDGED_SAMPLES]
     nats = sum(
-        float(cross_entropy(norm(x_BTD[:, :-1]), head_VD.float(), tokens[:, 1:], softcap=cap))
+        float(cross_entropy(norm(x_BTD[:, :-1]), head_VD.to(x_BTD), tokens[:, 1:].to(x_BTD.device), softcap=cap))
         for x_BTD, tokens in zip(last_BTD, few, strict=False)
     )
     check_familiar(samples, nats / sum(tokens[:, 1:].numel() for tokens in few))
@@ -285,6 +292,7 @@ def _tied_gram(
     embedding: Tensor,
     norm: ResidualNorm,
     rope: Rope,
+    device: torch.device,
 ) -> Tensor:
     """(D, D): what an error of the tied table counts as head and as embedding, see the module; read from the full
     model.
@@ -292,11 +300,11 @@ def _tied_gram(
     sizes = torch.tensor([tokens.numel() for tokens in samples]).cumsum(0)
     count = int((sizes < _TABLE_TOKENS * model.hidden_size).sum()) + 1
     positions = load_positions(tensors, model)
-    states_BTD = first_states(model, embedding, samples[:count], positions, packed.scratch)
+    states_BTD = first_states(model, embedding, samples[:count], positions, packed.scratch, device)
     for layer in range(model.num_hidden_layers):
-        states_BTD = run_layer(load_block(tensors, model, layer), states_BTD, rope)
+        states_BTD = run_layer(load_block(tensors, model, layer).to(device), states_BTD, rope)
     gram_DD = torch.stack([second_moment(norm(x_BTD)) for x_BTD in states_BTD]).sum(dim=0)
-    return gram_DD / gram_DD.diagonal().mean() + TABLE_SHARE * torch.eye(len(gram_DD))
+    return gram_DD / gram_DD.diagonal().mean() + TABLE_SHARE * torch.eye(len(gram_DD), device=gram_DD.device)
 
 
 def _round_by_gptq(packed: PackedCheckpoint, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.layerwise import first_states, kept_like, run_layer
+from compress.layerwise import CPU, first_states, kept_like, run_layer
 from compress.quantization.config import QuantizationConfig, bits_per_weight, matrix_bytes, matrix_weights
 from compress.quantization.packed_checkpoint import round_weight
 from sportsllm.console import progress_bar
@@ -77,15 +77,15 @@ class SizeBudget:
             UsageError: both or neither given, not 4 bits, or less than the low precision takes.
         """
         if self.bits_per_weight is not None and self.size_mb is not None:
-            raise UsageError("give one of --bits-per-weight and --size-mb, not both")
+            raise UsageError("give one of --set bits_per_weight and --size-mb, not both")
         if config.bits >= HIGH_BITS:
-            raise UsageError("--bits-per-weight and --size-mb mix 4 and 8 bits; leave --bits 8 out")
+            raise UsageError("--set bits_per_weight and --size-mb mix 4 and 8 bits; leave --bits 8 out")
         if self == SizeBudget():
             return int(DEFAULT_GROWTH * matrix_bytes(model, config))
         if self.bits_per_weight is not None:
             least, smallest = matrix_bytes(model, config, layers_only=True), f"{bits_per_weight(model, config):.3f}"
             budget = int(self.bits_per_weight * matrix_weights(model, layers_only=True) / 8)
-            flag = f"--bits-per-weight {self.bits_per_weight:g}"
+            flag = f"--set bits_per_weight={self.bits_per_weight:g}"
         else:
             assert self.size_mb is not None, "one of both is given"
             least = matrix_bytes(model, config) + 4 * (model.parameters - matrix_weights(model))
@@ -108,6 +108,7 @@ def measure_groups(
     scratch: Path | None = None,
     draws: int = 4,
     seed: int = 0,
+    device: torch.device = CPU,
 ) -> list[SensitivityGroup]:
     """The KL that rounding each group alone to `config.bits` costs, to second order.
 
@@ -124,21 +125,22 @@ def measure_groups(
         scratch: directory for a file of the states between the layers, which are in memory if None.
         draws: tokens drawn at each position.
         seed: for the draws.
+        device: to compute on.
     """
-    tensors, rope, layers = TensorFiles(checkpoint), rope_of(model), range(model.num_hidden_layers)
+    tensors, rope, layers = TensorFiles(checkpoint), rope_of(model, device), range(model.num_hidden_layers)
     chunks = [chunk for tokens in samples for chunk in torch.split(tokens, _CHUNK, dim=1)]
     read, costs = sum(chunk.numel() for chunk in chunks), list[SensitivityGroup]()
     with progress_bar("sensitivity", 2 * len(layers)) as bar:
         table_VD, positions = tensors[f"{EMBEDDING}.weight"], load_positions(tensors, model)
-        before = [first_states(model, table_VD, chunks, positions, scratch)]
+        before = [first_states(model, table_VD, chunks, positions, scratch, device)]
         del table_VD
         for layer in layers:
-            before.append(run_layer(load_block(tensors, model, layer), before[-1], rope))
+            before.append(run_layer(load_block(tensors, model, layer).to(device), before[-1], rope))
             bar.advance()
         like = before[-1]
-        gradients = kept_like(like, _last_gradients(tensors, model, before.pop(), draws, seed))
+        gradients = kept_like(like, _last_gradients(tensors, model, before.pop(), draws, seed, device))
         for layer in reversed(layers):
-            block, prefix = load_block(tensors, model, layer), f"model.layers.{layer}"
+            block, prefix = load_block(tensors, model, layer).to(device), f"model.layers.{layer}"
             groups = [tuple(f"{prefix}.{matrix.name}" for matrix in group) for group in input_groups(block.config)]
             weights = {
                 name: block.get_parameter(f"{name[len(prefix) + 1 :]}.weight") for group in groups for name in group
@@ -155,14 +157,18 @@ def measure_groups(
 
 
 def _last_gradients(
-    tensors: TensorFiles, model: ModelConfig, states_BTD: Iterable[Tensor], draws: int, seed: int
+    tensors: TensorFiles, model: ModelConfig, states_BTD: Iterable[Tensor], draws: int, seed: int, device: torch.device
 ) -> Iterator[Tensor]:
     """(R, 1, T, D) for each chunk: gradients of the log probability of R draws by the states after the last layer.
 
     With logits W h the gradient by h is W[drawn] - sum over v of p(v) W[v], and its second term serves all draws.
     """
-    norm, cap, draw = load_last_norm(tensors, model), model.logit_softcap, torch.Generator().manual_seed(seed)
-    head_VD = load_table(tensors, model, EMBEDDING if model.tie_word_embeddings else HEAD)
+    norm, cap, draw = (
+        load_last_norm(tensors, model).to(device),
+        model.logit_softcap,
+        torch.Generator().manual_seed(seed),
+    )
+    head_VD = load_table(tensors, model, EMBEDDING if model.tie_word_embeddings else HEAD).to(device)
     for x_BTD in states_BTD:
         with torch.enable_grad():
             last_BTD = x_BTD.detach().requires_grad_()
@@ -171,7 +177,9 @@ def _last_gradients(
         slope_TV = None if cap is None else 1 - (logits_TV / cap).square()
         p_TV = logits_TV.log_softmax(-1).exp_()
         del logits_TV
-        drawn = [torch.multinomial(p_TV, 1, generator=draw) for _ in range(draws)]
+        p_here_TV = p_TV.cpu()  # where all devices draw the same
+        drawn = [torch.multinomial(p_here_TV, 1, generator=draw).to(device) for _ in range(draws)]
+        del p_here_TV
         mean_TD = (p_TV if slope_TV is None else p_TV.mul_(slope_TV)) @ head_VD
         found: list[Tensor] = []
         for drawn_T1 in drawn:
@@ -194,7 +202,7 @@ def _watched(weights: Mapping[str, nn.Parameter], config: QuantizationConfig) ->
 
     for name, weight in weights.items():
         rounded = round_weight(weight.detach(), config.grid_for(name, weight.shape[1]), search=True)
-        error_NK = torch.from_numpy(rounded.dequantize()).sub_(weight.detach())
+        error_NK = torch.from_numpy(rounded.dequantize()).to(weight.device).sub_(weight.detach())
         weight.requires_grad_().register_post_accumulate_grad_hook(note(name, error_NK))  # type: ignore[no-untyped-call]
     return changes
 

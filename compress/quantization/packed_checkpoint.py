@@ -27,8 +27,13 @@ ROWS = 8192
 
 def round_weight(weight_NK: Tensor, spec: GridSpec, search: bool, weights_K: Tensor | None = None) -> QuantizedWeight:
     """Every number to the nearest of its block's grid; other arguments as in `compress.quantization.grid.fit_grid`."""
-    grid = fit_grid(weight_NK, *spec, search=search, weights_K=weights_K)
-    return grid.pack(grid.round(weight_NK.float()))
+
+    def rounded(rows_NK: Tensor) -> QuantizedWeight:
+        rows_NK = rows_NK.float() if weights_K is None else rows_NK.to(weights_K)
+        grid = fit_grid(rows_NK, *spec, search=search, weights_K=weights_K)
+        return grid.pack(grid.round(rows_NK))
+
+    return stack_rows(map(rounded, torch.split(weight_NK, ROWS)), len(weight_NK))
 
 
 def stack_rows(parts: Iterable[QuantizedWeight], rows: int) -> QuantizedWeight:
@@ -93,7 +98,8 @@ class PackedCheckpoint:
 
     def add_vector(self, name: str, tensor: Tensor) -> None:
         """A tensor as it is, for example a norm's weight."""
-        self.tensors[name] = tensor.detach().clone()  # one that is read in place would keep the whole file in memory
+        # A copy, since a tensor that is read in place would keep the whole file in memory.
+        self.tensors[name] = tensor.detach().to("cpu", copy=True)
 
     def add_matrix(self, module: str, weight_NK: Tensor, search: bool) -> None:
         """A module's matrix, rounded or kept at 32 bits."""
@@ -121,7 +127,7 @@ class PackedCheckpoint:
     def add_by_gptq(self, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
         """A module's matrix, rounded for inputs with second moment `gram_KK`."""
         spec = self.config.grid_for(module, weight_NK.shape[1])
-        parts = (gptq_weight(rows, gram_KK, *spec) for rows in torch.split(weight_NK.float(), ROWS))
+        parts = (gptq_weight(rows.to(gram_KK), gram_KK, *spec) for rows in torch.split(weight_NK, ROWS))
         self.add_packed(module, stack_rows(parts, len(weight_NK)))
 
     def matrix(self, module: str, rows_N: Tensor | None = None) -> Tensor:

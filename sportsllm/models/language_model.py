@@ -42,13 +42,13 @@ FEED_FORWARD_MODULES: dict[str, Callable[[ModelConfig], nn.Module]] = {
 _ROPE_TABLES = ("rope_cos", "rope_sin", "rope_local_cos", "rope_local_sin")
 
 
-def rope_of(config: ModelConfig) -> Rope:
-    """A model's tables, one row a position of its context; none without rotary positions."""
+def rope_of(config: ModelConfig, device: torch.device | None = None) -> Rope:
+    """A model's tables on a device, one row a position of its context; none without rotary positions."""
     if config.position_kind == "none":
         return ()
     bases = [config.rope_theta] + [config.rope_local_theta] * (config.rope_local_theta is not None)
     tables = [rope_tables(config, config.max_position_embeddings, local=place > 0) for place in range(len(bases))]
-    return tuple(torch.from_numpy(table) for pair in tables for table in pair)
+    return tuple(torch.from_numpy(table).to(device) for pair in tables for table in pair)
 
 
 def first_positions(rope: Rope, x_BTD: Tensor) -> Rope:

@@ -1,19 +1,23 @@
 """Quantization of a whole checkpoint with calibration text: what each table's error costs where it is used."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from compress.quantization.config import QuantizationConfig
+from compress.quantization.config import Granularity, QuantizationConfig
 from compress.quantization.layer_by_layer import TABLE_SHARE, quantize_calibrated, round_checkpoint
+from compress.quantization.mixed_precision import measure_groups
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.models.config import Experts
 from sportsllm.models.language_model import SportsLLM
 from tests.support.models import tiny_model
+from tests.support.pretend_gpu import pretended_gpu
 
 
 def table_error(model: SportsLLM, samples: list[torch.Tensor], found_VD: torch.Tensor) -> float:
@@ -63,6 +67,34 @@ def test_what_is_written_layer_by_layer_is_what_memory_holds(
     assert sorted(path.name for path in tmp_path.glob("*")) == sorted(
         [*(path.name for path in checkpoint.glob("*")), "packed.safetensors"]
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "changes"),
+    [
+        ("gptq", QuantizationConfig(4, symmetric=False), {}),
+        ("gptq", QuantizationConfig(8, granularity=Granularity.PER_CHANNEL), {"tie_word_embeddings": False}),
+        ("balance", QuantizationConfig(8), {"mlp_kind": "experts", "experts": Experts(count=3, active=2)}),
+    ],
+)
+def test_a_gpu_rounds_as_the_cpu_does(
+    method: str, config: QuantizationConfig, changes: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    """The pretended one computes on the CPU, and no sum may mix tensors of both."""
+    model = tiny_model(**changes)
+    save_checkpoint(tmp_path, model, checkpoint)
+    draw = torch.Generator().manual_seed(0)
+    samples = [torch.randint(0, 24, (1, length), generator=draw) for length in (40, 64, 17)]
+    given = tmp_path, model.config, config, method, samples, True, tmp_path / "packed.safetensors"
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted, wanted_costs = round_checkpoint(*given), measure_groups(tmp_path, model.config, config, samples)
+        wanted_tensors = dict(wanted.packed.tensors)
+        with pretended_gpu() as gpu:
+            found = round_checkpoint(*given, gpu)
+            costs = measure_groups(tmp_path, model.config, config, samples, tmp_path, device=gpu)
+    assert all(torch.equal(found.packed.tensors[name], tensor) for name, tensor in wanted_tensors.items())
+    assert all(torch.equal(found.originals[name], weight) for name, weight in wanted.originals.items())
+    assert [group.kl for group in costs] == pytest.approx([group.kl for group in wanted_costs], rel=1e-6)
 
 
 def test_inputs_that_overflow_are_refused(checkpoint: Path, tmp_path: Path) -> None:

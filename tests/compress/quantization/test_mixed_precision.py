@@ -174,7 +174,9 @@ def test_four_bits_spend_five_percent_more_by_default(
 def test_budgets_that_cannot_be_kept() -> None:
     config = tiny_config()
     assert bits_per_weight(config, QuantizationConfig(4, 32, 8)) == pytest.approx(4.5)
-    with pytest.raises(UsageError, match=r"--bits-per-weight 4.2 is less than INT4 takes with groups of 32, 4\.500"):
+    with pytest.raises(
+        UsageError, match=r"--set bits_per_weight=4.2 is less than INT4 takes with groups of 32, 4\.500"
+    ):
         SizeBudget(4.2).spare_bytes(config, QuantizationConfig())
     with pytest.raises(UsageError, match=r"--size-mb 0\.01 is less"):
         SizeBudget(None, 0.01).spare_bytes(config, QuantizationConfig())
@@ -187,8 +189,9 @@ def test_budgets_that_cannot_be_kept() -> None:
 def test_a_mixture_says_what_it_is(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = {"calibration": [corpus_file], "settings": {"samples": 4}}
-    mixed = load_command("quantize")(checkpoint=checkpoint, out=tmp_path / "mixed", bits_per_weight=6.5, **few)
+    settings = {"samples": 4, "bits_per_weight": 6.5}
+    few = {"calibration": [corpus_file], "settings": settings}
+    mixed = load_command("quantize")(checkpoint=checkpoint, out=tmp_path / "mixed", **few)
     raised = sum(group["bits"] == 8 for group in mixed.sensitivity)
     assert 0 < raised < len(mixed.sensitivity)
     assert f"8 bits for {raised} of {len(mixed.sensitivity)} groups of matrices" in capsys.readouterr().out

@@ -1,0 +1,90 @@
+"""A processor that is not there: tensors that say they are on DEVICE and are computed on the CPU.
+
+Whatever mixes tensors of both processors fails as it does on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+DEVICE = torch.device("cpu", 1)
+_aten = torch.ops.aten
+_COPIES = {_aten._to_copy.default, _aten.copy_.default}
+_CPU_INDICES = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default, _aten._index_put_impl_.default}
+
+
+class Pretended(Tensor):
+    """A tensor on DEVICE; its values are those of `elem`."""
+
+    elem: Tensor
+
+    @staticmethod
+    def __new__(cls, elem: Tensor) -> Pretended:
+        made: Pretended = Tensor._make_wrapper_subclass(
+            cls, elem.shape, strides=elem.stride(), storage_offset=elem.storage_offset(), dtype=elem.dtype,
+            device=DEVICE, requires_grad=elem.requires_grad,
+        )  # fmt: skip
+        made.elem = elem
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _compute(func, args, kwargs or {})
+
+    def tolist(self) -> list[Any]:
+        return list(self.elem.tolist())
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Pretended) -> None:
+        assert isinstance(value, Pretended), "a CPU tensor for a parameter on the GPU"
+        self.elem = value.elem
+
+
+def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    ours = {id(leaf.elem): leaf for leaf in leaves if isinstance(leaf, Pretended)}
+    given = kwargs.get("device")
+    on_gpu = bool(ours) if given is None else torch.device(given) == DEVICE
+    if func is _aten.copy_.default:
+        on_gpu = isinstance(args[0], Pretended)
+    if ours and func not in _COPIES:
+        checked = leaves if func not in _CPU_INDICES else [args[0]]
+        stray = [leaf for leaf in checked if leaf.ndim and not isinstance(leaf, Pretended)]
+        assert not stray, f"{func}: tensors on the GPU and on the CPU"
+    if given is not None and on_gpu:
+        kwargs = kwargs | {"device": torch.device("cpu")}
+    args, kwargs = tree_map(lambda leaf: leaf.elem if isinstance(leaf, Pretended) else leaf, (args, kwargs))
+    made = func(*args, **kwargs)
+
+    def wrapped(result: Any) -> Any:
+        if not isinstance(result, Tensor) or not on_gpu:
+            return result
+        return ours[id(result)] if id(result) in ours else Pretended(result)
+
+    return tree_map(wrapped, made)
+
+
+class _Factories(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _compute(func, args, kwargs or {})
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[torch.device]:
+    """While it lasts, DEVICE can be computed on."""
+    torch._C._ensureCUDADeviceGuardSet()  # a guard that does nothing, as FakeTensorMode sets it
+    replaced = patch("torch.__future__.get_overwrite_module_params_on_conversion", lambda: True)
+    with patch("torch.cuda._lazy_init"), replaced, _Factories():
+        yield DEVICE
