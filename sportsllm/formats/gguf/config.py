@@ -12,6 +12,7 @@ import numpy as np
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.families.gemma import CAPS
+from sportsllm.formats.huggingface import FAMILIES
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, Experts, ModelConfig
 from sportsllm.models.rope import RopeScaling, inverse_frequencies
 
@@ -31,6 +32,8 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "context_length": "max_position_embeddings",
 }
+_MODEL_TYPES = {"gemma3": "gemma3_text", "gptneox": "gpt_neox", "qwen3moe": "qwen3_moe"}
+"""Hugging Face's names of architectures, if they are others."""
 _ORIGINAL_CONTEXT = "rope.scaling.original_context_length"
 _READ = {
     *_SIZES, "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
@@ -182,12 +185,12 @@ def read_config(file: GGUFFile) -> ModelConfig:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-        "qk_norm": name in ("qwen3", "qwen3moe"),
         **_special_tokens(file),
+        **FAMILIES[_MODEL_TYPES.get(name, name)].fixed,
     }
     try:
-        if name in _FAMILIES:
-            values |= _FAMILIES[name](file, values)
+        if name in _READERS:
+            values |= _READERS[name](file, values)
         config = ModelConfig(**values)
         return config.with_changes(rope_scaling=_rope_scaling(file, name, config))
     except UsageError as error:
@@ -202,7 +205,6 @@ def _smollm3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gemma3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     return _gemma(file, values, file.value_or(6, "gemma3.attention.sliding_window_pattern", int), 62) | {
-        "qk_norm": True,
         "rope_theta": _decimal(file.value_or(1e6, "gemma3.rope.freq_base", float)),
         "rope_local_theta": _decimal(file.value_or(10_000.0, "gemma3.rope.freq_base_swa", float)),
     }
@@ -218,17 +220,11 @@ def _gemma(file: GGUFFile, values: Mapping[str, Any], every: int, largest: int) 
     layers, hidden = values["num_hidden_layers"], values["hidden_size"]
     scored = hidden // values["num_attention_heads"] if layers == largest else values["head_dim"]
     return {
-        "mlp_kind": "geglu",
-        "output_norms": True,
         "embedding_scale": hidden**0.5,
         "attention_scale": scored**-0.5,
         "layer_types": tuple(SLIDING if (layer + 1) % every else FULL for layer in range(layers)),
         "sliding_window": file.value(f"{architecture(file)}.attention.sliding_window", int),
     }
-
-
-def _olmo2(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {"qk_norm": True, "joint_qk_norm": True, "input_norms": False, "output_norms": True}
 
 
 def _phi3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,21 +234,15 @@ def _phi3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": (SLIDING,) * values["num_hidden_layers"]}
 
 
-def _gpt2(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
-    biases = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), True)
-    return {"mlp_kind": "gelu", "norm_kind": "layer", "position_kind": "learned", **biases}
-
-
 def _stablelm(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     if file.value_or(False, f"stablelm.{PARALLEL}", bool):
         raise file.error(f"stablelm.{PARALLEL} is true, which is not supported; convert it from Hugging Face's files")
-    return {"norm_kind": "layer"}
+    return {}
 
 
 def _gptneox(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     biases = dict.fromkeys(("attention_bias", "attention_output_bias"), "blk.0.attn_qkv.bias" in file.tensors)
-    parallel = file.value(f"gptneox.{PARALLEL}", bool)
-    return biases | {"mlp_kind": "gelu_erf", "norm_kind": "layer", "mlp_bias": True, "parallel_residual": parallel}
+    return biases | {"mlp_kind": "gelu_erf", "parallel_residual": file.value(f"gptneox.{PARALLEL}", bool)}
 
 
 def _granite(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,13 +263,20 @@ def granite_factors(file: GGUFFile) -> dict[str, float]:
 def _qwen3moe(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     count, active = (file.value(f"qwen3moe.expert_{key}", int) for key in ("count", "used_count"))
     inner = file.value_or(values["intermediate_size"] // max(active, 1), "qwen3moe.expert_feed_forward_length", int)
-    return {"mlp_kind": "experts", "experts": Experts(count, active, balance_loss=0.001), "intermediate_size": inner}
+    return {"experts": Experts(count, active, balance_loss=0.001), "intermediate_size": inner}
 
 
-_FAMILIES: dict[str, Callable[[GGUFFile, Mapping[str, Any]], dict[str, Any]]] = {
-    "smollm3": _smollm3, "gemma2": _gemma2, "gemma3": _gemma3, "phi3": _phi3, "gpt2": _gpt2, "olmo2": _olmo2,
-    "stablelm": _stablelm, "gptneox": _gptneox, "granite": _granite, "qwen3moe": _qwen3moe,
-}  # fmt: skip
+_READERS: dict[str, Callable[[GGUFFile, Mapping[str, Any]], dict[str, Any]]] = {
+    "smollm3": _smollm3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "stablelm": _stablelm,
+    "gptneox": _gptneox,
+    "granite": _granite,
+    "qwen3moe": _qwen3moe,
+}
+"""By architecture, what its files have beyond LLaMA's keys and the fixed parts of Hugging Face's family."""
 
 
 def _decimal(value: float) -> float:
