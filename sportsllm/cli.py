@@ -8,7 +8,6 @@ which takes a third of the time of `--help`.
 from __future__ import annotations
 
 import copy
-import difflib
 import errno
 import functools
 import inspect
@@ -27,7 +26,15 @@ from typer.models import ArgumentInfo
 
 from sportsllm import __version__, processes
 from sportsllm.commands import COMMANDS, GROUPS, Command, Result, load_command, types_in
-from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, ResourceError, SportsLLMError, UsageError
+from sportsllm.errors import (
+    ArtifactError,
+    ConflictError,
+    InterruptedRun,
+    ResourceError,
+    SportsLLMError,
+    UsageError,
+    did_you_mean,
+)
 
 LONGEST_MESSAGE = 400
 _VERBOSE = "Print times, and progress every five seconds. Like --quiet, before or after the command."
@@ -217,8 +224,8 @@ def _usage(error: TyperException, arguments: list[str]) -> str:
     context: Any = getattr(error, "ctx", None)
     given = getattr(error, "option_name", None)
     if message.startswith("No such option") and context is not None:  # it names every option that begins alike
-        near = difflib.get_close_matches(given, [name for each in context.command.params for name in each.opts], 1)
-        message = f"no option {given}" + (f"; did you mean {near[0]}?" if near else "")
+        near = did_you_mean(str(given), [name for each in context.command.params for name in each.opts])
+        message = f"no option {given}" + (f"; {near}" if near else "")
     where = context.command_path if context is not None else "sportsllm-compress"
     return f"{message} (see {where} --help)"
 

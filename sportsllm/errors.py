@@ -3,6 +3,9 @@
 The codes are part of the command line's interface; scripts rely on them.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class SportsLLMError(Exception):
     """Base of every error a person can act on. The message is one line."""
@@ -50,3 +53,9 @@ class InterruptedRun(SportsLLMError):
     """The user pressed Ctrl-C; the state was saved first."""
 
     exit_code = 130
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean NEAREST?` for an error about an unknown name; empty if none is near."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {near[0]}?" if near else ""

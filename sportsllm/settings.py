@@ -6,13 +6,12 @@ sportsllm.settings` makes `docs/reference/settings.md` of these tables. Imports 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sportsllm.errors import UsageError
+from sportsllm.errors import UsageError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -218,8 +217,7 @@ def parse_settings(
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            advice = f"did you mean {near[0]}?" if near else f"this command has {', '.join(known)}"
+            advice = did_you_mean(name, known) or f"this command has {', '.join(known)}"
             raise UsageError(f"{option} {name}={value}: there is no {name!r}; {advice}")
         found[name] = _parse(f"{option} {name}={value}", value, known[name])
     return found
@@ -247,9 +245,8 @@ def _parse(where: str, text: str, setting: Setting) -> object:
 def check_value(where: str, value: object, setting: Setting) -> None:
     """Raise UsageError, which begins with `where`, for a value out of bounds or none of the choices."""
     if setting.choices and value not in setting.choices:
-        near = difflib.get_close_matches(str(value), setting.choices, 1)
-        advice = f"; did you mean {near[0]}?" if near else ""
-        raise UsageError(f"{where}: use one of {', '.join(setting.choices)}{advice}")
+        near = did_you_mean(str(value), setting.choices)
+        raise UsageError(f"{where}: use one of {', '.join(setting.choices)}" + (f"; {near}" if near else ""))
     if isinstance(value, int | float) and not (math.isfinite(value) and setting.least <= value <= setting.most):
         bounds = f"at least {setting.least:g}" if math.isinf(setting.most) else f"{setting.least:g} to {setting.most:g}"
         raise UsageError(f"{where}: must be {bounds}")

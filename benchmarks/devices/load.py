@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import platform
 import re
@@ -17,7 +16,7 @@ from pydantic import ValidationError
 
 from benchmarks.devices.schema import Device
 from benchmarks.labels import LIMITS
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import ArtifactError, UsageError, did_you_mean
 from sportsllm.files import clip, describe, read_toml
 
 DEVICES = Path(__file__).parent
@@ -72,8 +71,8 @@ def load_device(name_or_path: str) -> Device:
 
 
 def _advice(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, 1)
-    return f"did you mean {near[0]}? Choose one of {', '.join(names)}" if near else f"choose one of {', '.join(names)}"
+    near = did_you_mean(name, names)
+    return f"{near} Choose one of {', '.join(names)}" if near else f"choose one of {', '.join(names)}"
 
 
 def load_target(name_or_path: str | None, limits: Mapping[str, float]) -> Device:

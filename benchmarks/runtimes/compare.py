@@ -5,7 +5,6 @@ A runtime that is not installed gets a line that says how to install it, one tha
 
 from __future__ import annotations
 
-import difflib
 import json
 import shutil
 import statistics
@@ -20,7 +19,7 @@ from benchmarks.measure.summary import nested
 from benchmarks.runtimes import worker
 from benchmarks.runtimes.worker import OTHER, OURS
 from benchmarks.spread import agree, spread
-from sportsllm.errors import UsageError
+from sportsllm.errors import UsageError, did_you_mean
 from sportsllm.models.config import ModelConfig
 
 DEPTHS = (32, 512)
@@ -81,8 +80,7 @@ def parse_runtimes(texts: Sequence[str] | None, export: Path) -> list[Runtime]:
         name, _, place = first.partition("=")
         kind = name.partition("+")[0]
         if kind not in INSTALL:
-            near = difflib.get_close_matches(kind, INSTALL, 1)
-            advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(INSTALL)}"
+            advice = did_you_mean(kind, INSTALL) or f"choose from {', '.join(INSTALL)}"
             raise UsageError(f"--against {text}: no such runtime; {advice}")
         if not place and kind in CONVERT:
             advice = f"make one with {CONVERT[kind]}, then --against {name}=DIR"

@@ -1,9 +1,8 @@
 """Shapes by name, and with other dimensions. The tests assert the parameter counts of the full-size presets."""
 
-import difflib
 from collections.abc import Mapping
 
-from sportsllm.errors import UsageError
+from sportsllm.errors import UsageError, did_you_mean
 from sportsllm.models.config import DIMENSIONS, Experts, ModelConfig
 
 
@@ -71,8 +70,7 @@ DEFAULT_PRESET = "small"
 def preset(name: str) -> ModelConfig:
     """The shape called `name`; the error for an unknown name lists them."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, 1)
-        advice = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
+        advice = did_you_mean(name, PRESETS) or f"choose one of {', '.join(PRESETS)}"
         raise UsageError(f"model {name!r} is neither a preset nor a directory; {advice}")
     return PRESETS[name]
 

@@ -20,7 +20,6 @@ All mistakes in a recipe are reported at once, before anything runs.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import inspect
 import json
@@ -37,7 +36,7 @@ import typer
 
 from sportsllm import __version__, options
 from sportsllm.commands import COMMANDS, Command, Result, load_command
-from sportsllm.errors import ConflictError, SportsLLMError, UsageError
+from sportsllm.errors import ConflictError, SportsLLMError, UsageError, did_you_mean
 from sportsllm.files import JsonObject, atomic_write_text, read_json, read_toml
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -204,8 +203,8 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f"{what} {name!r} is unknown" + (f"; did you mean {near[0]!r}?" if near else "")
+    near = did_you_mean(name, known)
+    return f"{what} {name!r} is unknown" + (f"; {near}" if near else "")
 
 
 def _parameters(function: Command) -> Mapping[str, inspect.Parameter]:
