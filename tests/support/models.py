@@ -30,6 +30,13 @@ def tiny_config(**changes: object) -> ModelConfig:
     return base.with_changes(**changes)
 
 
+BENCHED = tiny_config(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1,
+    max_position_embeddings=300,
+)  # fmt: skip
+"""Small enough to be measured often, with a context that has room for a depth of 32 tokens."""
+
+
 def tiny_model(seed: int = 0, std: float = 0.2, **changes: object) -> SportsLLM:
     """Random weights, large enough that every part of the model shows in the logits."""
     model = SportsLLM(tiny_config(**changes))

@@ -26,49 +26,23 @@ from benchmarks.predict.latency import Formulas, costs, predict_directory, resol
 from benchmarks.reporting.bench_tables import verdict_line
 from benchmarks.reporting.measured import Bench, Budget, as_budget
 from sportsllm.errors import UsageError
-from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.formats.manifest import directory_bytes
 from sportsllm.inference.scoring import TextScore
-from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes
 from tests.support.command_line import CommandLine
-from tests.support.models import tiny_config
-
-CONFIG = tiny_config(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1,
-    max_position_embeddings=300,
-)  # fmt: skip
+from tests.support.models import BENCHED as CONFIG
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("bench") / "checkpoint"
-    directory.mkdir()
-    model = SportsLLM(CONFIG)
-    model.initialize(0)
-    save_checkpoint(directory, model)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def export(checkpoint: Path) -> Path:
-    import sportsllm
-
-    directory = checkpoint.parent / "export"
-    sportsllm.export(checkpoint, out=directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def result(export: Path, checkpoint: Path) -> dict[str, Any]:
+def result(export: Path, benched: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "SECONDS_PER_FIGURE", 0.05)
         patch.setattr(bench, "MEMORY_ROUNDS", 1)
         patch.setattr(bench, "COLD_ROUNDS", 1)
         patch.setattr("benchmarks.measure.process.wait_for_quiet", lambda longest_s, cpus=None: None)
-        scores = {export: TextScore(40.8, 10, 10, (2.04,) * 20), checkpoint: TextScore(40.0, 10, 10, (2.0,) * 20)}
+        scores = {export: TextScore(40.8, 10, 10, (2.04,) * 20), benched: TextScore(40.0, 10, 10, (2.0,) * 20)}
         patch.setattr("benchmarks.bench.score_text", lambda directory, *_: scores[directory])
-        what = {"text": [checkpoint / "config.json"], "teacher": checkpoint, "threads": 1}
+        what = {"text": [benched / "config.json"], "teacher": benched, "threads": 1}
         how = {"rounds": 2, "most_rounds": 2, "prompt_lengths": "64", "batch_size": "1,3"}
         return run(export, target="host", minutes=0.02, **what, settings=how).to_json()
 
@@ -284,8 +258,8 @@ def test_a_graphics_card_is_judged_by_what_runs_on_one(result: dict[str, Any], e
     assert not is_this_machine(board, "gpu") and is_this_machine(load_device("host"), "gpu")
 
 
-def test_a_pytorch_checkpoint_is_measured_too(checkpoint: Path) -> None:
-    asked = {"directory": str(checkpoint), "threads": 1, "seed": 0, "context_tokens": 300, "memory_steps": 4}
+def test_a_pytorch_checkpoint_is_measured_too(benched: Path) -> None:
+    asked = {"directory": str(benched), "threads": 1, "seed": 0, "context_tokens": 300, "memory_steps": 4}
     child = run_child(worker_turn(asked, "memory"))
     assert child["runtime"].startswith("torch ") and child["context_tokens"] == 300
     assert child["peak_rss_bytes"] > 50e6

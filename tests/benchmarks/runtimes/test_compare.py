@@ -22,17 +22,8 @@ from benchmarks.runtimes.compare import (
 from benchmarks.runtimes.worker import RUNTIMES, WARM_UP, time_turn
 from sportsllm.errors import UsageError
 from sportsllm.formats.manifest import verify_directory
-from sportsllm.models.language_model import SportsLLM
-from tests.support.models import saved, tiny_config
+from tests.support.models import BENCHED as CONFIG
 
-CONFIG = tiny_config(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=160,
-)  # room for depth 32
 COMMON = """
 import json, os
 def log(**what):
@@ -108,18 +99,6 @@ class IkLlama:
         log(directory=path, **settings)
 """,
 }
-
-
-@pytest.fixture(scope="module")
-def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import sportsllm
-
-    directory = tmp_path_factory.mktemp("against")
-    model = SportsLLM(CONFIG)
-    model.initialize(0)
-    saved(directory / "checkpoint", model)
-    sportsllm.export(directory / "checkpoint", out=directory / "export")
-    return directory / "export"
 
 
 class Interpreters:
