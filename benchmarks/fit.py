@@ -142,7 +142,6 @@ def run_fit(
     *,
     vocabularies: Sequence[int] = (),
     dry_run: bool = False,
-    clock: Clock | None = None,
 ) -> FitResult:
     """Search and make.
 
@@ -153,7 +152,6 @@ def run_fit(
         effort: tokens and time.
         vocabularies: smaller vocabularies to consider beside the teacher's own.
         dry_run: predict and rank only; nothing is made.
-        clock: of the time limit.
 
     Raises:
         GateError: nothing fits; the nearest miss is named.
@@ -170,7 +168,7 @@ def run_fit(
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.safetensors import quantization_config
 
-    clock = clock or Clock(effort.minutes)
+    clock = Clock(effort.minutes)
     device = load_target(target.device, target.limits)
     check_on_device(device, target.on_device, target.processor)
     teacher = load_config(source.teacher)

@@ -110,13 +110,12 @@ def table(
 
 
 @contextmanager
-def progress_bar(description: str, total: float | None, note: str = "") -> Iterator["ProgressBar"]:
+def progress_bar(description: str, total: float | None) -> Iterator["ProgressBar"]:
     """A progress bar on standard error; if that is no terminal, a line after three seconds and then a minute.
 
     Args:
         description: what is being done.
         total: the number of steps, or None where it is unknown.
-        note: shown behind the bar; `ProgressBar.advance` replaces it.
     """
     columns: list[ProgressColumn] = [
         TextColumn("{task.description}"),
@@ -127,7 +126,7 @@ def progress_bar(description: str, total: float | None, note: str = "") -> Itera
     ]
     console, plain = Console(stderr=True), not sys.stderr.isatty()
     with Progress(*columns, console=console, disable=plain or _quiet, transient=True) as progress:
-        task = progress.add_task(description, total=total, note=note)
+        task = progress.add_task(description, total=total, note="")
         yield ProgressBar(progress, task, plain)
 
 

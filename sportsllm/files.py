@@ -29,8 +29,8 @@ _SHOWN_PROBLEMS, _SHOWN_CHARACTERS = 4, 60
 _UNBOUNDED = str(int(1e30))  # model_max_length that transformers writes for a tokenizer without a limit
 
 
-def read_json(path: Path, advice: str = "write the directory again") -> JsonObject:
-    """Parse a file that holds a JSON object; `advice` ends the error about a damaged one.
+def read_json(path: Path) -> JsonObject:
+    """Parse a file that holds a JSON object.
 
     Raises:
         ArtifactError: missing, damaged, beyond the bounds, or not an object.
@@ -38,7 +38,7 @@ def read_json(path: Path, advice: str = "write the directory again") -> JsonObje
     if not path.is_file():
         hint = gguf_hint(path.parent) or f"is {path.parent} a checkpoint or an export?"
         raise ArtifactError(f"{path}: not found; {hint}")
-    return as_object(parse_json(_read(path), path, advice), path)
+    return as_object(parse_json(_read(path), path, "write the directory again"), path)
 
 
 def parse_json(text: str | bytes, where: object, advice: str = "write it again") -> Any:
@@ -72,7 +72,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, JsonObject]]:
             yield number, as_object(parse_json(line, where, "fix or delete the line"), where)
 
 
-def read_toml(path: Path, advice: str = "correct it", error_type: type[SportsLLMError] = ArtifactError) -> JsonObject:
+def read_toml(path: Path, error_type: type[SportsLLMError] = ArtifactError) -> JsonObject:
     """Parse a TOML file.
 
     Raises:
@@ -85,9 +85,9 @@ def read_toml(path: Path, advice: str = "correct it", error_type: type[SportsLLM
         data = tomllib.loads(_read(path).decode("utf-8"))
         _check_nesting(data, integers=True)
     except RecursionError:
-        raise error_type(f"{path}: not valid TOML (nested deeper than {MAX_NESTING}); {advice}") from None
+        raise error_type(f"{path}: not valid TOML (nested deeper than {MAX_NESTING}); correct it") from None
     except ValueError as error:
-        raise error_type(f"{path}: not valid TOML ({clip(_reason(error), 200)}); {advice}") from None
+        raise error_type(f"{path}: not valid TOML ({clip(_reason(error), 200)}); correct it") from None
     return data
 
 

@@ -27,6 +27,11 @@ _QUALITY = {"quality_loss_percent": "quality_interval_percent", "accuracy_loss_p
 Figures = Mapping[str, float | None]
 
 
+def known(figures: Figures) -> dict[str, float]:
+    """The figures that are not None."""
+    return {name: value for name, value in figures.items() if value is not None}
+
+
 class Lengths(NamedTuple):
     """Tokens at which a model is held to the limits; None if its context is too short."""
 
@@ -68,10 +73,6 @@ class Predicted:
     figures: Figures
     band: Mapping[str, float] = field(default_factory=dict)
     made_with: Mapping[str, Any] = field(default_factory=dict)
-
-    def known(self) -> dict[str, float]:
-        """The figures that are not None."""
-        return {name: value for name, value in self.figures.items() if value is not None}
 
 
 Verdict = Literal["pass", "fail", "uncertain"]

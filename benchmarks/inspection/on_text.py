@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.labels import Table
-from benchmarks.reporting.charts import Chart, even_map, heat_map
+from benchmarks.reporting.charts import Chart, heat_map
 from sportsllm.errors import UsageError
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer, read_tokenizer, token_pieces, visible_piece
@@ -101,7 +101,10 @@ def attention_chart(attention: Mapping[str, Any], weights: Sequence[Tensor | Non
     }
     labels = [[html.escape(f"{row} \u2192 {column}") for column in tokens] for row in tokens]
     first = next(iter(maps.values()))
-    trace = heat_map(first, "%{text}: %{z:.1%}<extra></extra>", text=labels, xgap=1, ygap=1)
+    # Pale up to a quarter, so that small weights are seen.
+    scale = [[0, "theme:panel"], [0.25, "theme:c0"], [1, "theme:ink"]]
+    hover = "%{text}: %{z:.1%}<extra></extra>"
+    trace = heat_map(first, 1.0, scale, {"tickformat": ".0%"}, hovertemplate=hover, text=labels)
     names = {"tickvals": list(range(len(tokens))), "ticktext": [html.escape(token) for token in tokens]}
     names |= {"showgrid": False, "showline": False, "ticks": ""}
     buttons = [{"label": name, "method": "restyle", "args": [{"z": [cells]}]} for name, cells in maps.items()]
@@ -174,12 +177,17 @@ def expert_chart(experts: Mapping[str, Any]) -> Chart:
     ]
     most = max(len(shares) for _, shares in rows)
     shown = {"texttemplate": "%{text}"} if most <= _MOST_LABELED else {}
-    trace = even_map(
-        [[round(share * len(shares), 3) for share in shares] for _, shares in rows],
-        "%{y}, expert %{x}: %{text}<extra></extra>",
+    cells = [[round(share * len(shares), 3) for share in shares] for _, shares in rows]
+    largest = max(2.0, *map(max, cells))
+    trace = heat_map(
+        cells,
+        largest,
+        [[0, "theme:c1"], [1 / largest, "theme:panel"], [1, "theme:c0"]],
+        {"ticksuffix": "\u00d7", "tickformat": ".3~g"},
+        hovertemplate="%{y}, expert %{x}: %{text}<extra></extra>",
         y=[label for label, _ in rows],
         text=[[f"{share:.1%}" for share in shares] for _, shares in rows],
-        **{"xgap": 1, "ygap": 1, **shown},
+        **shown,
     )
     columns = {"title": {"text": "expert"}, "side": "top", "showgrid": False, "tickformat": "d", "dtick": 1}
     texts = {"type": "category", "autorange": "reversed", "showgrid": False}

@@ -23,7 +23,7 @@ THROTTLED = 0.05  # a last window slower than the first by more than this share 
 
 def round_figures(one: Mapping[str, Any]) -> dict[str, float]:
     """The figures of one round by dotted name, from what the worker's speed mode printed."""
-    figures = {name: float(one[name]) for name in ("import_s", "load_s", "first_prefill_ms")}
+    figures = {"load_s": float(one["load_s"])}
     for prompt, samples in one["ttft_ms"].items():
         figures[f"ttft_ms.{prompt}"] = statistics.median(samples)
     for depth, sweeps in one["step_ms"].items():
@@ -41,7 +41,7 @@ def batch_figures(rows: str, one: Mapping[str, Any]) -> dict[str, float]:
     """The figures of one round of a batch: all rows' tokens a second, and the time of a step that gives each one."""
     steps = [sample for sweep in one["step_ms"] for sample in sweep]
     figures = {f"step_ms.{name}": value for name, value in percentiles(steps).items()}
-    figures |= {"decode_tokens_per_s": int(rows) * 1000 / statistics.fmean(steps), "prefill_ms": one["prefill_ms"]}
+    figures["decode_tokens_per_s"] = int(rows) * 1000 / statistics.fmean(steps)
     return {f"batches.{rows}.{name}": value for name, value in figures.items()}
 
 
@@ -121,7 +121,7 @@ def summarise(raw: Raw) -> dict[str, Any]:
         "decode_tokens_per_s": middle.get("decode_tokens_per_s", {}),
         "pass_ms": middle.get("pass_ms", {}),
         "prefill_tokens_per_s": 1000 * int(longest) / ttft[longest] if longest else None,
-        **{name: middle[name] for name in ("first_prefill_ms", "import_s", "load_s")},
+        "load_s": middle["load_s"],
         "peak_rss_bytes": int(max(by_name["peak_rss_bytes"])),
         "peak_rss_context_tokens": memory[0]["context_tokens"],
         "batches": {

@@ -57,25 +57,20 @@ def measure_speed(asked: Specification) -> dict[str, Any]:
     """Load time, time to first token by prompt length, times of single steps by depth, and the energy of one."""
     decoder, loaded = _open(asked)
     tokens = _draw_tokens(decoder, asked)
-    first = milliseconds(lambda: decoder.prefill([tokens[:32]], max_length=min(64, len(tokens))))
     ttft = {str(prompt): time_prompt(decoder, tokens, prompt, asked) for prompt in asked["prompts"]}
     steps = {str(depth): time_depth(decoder, tokens, depth, asked) for depth in asked["depths"]}
     depth = asked.get("energy_depth", 0)
     passes, energy = time_passes(decoder, tokens, depth, asked), measure_energy(decoder, tokens, depth, asked["steps"])
-    figures = {"first_prefill_ms": first, "ttft_ms": ttft, "step_ms": steps, "pass_ms": passes, "energy": energy}
-    return {**loaded, **figures}
+    return {**loaded, "ttft_ms": ttft, "step_ms": steps, "pass_ms": passes, "energy": energy}
 
 
 def measure_batch(asked: Specification) -> dict[str, Any]:
-    """Time to read several prompts, and time of steps that give every row one token; `lengths` are the prompts'."""
+    """Times of steps that give every row one token, after prompts of `lengths`."""
     decoder, loaded = _open(asked)
     tokens = _draw_tokens(decoder, asked)
     lengths = asked["lengths"]
     steps = time_steps(decoder, tokens, lengths, asked)
-    room = max(lengths) + asked["warm_up_steps"] + asked["steps"]
-    rows = [tokens[:length] for length in lengths]
-    prefill = milliseconds(lambda: decoder.prefill(rows, max_length=room))
-    return {**loaded, "lengths": lengths, "step_ms": steps, "prefill_ms": prefill, "peak_rss_bytes": peak_rss_bytes()}
+    return {**loaded, "lengths": lengths, "step_ms": steps, "peak_rss_bytes": peak_rss_bytes()}
 
 
 def measure_memory(asked: Specification) -> dict[str, Any]:
@@ -119,14 +114,14 @@ def _library(directory: Path) -> str:
 
 
 def _open(asked: Specification) -> tuple[Decoder, dict[str, Any]]:
-    """The decoder, with the seconds that its library and its model took to load."""
+    """The decoder, with the seconds that it took to load."""
     directory = Path(asked["directory"])
-    library, started = _library(directory), time.perf_counter()
+    library = _library(directory)
     module = importlib.import_module(library)
-    imported = time.perf_counter()
+    started = time.perf_counter()
     decoder = open_decoder(directory, asked["threads"], asked.get("kernels", "auto"), asked.get("provider", "cpu"))
     kernels, placement = kernels_of(decoder), placement_of(decoder)
-    loaded: dict[str, Any] = {"import_s": imported - started, "load_s": time.perf_counter() - imported}
+    loaded: dict[str, Any] = {"load_s": time.perf_counter() - started}
     loaded |= {"runtime": f"{library} {module.__version__}", "kernels": kernels and kernels[0]}
     loaded["placement"] = placement and {**placement[0], "line": placement[1]}
     return decoder, loaded
@@ -259,11 +254,10 @@ def measure_energy(decoder: Decoder, tokens: Sequence[int], depth: int, steps: i
     source = meter.source
     if source is None or not depth:
         return {"absent": meter.reason if source is None else "no decoding depth fits the context"}
-    count, seconds, joules = decode_for(decoder, tokens, depth, depth + steps, ENERGY_S, meter)
+    count, _, joules = decode_for(decoder, tokens, depth, depth + steps, ENERGY_S, meter)
     if joules is None:
         return {"absent": meter.reason}
-    figures = {"joules_per_token": joules / count, "watts": joules / seconds}
-    return {**figures, "depth": depth, "tokens": count, "source": source}
+    return {"joules_per_token": joules / count, "source": source}
 
 
 def decode_windows(decoder: Decoder, tokens: Sequence[int], asked: Specification) -> list[dict[str, Any]]:

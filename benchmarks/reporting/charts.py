@@ -19,15 +19,24 @@ COLORS_ON_DARK = ("#5AAEE6", "#FF8A3D", "#2CC79A", "#E3A0C6", "#8CCBF2", "#F5BC4
 
 # Tick labels are drawn inside the chart's own margins; fixed ranges leave scrolling to the page.
 _AXIS = {
-    **{"gridcolor": "theme:rule", "linecolor": "theme:quiet", "zeroline": False},
-    **{"fixedrange": True, "automargin": True, "title": {"standoff": 6}},
+    "gridcolor": "theme:rule",
+    "linecolor": "theme:quiet",
+    "zeroline": False,
+    "fixedrange": True,
+    "automargin": True,
+    "title": {"standoff": 6},
 }
 TEMPLATE = {
     "layout": {
-        **{"xaxis": _AXIS, "yaxis": _AXIS, "margin": {"l": 8, "r": 12, "t": 12, "b": 8}},
+        "xaxis": _AXIS,
+        "yaxis": _AXIS,
+        "margin": {"l": 8, "r": 12, "t": 12, "b": 8},
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": "theme:ink"},
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"},
-        **{"paper_bgcolor": "theme:page", "plot_bgcolor": "theme:page", "hovermode": "closest", "dragmode": False},
+        "paper_bgcolor": "theme:page",
+        "plot_bgcolor": "theme:page",
+        "hovermode": "closest",
+        "dragmode": False,
     }
 }
 """Plotly's template of every page (https://plotly.com/python/templates/); a figure's own layout goes first."""
@@ -58,22 +67,10 @@ def chart(identifier: str, title: str, caption: str, data: list[Plot], x: Plot, 
 Cells = Sequence[Sequence[float | None]]
 
 
-def heat_map(rows: Cells, hover: str, **more: Any) -> Plot:
-    """A trace of shares from 0 to 1, None being left blank; pale up to a quarter, so that small ones are seen."""
-    scale = [[0, "theme:panel"], [0.25, "theme:c0"], [1, "theme:ink"]]
-    return _cells(rows, scale, 1.0, hover, {"tickformat": ".0%"}, more)
-
-
-def even_map(rows: Cells, hover: str, **more: Any) -> Plot:
-    """A trace of shares as multiples of an even one, which is pale; less and more have a color each."""
-    most = max(2.0, *(cell for row in rows for cell in row if cell is not None))
-    scale = [[0, "theme:c1"], [1 / most, "theme:panel"], [1, "theme:c0"]]
-    return _cells(rows, scale, most, hover, {"ticksuffix": "\u00d7", "tickformat": ".3~g"}, more)
-
-
-def _cells(rows: Cells, scale: list[list[Any]], most: float, hover: str, bar: Plot, more: Plot) -> Plot:
-    look = {"colorscale": scale, "zmin": 0, "zmax": most, "colorbar": {"thickness": 12, "outlinewidth": 0, **bar}}
-    return {"type": "heatmap", "z": [list(row) for row in rows], **look, "hovertemplate": hover, **more}
+def heat_map(rows: Cells, most: float, scale: list[list[Any]], bar: Plot, **more: Any) -> Plot:
+    """A trace of cells from 0 to `most`, None being left blank; `bar` is plotly's colorbar, `more` of the trace."""
+    colors = {"colorscale": scale, "zmin": 0, "zmax": most, "colorbar": {"thickness": 12, "outlinewidth": 0, **bar}}
+    return {"type": "heatmap", "z": [list(row) for row in rows], **colors, "xgap": 1, "ygap": 1, **more}
 
 
 def color(index: int) -> str:

@@ -125,8 +125,12 @@ def _chart(points: Sequence[Point], axis: str, box: Box, others: bool) -> Chart:
     front = pareto_front((point.figures[axis], point.bits_per_byte) for point in points)
     # Steps: between two points the one to the left is the best that is known to fit.
     steps = {
-        **{"type": "scatter", "name": "front", "mode": "lines", "hoverinfo": "skip"},
-        **{"x": [x for x, _ in front], "y": [y for _, y in front]},
+        "type": "scatter",
+        "name": "front",
+        "mode": "lines",
+        "hoverinfo": "skip",
+        "x": [x for x, _ in front],
+        "y": [y for _, y in front],
         "line": {"color": "theme:quiet", "width": 1.5, "dash": "dot", "shape": "hv"},
     }
     traces = [_points_trace([point for point in points if point.inside is state], axis, state) for state in _STATES]
@@ -156,7 +160,10 @@ def _points_trace(points: Sequence[Point], axis: str, state: bool | None) -> Plo
     name, shade = _STATES[state]
     symbols = ["circle-open" if axis in point.predicted else "circle" for point in points]
     return {
-        **{"type": "scatter", "name": name, "mode": "markers+text", "textposition": "top center"},
+        "type": "scatter",
+        "name": name,
+        "mode": "markers+text",
+        "textposition": "top center",
         "x": [point.figures[axis] for point in points],
         "y": [point.bits_per_byte for point in points],
         "text": [point.label for point in points],
@@ -184,7 +191,9 @@ def log_axis(title: str, low: float, high: float) -> Plot:
     ticks = [factor * 10.0**power for power in powers for factor in factors]
     margin = max(0.12, 0.04 * math.log10(high / low))
     return {
-        **{"title": f"{title} (log)", "type": "log", "tickmode": "array"},
+        "title": f"{title} (log)",
+        "type": "log",
+        "tickmode": "array",
         "range": [math.log10(low) - margin, math.log10(high) + margin],
         "tickvals": ticks,
         "ticktext": [f"{tick:,g}" for tick in ticks],
@@ -224,8 +233,12 @@ def training_charts(stages: Sequence[StageSummary]) -> list[Chart]:
             xs, ys = zip(*points, strict=True)
             data.append(
                 {
-                    **{"type": "scatter", "name": html.escape(stage.name), "x": list(xs), "y": list(ys)},
-                    **{"mode": "lines+markers" if len(points) < 30 else "lines", "marker": {"size": 5}},
+                    "type": "scatter",
+                    "name": html.escape(stage.name),
+                    "x": list(xs),
+                    "y": list(ys),
+                    "mode": "lines+markers" if len(points) < 30 else "lines",
+                    "marker": {"size": 5},
                     "line": {"color": color(index), "width": 2},
                     "hovertemplate": "%{x:,} tokens: %{y:.4f}",
                 }

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.devices.schema import Device
+from benchmarks.devices.verdict import known
 from benchmarks.model_size import ModelFormat, file_bytes, sizes
 from benchmarks.predict.latency import predict_figures
 from compress.pruning.shapes import Shape, head_counts, hidden_sizes, shape_for_share, widths
@@ -91,11 +92,11 @@ def candidate_of(way: str, size: Size, format: ModelFormat, teacher: ModelConfig
     config = size.applied_to(teacher)
     # optimum takes the heads' size from the hidden size, and makes its own cache.
     optimum = config.hidden_size == config.query_size and format.cache != "int8"
-    known = predict_figures(config, device, format).known()
+    predicted = known(predict_figures(config, device, format).figures)
     if format.precision == "int4":
         stored = sizes(config, format)
-        known["file_mb"] += MIXED_GROWTH * (stored.layers.bytes + stored.head.bytes) / 1e6
-    return Candidate(way, size, format, config.parameters, known, closed_to=() if optimum else ("optimum",))
+        predicted["file_mb"] += MIXED_GROWTH * (stored.layers.bytes + stored.head.bytes) / 1e6
+    return Candidate(way, size, format, config.parameters, predicted, closed_to=() if optimum else ("optimum",))
 
 
 def formats(teacher: ModelConfig, processor: str = "cpu") -> list[ModelFormat]:

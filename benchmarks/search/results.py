@@ -8,12 +8,13 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.devices.verdict import known
 from benchmarks.labels import LIMITS, MISSING, Table, band, number
 from benchmarks.predict.latency import limit_band
 from benchmarks.reporting.bench_tables import verdict_line
 from benchmarks.reporting.measured import as_budget
 from benchmarks.search.candidates import WHOLE, Candidate
-from benchmarks.search.rounds import EQUAL_PERCENT, Search, known
+from benchmarks.search.rounds import EQUAL_PERCENT, Search
 
 _SHOWN = 8
 _FIGURES = ("file_mb", "tpot_p50_ms")

@@ -20,7 +20,7 @@ from itertools import chain, product, zip_longest
 
 from benchmarks.devices.load import is_this_machine
 from benchmarks.devices.schema import Device
-from benchmarks.devices.verdict import misses
+from benchmarks.devices.verdict import known, misses
 from benchmarks.labels import LIMITS
 from benchmarks.model_size import ModelFormat
 from benchmarks.predict.latency import limit_band, resolve
@@ -306,11 +306,6 @@ def nothing_fits(search: Search) -> str:
         f"nothing fits {search.device.name}: {nearest.name} comes nearest, with "
         f"{', '.join(parts)} ({source}); relax {relax}, or start from a smaller teacher"
     )
-
-
-def known(figures: Mapping[str, float | None]) -> dict[str, float]:
-    """The figures that are not None."""
-    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _float_cache(format: ModelFormat) -> ModelFormat:

@@ -293,9 +293,7 @@ def _fill(model: nn.Module, tensors: TensorFiles, prefix: str = "") -> None:
             put(name, nn.Parameter(_read(tensors, prefix + name, tuple(parameter.shape))))
 
 
-def save_checkpoint(
-    directory: Path, model: SportsLLM, tokenizer_from: Path | None = None, quantization: JsonObject | None = None
-) -> None:
+def save_checkpoint(directory: Path, model: SportsLLM, tokenizer_from: Path | None = None) -> None:
     """Write config and weights, packed matrices as bytes, into `directory`; see `write_checkpoint`.
 
     Of several processes all call this, and the first writes. Layers that are not in memory are written one by one.
@@ -305,7 +303,7 @@ def save_checkpoint(
         return
     tensors = {name: processes.whole(tensor).contiguous() for name, tensor in model.state_dict().items()}
     if processes.rank() == 0:
-        write_checkpoint(directory, model.config, tensors, tokenizer_from, quantization)
+        write_checkpoint(directory, model.config, tensors, tokenizer_from)
 
 
 def _one_by_one(model: SportsLLM) -> Iterator[tuple[str, Tensor]]:

@@ -102,7 +102,7 @@ def _filled_up(stopped_B: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     return rows
 
 
-def self_generated_text(checkpoint: Path, config: ModelConfig, count: int, length: int, seed: int = 0) -> list[Tensor]:
+def self_generated_text(checkpoint: Path, config: ModelConfig, count: int, length: int) -> list[Tensor]:
     """Token ids of texts that a checkpoint writes from the begin token, (1, T) each with T at most `length`.
 
     Calibration text if no other is known: a model's own text leads it through the states of its use
@@ -114,7 +114,7 @@ def self_generated_text(checkpoint: Path, config: ModelConfig, count: int, lengt
     prompts = [[tokenizer.begin_id]]
     with (
         progress_bar("sample", count * length) as bar,
-        closing(sampled_batches(model, tokenizer, prompts, OWN_DISTRIBUTION, length, rows, seed)) as batches,
+        closing(sampled_batches(model, tokenizer, prompts, OWN_DISTRIBUTION, length, rows, seed=0)) as batches,
     ):
         while tokens < count * length and len(samples) < 4 * count:
             texts = [text.tokens for _, text in next(batches) if len(text.tokens) > 1]

@@ -78,8 +78,6 @@ def document_windows(
     tokenizer: TextTokenizer,
     documents: Sequence[Document],
     context: int,
-    *,
-    first_window: bool = False,
     max_tokens: int | None = None,
 ) -> Windows:
     """Cut documents, each from its begin token, into windows of `context` tokens; see `score_documents`.
@@ -88,18 +86,9 @@ def document_windows(
         ArtifactError: there is nothing to score.
     """
     rows, tokens, size = list[Window](), list[int](), 0
-    for number, (text, encoded) in enumerate(zip(documents, tokenizer.encode_documents(documents), strict=False)):
-        ids, scored = encoded.ids, np.ones(len(encoded.ids), bool)
-        if encoded.scored is not None:
-            scored = np.array(encoded.scored)
-        if first_window and len(ids) > context:
-            ids, scored = ids[:context], scored[:context]
-            read = tokenizer.decode([token for token, counts in zip(ids, scored, strict=True) if counts])
-            if not isinstance(text, str) or not text.startswith(read):
-                read = read.rstrip("\ufffd")  # a character that the window cuts
-            size += len(read.encode())
-        else:
-            size += encoded.bytes
+    for number, encoded in enumerate(tokenizer.encode_documents(documents)):
+        ids, scored = encoded.ids, np.array([True] * len(encoded.ids) if encoded.scored is None else encoded.scored)
+        size += encoded.bytes
         rows += [
             Window(ids[start:stop], first - start, number, scored[start:stop])
             for start, stop, first in windows(len(ids), context)
@@ -117,7 +106,6 @@ def score_documents(
     tokenizer: TextTokenizer,
     documents: Sequence[Document],
     *,
-    first_window: bool = False,
     max_tokens: int | None = None,
     window: int | None = None,
     description: str = "score",
@@ -125,7 +113,6 @@ def score_documents(
     """Score whole documents, each from its begin token, and of conversations the assistant's tokens.
 
     Args:
-        first_window: score only the first context-length tokens of each document, begin token included.
         max_tokens: stop after the document that reaches this many tokens.
         window: tokens read at once, at most the context; the context by default.
 
@@ -133,7 +120,7 @@ def score_documents(
         ArtifactError: there is nothing to score.
     """
     context = min(window or decoder.config.max_position_embeddings, decoder.config.max_position_embeddings)
-    text = document_windows(tokenizer, documents, context, first_window=first_window, max_tokens=max_tokens)
+    text = document_windows(tokenizer, documents, context, max_tokens)
     nats = [0.0] * len(text.tokens)
     with progress_bar(description, len(text.rows)) as bar:
         for begin in range(0, len(text.rows), ROWS_AT_ONCE):
@@ -145,7 +132,7 @@ def score_documents(
     return TextScore(sum(nats), sum(text.tokens), text.bytes, tuple(nats))
 
 
-def ratio_interval(over: Sequence[float], under: Sequence[float], seed: int = 0) -> tuple[float, float] | None:
+def ratio_interval(over: Sequence[float], under: Sequence[float]) -> tuple[float, float] | None:
     """95% interval of sum(over) / sum(under) by a paired bootstrap over documents; None for few documents.
 
     Pairs are resampled, so most of the variance between documents cancels; the interval is the percentiles of the
@@ -155,7 +142,7 @@ def ratio_interval(over: Sequence[float], under: Sequence[float], seed: int = 0)
     if (size := len(over)) < LEAST_DOCUMENTS:
         return None
     ours, theirs = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
-    rng, ratios = np.random.default_rng(seed), list[npt.NDArray[np.float64]]()
+    rng, ratios = np.random.default_rng(0), list[npt.NDArray[np.float64]]()
     for start in range(0, _RESAMPLES, block := max(1, _MOST_DRAWN // size)):
         chosen = rng.integers(0, size, (min(block, _RESAMPLES - start), size))
         ratios.append(ours[chosen].sum(axis=1) / theirs[chosen].sum(axis=1))

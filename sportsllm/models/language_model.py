@@ -111,14 +111,14 @@ class Block(nn.Module):
         return x_BTD + F.dropout(change, self.config.dropout, self.training)
 
 
-def block_weights(model: nn.Module, routers: bool = True) -> list[nn.Parameter]:
-    """The weights of all matrices inside the blocks of a model, or of a block; without `routers`, all but theirs."""
+def block_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of all matrices but routers inside the blocks of a model, or of a block."""
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     return [
         block.get_parameter(f"{matrix.name}.weight")
         for block in blocks
         for matrix in block_matrices(block.config)
-        if routers or not matrix.router
+        if not matrix.router
     ]
 
 

@@ -75,7 +75,7 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.
     for parameter in trained:
         parameter.grad_dtype = torch.bfloat16 if bits == 16 else parameter.dtype
     # Without routers: each of their rows is an expert, not a direction among others.
-    for_muon = {id(weight) for weight in block_weights(model, routers=False)} if config.optimizer == "muon" else set()
+    for_muon = {id(weight) for weight in block_weights(model)} if config.optimizer == "muon" else set()
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     matrices = [parameter for parameter in trained if id(parameter) in for_muon]
     others = [parameter for parameter in trained if parameter.ndim >= 2 and id(parameter) not in for_muon]

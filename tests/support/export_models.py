@@ -19,7 +19,7 @@ from export.layout import DATA_FILE, GRAPH_FILE
 from export.parity.check import check_parity
 from export.parity.comparison import ParityReport
 from export.runtime.decoder import OnnxDecoder
-from sportsllm.formats.checkpoint import QuantizedEmbedding, QuantizedLinear, save_checkpoint
+from sportsllm.formats.checkpoint import QuantizedEmbedding, QuantizedLinear, write_checkpoint
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
 from sportsllm.models.language_model import SportsLLM
 from tests.support import models
@@ -101,7 +101,8 @@ def pack_model(
 def save(directory: Path, model: SportsLLM, quantization: dict[str, Any] | None = None) -> Path:
     """Write a checkpoint directory without a tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(directory, model, quantization=quantization)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    write_checkpoint(directory, model.config, tensors, quantization=quantization)
     return directory
 
 

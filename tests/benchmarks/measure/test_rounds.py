@@ -91,9 +91,7 @@ def test_a_process_is_watched_and_its_surroundings_are_cleared(monkeypatch: pyte
 
 def speed_round(step: float, others: float = 0.0) -> dict[str, Any]:
     return {
-        "import_s": 0.1,
         "load_s": 0.2,
-        "first_prefill_ms": 3.0,
         "ttft_ms": {"128": [10.0]},
         "step_ms": {"32": [[step] * 4]},
         "energy": {"absent": "no counter"},
