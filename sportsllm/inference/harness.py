@@ -125,14 +125,17 @@ def run_tasks(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     defaults = not all(name.endswith(_YAML) for name in names)
     try:
-        tasks = TaskManager(include_defaults=defaults).load(list(names))["tasks"]
+        manager = TaskManager(include_defaults=defaults)
+        tasks = manager.load(list(names))["tasks"]
     except Exception as problem:  # of any library that reads tasks and data sets
         raise UsageError(f"--tasks {' '.join(names)}: cannot be loaded ({clip(problem, 250)})") from None
     metrics = {name: list(task.aggregation()) for name, task in tasks.items()}
     greedy = [n for n in tasks if tasks[n].OUTPUT_TYPE == "loglikelihood" or "exact_match" in metrics[n]]
     chat, most = bool(settings.get("task_chat")), settings.get("task_documents")
     model = HarnessModel(decoder, tokenizer, greedy, chat)
-    found = lm_eval.simple_evaluate(model, tasks=list(tasks.values()), limit=most, apply_chat_template=chat)
+    found = lm_eval.simple_evaluate(
+        model, tasks=list(tasks.values()), limit=most, apply_chat_template=chat, task_manager=manager
+    )
     scores = dict[str, tuple[TaskScore, list[float]]]()
     for name, (first, *_) in metrics.items():
         figures, samples = found["results"][name], found["samples"][name]

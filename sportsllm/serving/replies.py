@@ -60,7 +60,8 @@ class Reply:
         choices = []
         for job in jobs:
             text = text_of(job)
-            content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            message = {"role": "assistant", "content": text, "refusal": None}
+            content = {"message": message} if self._chat else {"text": text}
             logprobs = None if job.top is None else self._scores(scores_of(job))
             finish = FINISH[job.finish or "limit"]
             choices.append({"index": job.index, **content, "logprobs": logprobs, "finish_reason": finish})

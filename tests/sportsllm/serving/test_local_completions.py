@@ -33,8 +33,9 @@ def test_questions_are_scored_as_by_eval(exported_int4: Path, task: Path) -> Non
             add_bos_token=True,
             num_concurrent=4,
         )
-        loaded = TaskManager(include_defaults=False).load([str(task)])["tasks"]
-        found = lm_eval.simple_evaluate(harness, tasks=list(loaded.values()), bootstrap_iters=0)
+        manager = TaskManager(include_defaults=False)
+        tasks = list(manager.load([str(task)])["tasks"].values())
+        found = lm_eval.simple_evaluate(harness, tasks=tasks, bootstrap_iters=0, task_manager=manager)
     model.stop()
     assert found["results"][name]["acc_bytes,none"] == score.value
     assert [each["acc_bytes"] for each in found["samples"][name]] == values
