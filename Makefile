@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 
-.PHONY: setup quickstart demo test lint types docs wheels clean
+.PHONY: setup quickstart demo gpu-check test lint types docs wheels clean
 
 setup: $(KERNELS)
 
@@ -35,6 +35,12 @@ demo: $(KERNELS)
 		&& head -n 30 $(ARTICLES)/valid.jsonl > $(DEMO)/text/valid.jsonl; \
 		else $(BIN)/sportsllm-compress data simulate --megabytes 2 --out $(DEMO)/text; fi
 	$(BIN)/sportsllm-compress run recipes/demo.toml
+
+# Needs a CUDA GPU and a PyTorch that finds it. DEVICE=cpu tries the check itself, which takes long.
+DEVICE ?= cuda
+gpu-check: $(STAMP)
+	rm -rf runs/gpu-check
+	$(BIN)/python -m benchmarks.studies.gpu_check --device $(DEVICE) --work runs/gpu-check --out benchmarks/results/gpu
 
 # FAST=1 leaves out the tests that take longer than ten seconds.
 test: $(KERNELS)

@@ -65,8 +65,8 @@ MOST_LINES = {
     "sportsllm": 18_285,
     "compress": 7_973,
     "export": 6_374,
-    "benchmarks": 9_065,
-    "tests": 24_013,
+    "benchmarks": 9_248,
+    "tests": 24_048,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
