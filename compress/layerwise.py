@@ -163,9 +163,9 @@ def kept_like(states: Sequence[Tensor], following: Iterable[Tensor]) -> StoredSt
 
 
 def block_of(model: SportsLLM, layer: int) -> Block:
-    """A layer of a model; one that is not in memory is read."""
+    """A layer of a model; one that is not in memory is read, to the processor of the model's head."""
     block = model.model.layers[layer]
-    return cast(Block, block.read() if isinstance(block, StoredBlock) else block)
+    return cast(Block, block.read().to(model.head_weight.device) if isinstance(block, StoredBlock) else block)
 
 
 def blocks_of(model: SportsLLM) -> Iterator[Block]:
@@ -202,7 +202,7 @@ def derived(
         made.model.layers.append(make(layer) if scratch is None else StoredBlock(partial(make, layer), scratch))
         if once and scratch is not None:
             replace_block(made, layer, make(layer))
-    return made.eval()
+    return made.to(model.head_weight.device).eval()
 
 
 def replace_block(model: SportsLLM, layer: int, block: Block) -> None:

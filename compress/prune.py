@@ -101,13 +101,6 @@ def prune(
         ),
     ] = None,
     calibration: options.Calibration = None,
-    importance: Annotated[
-        str,
-        typer.Option(
-            help="Score of a unit: output, or the baselines activation (Minitron's) and magnitude.",
-            rich_help_panel="Calibration",
-        ),
-    ] = "output",
     search: Annotated[
         int | None,
         _recovery(
@@ -124,6 +117,7 @@ def prune(
     settings: options.Settings = None,
     resume: options.Resume = False,
     seed: options.Seed = 0,
+    device: options.Device = "auto",
     threads: options.Threads = None,
 ) -> PruneResult:
     """Cut width, depth, experts, key/value cache or vocabulary; the result is an ordinary checkpoint."""
@@ -137,12 +131,12 @@ def prune(
     from compress.pruning.cut import PruneConfig
     from compress.pruning.job import Calibration, PruneJob
     from compress.pruning.search import choose_shape
-    from sportsllm.processors import set_threads
+    from sportsllm.processors import use_processor
     from sportsllm.text.reading import take_reading
     from sportsllm.text.tokenizer import same_tokenizer
     from sportsllm.training.settings import Run, Start
 
-    set_threads(threads)
+    use_processor(threads, device)
     reading = take_reading(given, checkpoint, teacher)
     if recover is None:
         taught = {"corpus": corpus, "teacher": teacher, "lora_rank": lora_rank}
@@ -166,7 +160,7 @@ def prune(
         recovery = plan_training(run, source, recover, taught, corpus, valid, seed, reading, holdouts)
     elif valid is not None:
         raise UsageError("--valid scores a recovery or a smaller vocabulary: add --recover or --vocab-size, or omit it")
-    config = PruneConfig(importance, given.get("refit", True), given.get("samples"))
+    config = PruneConfig(given.get("importance", "output"), given.get("refit", True), given.get("samples"))
     scores = Path(given["scores"]) if "scores" in given else None
     job = PruneJob(checkpoint, text, config, scores, recovery, experts, experts_per_token, reading)
     read = None if recovery is None else cache(partial(StudentText.read, recovery, load_config(checkpoint), out))

@@ -65,7 +65,7 @@ CASES: list[tuple[str, int, str]] = [
         USAGE,
         "forward-kl",
     ),
-    (f"prune {MODEL} --out {NEW} --params 0.5 --importance outptu --calibration {TEXT}", USAGE, "output"),
+    (f"prune {MODEL} --out {NEW} --params 0.5 --set importance=outptu --calibration {TEXT}", USAGE, "output"),
     # options that exclude each other
     (f"train --model tiny-300k --corpus {TEXT} --out {NEW} --steps 1 --tokens 5", USAGE, "--tokens"),
     (f"prune {MODEL} --out {NEW} --params 0.5 --size-mb 1 --calibration {TEXT}", USAGE, "--size-mb"),

@@ -148,7 +148,8 @@ def prune_model(
     kept = choose_units(source.config, scores, smaller, layers)
     hidden, into = smaller.hidden_size, None
     if hidden < model.config.hidden_size:
-        into, source = scores.directions.into(hidden), rotate(source, scores.directions, hidden)
+        into = scores.directions.into(hidden).to(model.head_weight.device)
+        source = rotate(source, scores.directions, hidden)
     pruned = slice_model(source, kept)
     if refit:
         refit_layers(pruned, model, kept, samples, reduced, into)
@@ -219,7 +220,7 @@ def kept_layers(
     return layers[:best] + layers[best + dropped :], tried
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def loss_per_token(model: SportsLLM, samples: Sequence[Tensor], layers: Iterable[int] | None = None) -> float:
     """Mean next-token cross-entropy in nats over samples of token ids, each (1, T); of some layers only, if given."""
     states_BTD = embedded(model, (tokens[:, :-1] for tokens in samples))
@@ -266,7 +267,7 @@ def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
         state = block_of(model, old).state_dict()
         for name, indices in chosen.items():
             for dimension, index in enumerate(indices if name in state else ()):
-                state[name] = state[name].index_select(dimension, index)
+                state[name] = state[name].index_select(dimension, index.to(state[name].device))
         for item in block_tensors(kept.config.of_layer(new)):
             state[item.name] = state[item.name][tuple(map(slice, item.shape))]
         return block_from(kept.config, new, state)

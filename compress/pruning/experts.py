@@ -136,7 +136,7 @@ def fit_experts(mixture: MixtureOfExperts, inputs_XD: Tensor, target_XD: Tensor)
         rows, place = (chosen_XK == number).nonzero(as_tuple=True)
         sent[name] = rows, weights_XK[rows, place][:, None]
     if SHARED in experts:
-        sent[SHARED] = torch.arange(len(inputs_XD)), torch.ones(len(inputs_XD), 1)
+        sent[SHARED] = torch.arange(len(inputs_XD), device=inputs_XD.device), inputs_XD.new_ones(len(inputs_XD), 1)
     left_XD = target_XD.clone()
 
     def chunks(name: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -197,7 +197,7 @@ def _without(model: SportsLLM, config: ModelConfig, changed: tuple[str, ...]) ->
     """A model of a config with the tensors of another but for those of layers whose names begin in some way."""
 
     def made(layer: int) -> Block:
-        state = Block(config, layer).state_dict()
+        state = Block(config, layer).to(model.head_weight.device).state_dict()
         same = block_of(model, layer).state_dict().items()
         return block_from(config, layer, state | {name: t for name, t in same if not name.startswith(changed)})
 
@@ -221,5 +221,5 @@ def joined_neurons(
     joined = {key: tensor[kept] for key, tensor in whole.items()}
     joined["down_proj.weight"] = own.solve(down_DM[:, kept])
     if "down_proj.bias" in found[0]:
-        joined["down_proj.bias"] = torch.zeros(len(down_DM))  # the neurons make it up
+        joined["down_proj.bias"] = down_DM.new_zeros(len(down_DM))  # the neurons make it up
     return joined

@@ -54,7 +54,7 @@ def directions_from(model: SportsLLM, moments: Sequence[Tensor]) -> Directions:
     """The basis whose first directions hold most of the states, from the sums of `norm_moment` over every norm that
     reads the residual stream, in their order.
     """
-    scale = torch.ones(model.config.hidden_size, dtype=torch.float64)
+    scale = torch.ones(model.config.hidden_size, dtype=torch.float64, device=model.head_weight.device)
     if model.config.tie_word_embeddings:
         weight = model.get_parameter(f"{LAST_NORM}.weight").detach().double()
         scale = (weight / weight.mean()).clamp(min=_LEAST).sqrt()
@@ -68,13 +68,14 @@ def directions_from(model: SportsLLM, moments: Sequence[Tensor]) -> Directions:
     mean_DD = torch.cat([torch.stack([scaled(norm, part) for norm in range(len(traces))]).sum(dim=0) for part in parts])
     basis = torch.linalg.eigh(mean_DD).eigenvectors.flip(1)
     squares = [(basis * (scaled(norm, slice(None)) @ basis)).sum(dim=0) for norm in range(len(traces))]
-    return Directions(scale.float(), basis.float(), torch.stack(squares).float())
+    return Directions(*(tensor.float().cpu() for tensor in (scale, basis, torch.stack(squares))))
 
 
 @torch.no_grad()
 def rotate(model: SportsLLM, directions: Directions, kept: int) -> SportsLLM:
     """The float32 model in a basis of which the first `kept` directions will stay, its norms scaled for these."""
-    scale, basis = directions.scale.double(), directions.basis.double()
+    device = model.head_weight.device
+    scale, basis = directions.scale.to(device).double(), directions.basis.to(device).double()
     write, read = scale[:, None] * basis, basis / scale[:, None]  # x' = x @ write, and w @ x is (w @ read) @ x'
     sizes = (directions.squares[:, :kept].sum(dim=1) / kept).sqrt().tolist()
     ends = {name: tensor.double() for name, tensor in ends_of(model).items()}

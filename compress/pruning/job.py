@@ -35,6 +35,7 @@ from sportsllm.inference.calibration import JUDGED_SAMPLES, calibration_samples,
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import available_bytes
+from sportsllm.processors import training_device
 from sportsllm.text.documents import HELD_OUT, held_out_files, manifest_setting
 from sportsllm.text.reading import USUAL, Reading
 from sportsllm.text.tokenizer import load_tokenizer
@@ -155,7 +156,7 @@ class Calibration:
     @cached_property
     def _full(self) -> tuple[SportsLLM, list[Tensor]]:
         job, recovery = self.job, self.job.recovery
-        model = self._opened()
+        model = self._opened().to(training_device(quiet=True))
         length, most = SAMPLE_LENGTH, None
         if recovery is not None:
             length = recovery.config.sequence
@@ -164,7 +165,8 @@ class Calibration:
         valid = held_out_files(job.checkpoint) if recovery is None else recovery.left_out
         models = (job.checkpoint,) if recovery is None else recovery.checkpoints
         source = job.calibration, valid, tokenizer, model.config
-        samples = calibration_samples(*source, job.config.samples, length, most, checkpoints=models)
+        drawn = calibration_samples(*source, job.config.samples, length, most, checkpoints=models)
+        samples = [tokens.to(model.head_weight.device) for tokens in drawn]
         log(f"calibration on {len(samples)} samples of text, {sum(one.numel() for one in samples):,} tokens")
         with torch.no_grad():
             check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))

@@ -130,8 +130,8 @@ def _magnitudes(model: SportsLLM) -> tuple[Found, Tensor]:
         matrices, units = block_matrices(model.config.of_layer(layer)), scored_units(model.config.of_layer(layer))
         squares = {matrix.name: block.get_parameter(f"{matrix.name}.weight").square() for matrix in matrices}
         for name, (unit, _) in units.items():
-            found[name, layer] = _owned(name, unit.count, matrices, squares).sqrt()
-        sizes.append(sum((weights.sum() for weights in squares.values()), torch.zeros(())))
+            found[name, layer] = _owned(name, unit.count, matrices, squares).sqrt().cpu()
+        sizes.append(sum((weights.sum().cpu() for weights in squares.values()), torch.zeros(())))
     reach = torch.stack(sizes).cumsum(dim=0)
     return found, (reach[None, :] - reach[:, None]).clamp(min=0).sqrt()
 
@@ -168,19 +168,20 @@ def _streamed(model: SportsLLM, samples: Sequence[Tensor], importance: str) -> t
             for name, (unit, matrix) in own.items() if importance in MEASURED else ():
                 value = sums.pop(name)
                 if importance == "output":
-                    found[name, layer] = pick_order(value, block.get_parameter(f"{matrix}.weight"), unit.size)
+                    value = pick_order(value, block.get_parameter(f"{matrix}.weight"), unit.size)
                 else:
-                    found[name, layer] = value.sqrt()
+                    value = value.sqrt()
+                found[name, layer] = value.cpu()
             bar.advance()
     with summed({LAST_NORM: (model.model.norm, norm_moment)}) as sums:
         for x_BTD in states_BTD:
             model.model.norm(x_BTD)
     moments.extend(sums.values())
-    cosines = torch.zeros(len(streams_LBTD), len(streams_LBTD))
+    cosines = model.head_weight.new_zeros(len(streams_LBTD), len(streams_LBTD))
     for sample_LTD in zip(*streams_LBTD, strict=True):
         states = nn.functional.normalize(torch.stack(sample_LTD).flatten(1, 2).float(), dim=-1)
         cosines += torch.einsum("itd,jtd->ij", states, states) / states.shape[1]
-    return found, moments, 1 - cosines / len(streams_LBTD[0])
+    return found, moments, (1 - cosines / len(streams_LBTD[0])).cpu()
 
 
 def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:
@@ -194,15 +195,15 @@ def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:
     cross_OU = weight_OU.double() @ stale_UU
     count = len(stale_UU) // size
     blocks_KSS = stale_UU.view(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone()
-    scores, left = torch.zeros(count), torch.ones(count, dtype=torch.bool)
+    scores, left = torch.zeros(count), torch.ones(count, dtype=torch.bool, device=stale_UU.device)
     at_once, place = -(-count // _STEPS), count
     columns_UP, into_PU = stale_UU.new_zeros(len(stale_UU), 0), stale_UU.new_zeros(0, len(stale_UU))
     while place:
         picked = _explained(blocks_KSS, cross_OU, left).topk(min(at_once, place)).indices
-        scores[picked] = torch.arange(place, place - len(picked), -1.0)
+        scores[picked.cpu()] = torch.arange(place, place - len(picked), -1.0)
         left[picked] = False
         place -= len(picked)
-        own = (picked[:, None] * size + torch.arange(size)).flatten()
+        own = (picked[:, None] * size + torch.arange(size, device=picked.device)).flatten()
         residual_UC = stale_UU[:, own] - columns_UP @ into_PU[:, own]
         into_CU = torch.linalg.solve(_damped(residual_UC[own]), residual_UC.T)
         cross_OU -= cross_OU[:, own] @ into_CU
@@ -220,7 +221,7 @@ def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:
 def _explained(blocks_KSS: Tensor, cross_OU: Tensor, left_K: Tensor) -> Tensor:
     """(K,) by how much each unit that is left would lower the error, tr C_S R_SS^-1 C_S^T; -inf for picked ones."""
     units, size = blocks_KSS.shape[:2]
-    gain = torch.full((units,), -torch.inf, dtype=cross_OU.dtype)
+    gain = cross_OU.new_full((units,), -torch.inf)
     if size == 1:
         least = torch.finfo(cross_OU.dtype).tiny
         gain[left_K] = (cross_OU.square().sum(dim=0) / blocks_KSS.flatten().clamp(min=least))[left_K]
