@@ -198,9 +198,8 @@ def _divided(layouts: Sequence[Mapping[str, Any]], training: Mapping[str, Any]) 
     for each in layouts:
         words = re.sub("--set |=true", "", each["flags"]).replace("checkpoint_activations", "checkpointed")
         parts = [megabytes(sum(each[f"{name}_bytes"] for name in names)) for names in columns.values()]
-        fits = "yes" if each["fits"] else "no"
-        total, batch = megabytes(each["total_bytes"]), f"{each['largest_batch']:,}"
-        rows.append((words, *parts, total, fits, batch, *(number(each[name]) for name in costs)))
+        total = megabytes(each["total_bytes"]), "yes" if each["fits"] else "no", f"{each['largest_batch']:,}"
+        rows.append((words, *parts, *total, *(number(each[name]) for name in costs)))
     headers = ("layout", *columns, "total", "fits", "batch", *(_COST[name] for name in costs))
     return Table(f"layouts on {training['gpus']:,} GPUs, MB of each", headers, rows, (0,))
 

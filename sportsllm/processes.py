@@ -50,27 +50,21 @@ def local_rank() -> int:
     return int(os.environ["LOCAL_RANK"]) if count() > 1 else 0
 
 
-def share_matrices(among: int) -> None:
-    """Compute the same sequences in every `among` processes.
+def share_sequences(among: int, in_stages: bool = False) -> None:
+    """Compute the same sequences in every `among` processes, a part of every matrix in each or some layers.
 
     Raises:
         UsageError: the number of processes is no multiple.
     """
-    global _copies
+    global _copies, _stages
     if count() % among:
         raise UsageError(f"--set tensor_parallel={among}: {count()} processes are no multiple of it")
-    _copies = among
+    _copies, _stages = among, among if in_stages else 1
 
 
 def copies() -> int:
     """How many processes compute the same sequences."""
     return _copies
-
-
-def take_stages() -> None:
-    """Compute the same sequences in all processes, some layers in each."""
-    global _copies, _stages
-    _copies = _stages = count()
 
 
 def stages() -> int:

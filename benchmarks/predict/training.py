@@ -55,9 +55,8 @@ def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None
     Returns:
         The step's settings; `plain` and `checkpointed`, with several GPUs `sharded` and `sharded_checkpointed`, each
         with bytes by part, `total_bytes`, when its `peak` is and with a device `fits`, `largest_batch` and the figures
-        of `_speed`; with several GPUs `layouts`, all ways to divide the model, with these and the `flags` of
-        `train`; `changes`, each with the `flags` of `train` that make the step fit; `flops_per_token`, and with
-        tokens `flops`.
+        of `_speed`; with several GPUs `layouts`, each with the same and its `flags` of `train`; `changes`, each with
+        the `flags` that make the step fit; `flops_per_token`, and with tokens `flops`.
 
     Raises:
         UsageError: a price without a device, or several devices that are no GPUs.
@@ -92,9 +91,8 @@ def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None
 
     result |= {name: figures(each) for name, each in _layouts(step, cost.gpus).items()}
     if cost.gpus > 1:
-        result["layouts"] = [
-            {"flags": flags, **figures(each)} for flags, each in _divided(config, step, cost.gpus).items()
-        ]
+        divided = _divided(config, step, cost.gpus).items()
+        result["layouts"] = [{"flags": flags, **figures(each)} for flags, each in divided]
     if device is not None:
         result["changes"] = [] if result["plain"]["fits"] else _changes(config, step, usable, cost.gpus)
     return result

@@ -120,26 +120,22 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
     table, batches = config.vocab_size * config.hidden_size, step.stages
     tied = 4 * table if config.tie_word_embeddings else 0
     if step.stages > 1:  # with one of the two tables
-        config = config.with_changes(
-            num_hidden_layers=-(-config.num_hidden_layers // step.stages), tie_word_embeddings=True
-        )
+        layers = -(-config.num_hidden_layers // step.stages)
+        config = config.with_changes(num_hidden_layers=layers, tie_word_embeddings=True)
     root, sublayer = _gathered_bytes(config)
     total = (config.parameters + (step.tensor_parallel - 1) * root // 4) // step.shards
     value = 2 if step.mixed else 4
     tokens, hidden, layers = step.batch * step.length, config.hidden_size, config.num_hidden_layers
-    each = [
-        (layer_activation_bytes(part, step.mixed, step.processor, step.tensor_parallel), count)
-        for part, count in config.runs()
-    ]
+    kinds = step.mixed, step.processor, step.tensor_parallel
+    each = [(layer_activation_bytes(part, *kinds), count) for part, count in config.runs()]
     copies = 2 * matrix_parameters(config) // step.tensor_parallel if step.mixed else 0
+    states = _optimizer_state_bytes(config, step.optimizer, step.optimizer_bits)
     always = TrainingMemory(
         "optimizer",
         weights=0 if step.mixed else 4 * total,
         master_weights=4 * total if step.mixed else 0,
         gradients=(2 if step.optimizer_bits == 16 else 4) * total,
-        optimizer_states=_optimizer_state_bytes(config, step.optimizer, step.optimizer_bits)
-        * total
-        // config.parameters,
+        optimizer_states=states * total // config.parameters,
         work={32: 4 * total, 16: 12 * table, 8: 0}[step.optimizer_bits],
     )
     in_layers = 4 * hidden * layers if step.checkpointed else sum(size * count for size, count in each)

@@ -123,7 +123,7 @@ def train_model(
         state.load()
         _drop_metrics_after(directory / METRICS, state.step)
         log(f"resumed at step {state.step:,} of {config.steps:,}")
-    if not run.sharded and processes.stages() == 1:
+    if not run.divided:
         processes.share(model.parameters())
     validation = validation if config.steps else None
     first_step, paused = state.step, 0.0  # seconds of scoring and saving
@@ -182,7 +182,7 @@ class _Run:
         self.dtype = resolve_precision(config.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.optimizers = build_optimizers(model, config)
-        self.sharded = processes.is_sharded(model.head_weight)
+        self.divided = isinstance(model, Stage) or processes.is_sharded(model.head_weight)
         self.pipeline: Pipeline | None = None  # made at the first step
         self.state = RunState(directory, model, self.optimizers, self.scaler, identity, config)
         self.threads: ThreadPoolExecutor | None = None
@@ -270,7 +270,7 @@ class _Run:
                 f"step {self.state.step + 1}: the loss of a process is {total}; use a lower --learning-rate"
             )
         self.stopping, self.saving = stopping > 0, saving > 0
-        if not self.sharded and processes.stages() == 1:
+        if not self.divided:
             processes.add_up([p.grad for p in self.model.parameters() if p.grad is not None])
         return total
 
@@ -304,8 +304,7 @@ class _Run:
 
     def _autocast(self) -> torch.autocast:
         """Products in the run's dtype. A cache would keep 16-bit copies of all weights, which are whole if sharded."""
-        mixed = self.dtype is not None
-        return torch.autocast(self.device.type, self.dtype, enabled=mixed, cache_enabled=not self.sharded)
+        return torch.autocast(self.device.type, self.dtype, self.dtype is not None, cache_enabled=not self.divided)
 
     def _objective(self, batch: Batch, scored: int, loss: Loss) -> Tensor:
         """A batch's part of the step's mean loss, in nats per token."""

@@ -5,7 +5,7 @@ layers have no memory and pass on what they are given, so names, states and chec
 Shape suffixes: B sequences, T tokens, D hidden_size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -49,22 +49,15 @@ def place_stage(model: SportsLLM, device: torch.device, stages: int) -> None:
         raise UsageError(f"{flag}: the model has {len(layers)} layers; use fewer processes")
     if model.lm_head is None:
         raise UsageError(f"{flag}: embedding and head are one matrix, in two processes; train with --set tied=false")
-    processes.take_stages()
-    elsewhere = [
-        layer for each, part in enumerate(np.array_split(list(layers), stages)) if each != number for layer in part
-    ]
+    processes.share_sequences(stages, in_stages=True)
+    own = np.array_split(np.arange(len(layers)), stages)[number]
+    elsewhere = [layer for place, layer in enumerate(layers) if place not in own]
     elsewhere += [model.model.norm, model.lm_head] * (number < stages - 1)
+    elsewhere += [each for name, each in model.model.named_children() if name.startswith("embed") and number > 0]
     for module in elsewhere:
-        setattr(module.to("meta"), "forward", _unchanged)  # noqa: B010  # of this module alone
-    if number > 0:
-        for name in ("embed_tokens", "embed_positions"):
-            getattr(model.model, name, nn.Identity()).to("meta")
+        setattr(module.to("meta"), "forward", lambda x_BTD, *_: x_BTD)  # noqa: B010  # of this module alone
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
     model.__class__ = Stage
-
-
-def _unchanged(x_BTD: Tensor, *_others: object) -> Tensor:
-    return x_BTD
 
 
 class Pipeline(nn.Module):
@@ -75,8 +68,7 @@ class Pipeline(nn.Module):
 
         super().__init__()
         self.stage, self.autocast, stages = stage, autocast, processes.count()
-        self.ahead: Iterator[Batch] = iter(())
-        self.scored = 1
+        self.ahead, self.scored = iter(list[Batch]()), 1
         tokens_BT = microbatches[0].tokens
         stream_BTD = torch.empty(*tokens_BT.shape, stage.config.hidden_size, device="meta")
         read = tokens_BT.to("meta") if processes.rank() == 0 else stream_BTD.requires_grad_()
@@ -90,7 +82,10 @@ class Pipeline(nn.Module):
         self.ahead, self.scored, losses = iter(microbatches), scored, list[Tensor]()
         read = [torch.cat([batch.tokens for batch in microbatches])] * (processes.rank() == 0)
         targets = torch.cat([batch.targets for batch in microbatches])
-        self.schedule.step(*read, target=targets, losses=losses, return_outputs=False)
+        try:
+            self.schedule.step(*read, target=targets, losses=losses, return_outputs=False)
+        except RuntimeError as error:  # without its tensors, and out of memory as such
+            raise (error.__cause__ or error) from None
         return sum(float(loss.detach()) for loss in losses)
 
     def forward(self, read: Tensor) -> Tensor:
@@ -120,5 +115,4 @@ class StageDecoder(TorchDecoder):
         else:
             scores_BT = torch.from_numpy(super()._next_token_scores(tokens_BT)).to(stage.device)
         torch.distributed.broadcast(scores_BT, last)
-        scores: npt.NDArray[np.float32] = scores_BT.cpu().numpy()
-        return scores
+        return np.asarray(scores_BT.cpu())

@@ -5,7 +5,6 @@ norms are gathered for the whole step, since the loss reads the head outside of 
 """
 
 import logging
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from sportsllm.errors import InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.models.kinds import is_llama_like
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.training.pipeline import place_stage
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,10 +35,7 @@ def place(model: SportsLLM, device: torch.device, shard: bool, tensor_parallel: 
         UsageError: that number does not divide the processes, heads or neurons, or a kind of layer has no such plan.
     """
     if pipeline > 1 and processes.count() > 1:
-        from sportsllm.training.pipeline import place_stage
-
-        place_stage(model, device, pipeline)
-        return
+        return place_stage(model, device, pipeline)
     if not shard or processes.count() == 1:
         model.to(device)
         return
@@ -49,7 +46,7 @@ def place(model: SportsLLM, device: torch.device, shard: bool, tensor_parallel: 
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # may not be changed in place, and is not
     if tensor_parallel > 1:
-        processes.share_matrices(tensor_parallel)
+        processes.share_sequences(tensor_parallel)
     shape = (processes.count() // tensor_parallel, tensor_parallel)
     grid = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
     mesh = grid["data"]
@@ -78,9 +75,8 @@ def _share_matrices(model: SportsLLM, mesh: "DeviceMesh") -> None:
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
     plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
     layers = model.model.layers
-    if not is_llama_like(config) or any(
-        type(layer.get_submodule(name)) is not nn.Linear for layer in layers for name in plan
-    ):
+    plain = all(type(layer.get_submodule(name)) is nn.Linear for layer in layers for name in plan)
+    if not (is_llama_like(config) and plain):
         raise UsageError("--set tensor_parallel: is for models of LLaMA's family, without adapters; leave it out")
     for part, _ in config.runs():
         sizes = {"heads": part.num_attention_heads, "key/value heads": part.num_key_value_heads}
@@ -98,7 +94,7 @@ def clip_gradients(model: SportsLLM, most: float) -> float:
         squared = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) ** 2
         processes.add_up([squared])
         torch.nn.utils.clip_grads_with_norm_(parameters, most, squared.sqrt())
-        return math.sqrt(float(squared))
+        return float(squared.sqrt())
     if processes.copies() == 1:
         norm = torch.nn.utils.clip_grad_norm_(parameters, most)
         return float(norm.full_tensor() if processes.is_sharded(norm) else norm)

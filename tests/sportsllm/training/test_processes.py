@@ -152,7 +152,7 @@ def test_what_several_processes_cannot_do_is_refused(cli: CommandLine, monkeypat
     with pytest.raises(UsageError, match="tensor_parallel: needs shard=true"):
         TrainConfig(tensor_parallel=2)
     with pytest.raises(UsageError, match="tensor_parallel=2: 3 processes are no multiple"):
-        processes.share_matrices(2)
+        processes.share_sequences(2)
     add_adapters(adapted := tiny_model(), rank=2, targets=["down_proj"])
     with pytest.raises(UsageError, match="tensor_parallel: is for models of LLaMA's family, without adapters"):
         sharding._share_matrices(adapted, SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
