@@ -62,11 +62,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_270,
+    "sportsllm": 18_281,
     "compress": 7_973,
     "export": 6_374,
     "benchmarks": 9_245,
-    "tests": 24_075,
+    "tests": 24_077,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -222,3 +222,17 @@ def test_a_cancelled_batch_stops_at_once() -> None:
     cancelled.set()
     model = tiny_model(vocab_size=16).eval()
     assert [text.tokens for text in sample_texts(model, [[0]], [], PLAIN, np.zeros((1, 9)), cancelled)] == [[0]]
+
+
+@pytest.mark.parametrize("spread", [0.5, 8.0])
+def test_a_draw_of_few_logits_is_that_of_the_whole_distribution(spread: float) -> None:
+    rng = np.random.default_rng(3)
+    for number in range(60):
+        logits = (rng.standard_normal((1, 5000)) * spread).astype(np.float32)
+        if number % 3 == 0:
+            logits[:, rng.random(5000) < 0.99] = -np.inf  # as a constraint leaves them
+        if number % 4 == 0:
+            logits = np.round(logits)  # ties
+        sampling, value = Sampling(0.8, (1, 40, 700)[number % 3], (0.9, 1.0)[number % 2]), rng.random(1)
+        cumulative = np.cumsum(probabilities(logits, sampling)[0])
+        assert draw(logits, sampling, value)[0] == np.searchsorted(cumulative, value[0] * cumulative[-1], "right")
