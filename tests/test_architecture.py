@@ -62,7 +62,7 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_281,
+    "sportsllm": 18_285,
     "compress": 7_973,
     "export": 6_374,
     "benchmarks": 9_245,
