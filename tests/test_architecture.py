@@ -63,10 +63,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_285,
-    "compress": 7_973,
+    "compress": 7_980,
     "export": 6_374,
     "benchmarks": 9_245,
-    "tests": 24_077,
+    "tests": 24_095,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -193,20 +193,21 @@ def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:
     stale_UU = gram_UU.double()
     stale_UU = stale_UU + _RIDGE * stale_UU.diagonal().mean() * torch.eye(len(stale_UU), device=stale_UU.device)
     cross_OU = weight_OU.double() @ stale_UU
+    scratch_OU = torch.empty_like(cross_OU)  # fresh memory in every step takes longer than the products
     count = len(stale_UU) // size
     blocks_KSS = stale_UU.view(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone()
     scores, left = torch.zeros(count), torch.ones(count, dtype=torch.bool, device=stale_UU.device)
     at_once, place = -(-count // _STEPS), count
     columns_UP, into_PU = stale_UU.new_zeros(len(stale_UU), 0), stale_UU.new_zeros(0, len(stale_UU))
     while place:
-        picked = _explained(blocks_KSS, cross_OU, left).topk(min(at_once, place)).indices
+        picked = _explained(blocks_KSS, cross_OU, left, scratch_OU).topk(min(at_once, place)).indices
         scores[picked.cpu()] = torch.arange(place, place - len(picked), -1.0)
         left[picked] = False
         place -= len(picked)
         own = (picked[:, None] * size + torch.arange(size, device=picked.device)).flatten()
         residual_UC = stale_UU[:, own] - columns_UP @ into_PU[:, own]
         into_CU = torch.linalg.solve(_damped(residual_UC[own]), residual_UC.T)
-        cross_OU -= cross_OU[:, own] @ into_CU
+        cross_OU -= torch.mm(cross_OU[:, own], into_CU, out=scratch_OU)
         if size == 1:
             blocks_KSS -= (residual_UC * into_CU.T).sum(dim=1).view(-1, 1, 1)
         else:
@@ -218,13 +219,14 @@ def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:
     return scores
 
 
-def _explained(blocks_KSS: Tensor, cross_OU: Tensor, left_K: Tensor) -> Tensor:
+def _explained(blocks_KSS: Tensor, cross_OU: Tensor, left_K: Tensor, scratch_OU: Tensor) -> Tensor:
     """(K,) by how much each unit that is left would lower the error, tr C_S R_SS^-1 C_S^T; -inf for picked ones."""
     units, size = blocks_KSS.shape[:2]
     gain = cross_OU.new_full((units,), -torch.inf)
     if size == 1:
         least = torch.finfo(cross_OU.dtype).tiny
-        gain[left_K] = (cross_OU.square().sum(dim=0) / blocks_KSS.flatten().clamp(min=least))[left_K]
+        squares_OU = torch.square(cross_OU, out=scratch_OU)
+        gain[left_K] = (squares_OU.sum(dim=0) / blocks_KSS.flatten().clamp(min=least))[left_K]
         return gain
     crosses_KOS = cross_OU.view(-1, units, size).transpose(0, 1)[left_K]
     solved = torch.linalg.solve(_damped(blocks_KSS[left_K]), crosses_KOS.mT)

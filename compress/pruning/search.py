@@ -42,6 +42,7 @@ _LEAST_CUT, _MOST_CUT = 12, 64
 _JUDGING_FRACTION = 1 / 16  # of the recovery's tokens, for all shapes that are cut
 _BRIEF_STEP = 1_024  # tokens
 _SEARCH_SHARE = 0.05  # of the recovery's tokens, for each finalist
+_MOST_SEARCHED = 5e8  # parameters, without a recovery: a search runs about a hundred models
 _NEAR = 0.98  # of the size that was asked for
 _REFITTED = 8  # of the shapes ranked by their loss right after the cut; ranked again after the refit
 
@@ -91,7 +92,9 @@ def choose_shape(
         tables = 1 - config.block_parameters / config.parameters
         log(f"embedding and head are {tables:.0%} of the parameters and stay whole; prune --vocab-size cuts them")
     found: list[Finalist] = []
-    if tokens != 0:
+    if tokens != 0 and job.recovery is None and config.parameters > _MOST_SEARCHED:
+        log("all widths are cut alike: a search would take hours; --recover searches, dimensions name another shape")
+    elif tokens != 0:
         shapes = candidate_shapes(config, share)
         shape = next(iter(in_family(config, dict.fromkeys([shape, *shapes], 0))))
         made = manifest_of(out).results.get("shape")  # refuse what another job made before the search, not after it

@@ -241,6 +241,15 @@ def test_a_full_disk_leaves_nothing(run: Pruning, tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.iterdir())
 
 
+def test_a_very_large_model_is_not_searched_without_a_recovery(
+    run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("compress.pruning.search._MOST_SEARCHED", 0)
+    result = run(tmp_path / "out", params=0.6)
+    assert result.search == [] and 0.4 < result.share_of_block_parameters <= 0.6
+    assert "all widths are cut alike" in capsys.readouterr().err
+
+
 def test_the_first_cut_reads_all_its_samples(run: Pruning) -> None:
     """Which layers stay is tried on fewer of them, and then known for the cuts that follow."""
     work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], PruneConfig(samples=8)))
