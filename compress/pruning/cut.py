@@ -14,21 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.layerwise import (
-    RIDGE,
-    LayerPair,
-    LayerStates,
-    LeastSquares,
-    ResidualPair,
-    block_from,
-    block_of,
-    derived,
-    embedded,
-    ends_of,
-    fit_block,
-    replace_block,
-    run_layer,
-)
+from compress import layerwise
+from compress.layerwise import RIDGE, LayerPair, LayerStates, LeastSquares, ResidualPair
 from compress.pruning.experts import dense_config, dense_model
 from compress.pruning.heads import HEADS, reduce_heads
 from compress.pruning.hidden import rotate
@@ -223,9 +210,9 @@ def kept_layers(
 @torch.no_grad()
 def loss_per_token(model: SportsLLM, samples: Sequence[Tensor], layers: Iterable[int] | None = None) -> float:
     """Mean next-token cross-entropy in nats over samples of token ids, each (1, T); of some layers only, if given."""
-    states_BTD = embedded(model, (tokens[:, :-1] for tokens in samples))
+    states_BTD = layerwise.embedded(model, (tokens[:, :-1] for tokens in samples))
     for layer in range(len(model.model.layers)) if layers is None else layers:
-        states_BTD = run_layer(block_of(model, layer), states_BTD, model.rope)
+        states_BTD = layerwise.run_layer(layerwise.block_of(model, layer), states_BTD, model.rope)
     losses = (
         cross_entropy(model.model.norm(x_BTD), model.head_weight, tokens[:, 1:], softcap=model.config.logit_softcap)
         for x_BTD, tokens in zip(states_BTD, samples, strict=True)
@@ -252,7 +239,7 @@ def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
     Matrices of blocks lose the rows and columns of units that go. Of every other tensor the first entries stay:
     `compress.pruning.hidden` makes the first channels of the residual stream the ones that hold most.
     """
-    ends = ends_of(model)
+    ends = layerwise.ends_of(model)
     if not kept.config.tie_word_embeddings:
         ends.setdefault(f"{HEAD}.weight", ends[f"{EMBEDDING}.weight"])
 
@@ -264,16 +251,16 @@ def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
             chosen |= {f"{matrix.name}.weight": (rows, columns), f"{matrix.name}.bias": (rows,)}
         for vector, matrix_name in joint_vectors(kept.config).items():
             chosen[f"{vector}.weight"] = chosen[f"{matrix_name}.bias"]
-        state = block_of(model, old).state_dict()
+        state = layerwise.block_of(model, old).state_dict()
         for name, indices in chosen.items():
             for dimension, index in enumerate(indices if name in state else ()):
                 state[name] = state[name].index_select(dimension, index.to(state[name].device))
         for item in block_tensors(kept.config.of_layer(new)):
             state[item.name] = state[item.name][tuple(map(slice, item.shape))]
-        return block_from(kept.config, new, state)
+        return layerwise.block_from(kept.config, new, state)
 
     ends = {item.name: ends[item.name][tuple(map(slice, item.shape))] for item in end_tensors(kept.config)}
-    return derived(model, kept.config, ends, sliced)
+    return layerwise.derived(model, kept.config, ends, sliced)
 
 
 @torch.no_grad()
@@ -305,25 +292,25 @@ def refit_layers(
         linear.weight.data = sums.solve(linear.weight, ridge)
 
     rope, cut_rope, count = model.rope, pruned.rope, model.config.num_hidden_layers
-    full_BTD, cut_BTD = embedded(model, samples), embedded(pruned, samples)
+    full_BTD, cut_BTD = layerwise.embedded(model, samples), layerwise.embedded(pruned, samples)
     for layer in range(kept.layers[0]):
-        full_BTD = run_layer(block_of(model, layer), full_BTD, rope)
+        full_BTD = layerwise.run_layer(layerwise.block_of(model, layer), full_BTD, rope)
     with progress_bar("refit", len(kept.layers)) as bar:
         for new, (layer, after) in enumerate(pairwise([*kept.layers, count])):
-            source, block = block_of(model, layer), block_of(pruned, new)
+            source, block = layerwise.block_of(model, layer), layerwise.block_of(pruned, new)
             between_BTD, target_BTD = LayerStates.of(source, full_BTD, rope)
             for dropped in range(layer + 1, after):
-                target_BTD = run_layer(block_of(model, dropped), target_BTD, rope)
+                target_BTD = layerwise.run_layer(layerwise.block_of(model, dropped), target_BTD, rope)
             own = kept.full.of_layer(layer)
-            given = source if reduced is None else block_of(reduced, layer)
+            given = source if reduced is None else layerwise.block_of(reduced, layer)
             wanted = {
                 matrix.name: given.get_parameter(f"{matrix.name}.weight")[kept.of_matrix(matrix, new)[0]]
                 for matrix in block_matrices(own)
                 if not adds_to_residual(own, matrix)
             }
             pair = LayerPair(block, source, own, rope, wanted, into, cut_rope)
-            cut_BTD = fit_block(pair, ResidualPair(full_BTD, cut_BTD, target_BTD), between_BTD, solve)
-            replace_block(pruned, new, block)
+            cut_BTD = layerwise.fit_block(pair, ResidualPair(full_BTD, cut_BTD, target_BTD), between_BTD, solve)
+            layerwise.replace_block(pruned, new, block)
             full_BTD = target_BTD
             del source, block, given, wanted, pair, between_BTD
             give_back()

@@ -21,18 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.layerwise import (
-    LayerStates,
-    LeastSquares,
-    after_sublayer,
-    block_from,
-    block_of,
-    blocks_of,
-    derived,
-    embedded,
-    ends_of,
-    replace_block,
-)
+from compress import layerwise
+from compress.layerwise import LayerStates, LeastSquares
 from compress.pruning.scores import pick_order, top_indices
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import UsageError
@@ -67,12 +57,13 @@ def feed_forwards(model: SportsLLM, changed: SportsLLM, samples: Sequence[Tensor
 
     The changed one must have its weights when the next is asked for, and then is the model's.
     """
-    full_BTD = changed_BTD = embedded(model, samples)
+    full_BTD = changed_BTD = layerwise.embedded(model, samples)
     norm = NORMS[_FEED_FORWARD]
     with progress_bar("experts", len(model.model.layers)) as bar:
-        for layer, (source, block) in enumerate(zip(blocks_of(model), blocks_of(changed), strict=True)):
+        for layer in range(len(model.model.layers)):
+            source, block = layerwise.block_of(model, layer), layerwise.block_of(changed, layer)
             between_BTD, following = LayerStates.of(source, full_BTD, model.rope)
-            changed_BTD = after_sublayer(block, _ATTENTION, changed_BTD, model.rope)
+            changed_BTD = layerwise.after_sublayer(block, _ATTENTION, changed_BTD, model.rope)
             full_XD = torch.cat([source.get_submodule(norm)(x).flatten(0, 1) for x in between_BTD])
             changed_XD = torch.cat([block.get_submodule(norm)(x).flatten(0, 1) for x in changed_BTD])
             full, own = source.get_submodule(_FEED_FORWARD), block.get_submodule(_FEED_FORWARD)
@@ -82,8 +73,8 @@ def feed_forwards(model: SportsLLM, changed: SportsLLM, samples: Sequence[Tensor
                 ends = zip(following, changed_BTD, strict=True)
                 target = torch.cat([(after - before).flatten(0, 1) for after, before in ends])
             yield FeedForwards(full, own, full_XD, changed_XD, target)
-            replace_block(changed, layer, block)
-            full_BTD, changed_BTD = following, after_sublayer(block, _FEED_FORWARD, changed_BTD, model.rope)
+            layerwise.replace_block(changed, layer, block)
+            full_BTD, changed_BTD = following, layerwise.after_sublayer(block, _FEED_FORWARD, changed_BTD, model.rope)
             bar.advance()
 
 
@@ -198,10 +189,11 @@ def _without(model: SportsLLM, config: ModelConfig, changed: tuple[str, ...]) ->
 
     def made(layer: int) -> Block:
         state = Block(config, layer).to(model.head_weight.device).state_dict()
-        same = block_of(model, layer).state_dict().items()
-        return block_from(config, layer, state | {name: t for name, t in same if not name.startswith(changed)})
+        same = layerwise.block_of(model, layer).state_dict().items()
+        state |= {name: tensor for name, tensor in same if not name.startswith(changed)}
+        return layerwise.block_from(config, layer, state)
 
-    return derived(model, config, ends_of(model), made)
+    return layerwise.derived(model, config, layerwise.ends_of(model), made)
 
 
 def joined_neurons(

@@ -26,17 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.layerwise import (
-    block_from,
-    block_of,
-    blocks_of,
-    derived,
-    embedded,
-    ends_of,
-    run_layer,
-    second_moment,
-    summed,
-)
+from compress import layerwise
 from compress.pruning.scores import Scores, choose_in_layer, top_indices
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import Block, SportsLLM
@@ -59,13 +49,13 @@ def reduce_heads(model: SportsLLM, smaller: ModelConfig, scores: Scores, samples
     moments, prefix = _moments(model, samples), "self_attn."
 
     def with_heads(layer: int) -> Block:
-        state = block_of(model, layer).state_dict()
+        state = layerwise.block_of(model, layer).state_dict()
         weights = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
         kept = _kept_queries(config.of_layer(layer), smaller.of_layer(layer), scores.of_layer(layer))
         new = _Heads(weights, config, next(moments)).reduced(smaller, kept)
-        return block_from(made, layer, state | {prefix + name: tensor for name, tensor in new.items()})
+        return layerwise.block_from(made, layer, state | {prefix + name: tensor for name, tensor in new.items()})
 
-    return derived(model, made, ends_of(model), with_heads, once=True)
+    return layerwise.derived(model, made, layerwise.ends_of(model), with_heads, once=True)
 
 
 def nearest_pairs(full: ModelConfig, smaller: ModelConfig) -> list[list[int]]:
@@ -99,15 +89,15 @@ def _moments(model: SportsLLM, samples: Sequence[Tensor]) -> Iterator[dict[str, 
     """E[x x^T] of each layer's queries, keys (both before rotation) and values, float64, one layer at a time."""
 
     def moment(_input: Tensor, output: Tensor) -> Tensor:
-        return second_moment(output.flatten(2)).double()
+        return layerwise.second_moment(output.flatten(2)).double()
 
     names = dict(zip(_READ, ("q_norm", "k_norm", "v_proj") if model.config.qk_norm else _READ, strict=True))
     count = sum(tokens.numel() for tokens in samples)
-    states_BTD = embedded(model, samples)
-    for block in blocks_of(model):
+    states_BTD = layerwise.embedded(model, samples)
+    for block in layerwise.blocks_of(model):
         watched = {key: (block.get_submodule(f"self_attn.{name}"), moment) for key, name in names.items()}
-        with summed(watched) as sums:
-            states_BTD = run_layer(block, states_BTD, model.rope)
+        with layerwise.summed(watched) as sums:
+            states_BTD = layerwise.run_layer(block, states_BTD, model.rope)
         yield {key: sums[key] / count for key in _READ}
 
 
