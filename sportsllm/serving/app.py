@@ -41,18 +41,19 @@ Answer = Callable[[Request, ServedModel, Any], Awaitable[Response]]
 
 
 class Mailbox:
-    """Pieces of one request's jobs, from the engine's thread to the event loop."""
+    """Pieces of one request's jobs, from the engine's thread to the event loop: all, or the last one of each job."""
 
-    def __init__(self) -> None:
-        self._pieces, self._loop = asyncio.Queue[Piece](), asyncio.get_running_loop()
+    def __init__(self, every: bool) -> None:
+        self._pieces, self._loop, self._every = asyncio.Queue[Piece](), asyncio.get_running_loop(), every
 
     def put(self, piece: Piece) -> None:
         """In the engine's thread."""
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+        if self._every or piece.finish is not None:  # each wakes the loop
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     async def pieces(self, jobs: int) -> AsyncIterator[Piece]:
-        """All pieces until that many jobs have ended.
+        """Those pieces, until that many jobs have ended.
 
         Raises:
             ApiError: one of them failed.
@@ -137,8 +138,7 @@ class Server:
         Raises:
             ApiError: no such model, or it is not loaded yet.
         """
-        several = len(self._models) > 1
-        model = self._named(name) if name and several else next(iter(self._models.values()))
+        model = self._named(name) if name and len(self._models) > 1 else next(iter(self._models.values()))
         if not model.ready:
             raise ApiError(503, "Loading model", "unavailable_error", retry_s=1)
         return model
@@ -237,7 +237,7 @@ def _count(model: ServedModel, body: Conversation) -> Json:
 
 
 async def _generate(request: Request, model: ServedModel, body: ChatRequest | CompletionRequest) -> Response:
-    mailbox = Mailbox()
+    mailbox = Mailbox(every=body.stream)
     model.engine.check_room(body.n * (len(body.prompts()) if isinstance(body, CompletionRequest) else 1))
     jobs = await asyncio.get_running_loop().run_in_executor(model.worker, model.jobs, body, mailbox.put)
     if await request.is_disconnected():  # else nobody would cancel the jobs of a stream
