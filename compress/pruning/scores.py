@@ -184,6 +184,7 @@ def _streamed(model: SportsLLM, samples: Sequence[Tensor], importance: str) -> t
     return found, moments, (1 - cosines / len(streams_LBTD[0])).cpu()
 
 
+@torch.no_grad()
 def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:
     """(K,) scores of the units, `size` inputs each, side by side: K for the first picked, 1 for the last.
 
