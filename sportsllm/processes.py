@@ -73,13 +73,23 @@ def stages() -> int:
 
 
 def join(device: torch.device) -> None:
-    """Meet the other processes, if there are any."""
+    """Meet the other processes, if there are any.
+
+    On one machine torchrun keeps its store when it starts them again, with the addresses of those that have ended.
+    """
     import torch.distributed
 
     if count() > 1 and not torch.distributed.is_initialized():
+        from torch.distributed.distributed_c10d import PrefixStore
+        from torch.distributed.rendezvous import rendezvous
+
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        store, number, size = next(rendezvous("env://"))
+        start = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ.get("LOCAL_WORLD_SIZE") == str(size) else ""
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store = PrefixStore(start, store)
+        torch.distributed.init_process_group(backend, store=store, rank=number, world_size=size)
 
 
 def wait() -> None:

@@ -20,7 +20,7 @@ from sportsllm.training import sharding
 from sportsllm.training.lora import add_adapters
 from sportsllm.training.settings import TrainConfig
 from tests.support.command_line import CommandLine
-from tests.support.forked import forked, process_group
+from tests.support.forked import forked, process_group, torchrun
 from tests.support.models import tiny_model
 
 STEPS = 60
@@ -96,16 +96,24 @@ def test_processes_that_start_again_take_the_rates_of_the_first(
 
 
 @pytest.mark.slow
-def test_processes_that_start_again_leave_another_run_s_state_alone(corpus_file: Path, tmp_path: Path) -> None:
-    """torchrun starts refused processes again; without --resume these are refused too."""
-    words = [*arguments(corpus_file, tmp_path / "out"), "--steps", "8"]
+def test_torchrun_starts_again_what_it_began_and_leaves_another_run_s_state_alone(
+    corpus_file: Path, tmp_path: Path
+) -> None:
+    """torchrun starts refused processes again too; without --resume these are refused like the first."""
+    words = arguments(corpus_file, tmp_path / "out")
+    start = torchrun(2, "--max-restarts", "1", "-m", "--", "sportsllm.cli", *words)
     forked("2:3", *words)
-    state = partial_directory(tmp_path / "out") / "state" / "state.json"
-    saved = state.read_bytes()
-    said = forked("2:refused,2:refused", *words)
-    assert said.count("an interrupted run is kept there; add --resume") == 2 and "resumed" not in said
-    assert state.read_bytes() == saved
-    assert "resumed at step 3 of 8" in forked("2", *words, "--resume")
+    partial = partial_directory(tmp_path / "out")
+    saved = (partial / "state" / "state.json").read_bytes()
+    with process_group(*start) as run:
+        said = run.communicate(timeout=600)[1]
+    assert said.count("an interrupted run is kept there; add --resume") == 2 and "resumed" not in said, said
+    assert (partial / "state" / "state.json").read_bytes() == saved
+    with process_group(*start, "--resume") as run:
+        wait_for(run, partial / "metrics.jsonl", 2 * (partial / "metrics.jsonl").stat().st_size)
+        psutil.Process(run.pid).children()[-1].kill()
+        said = run.communicate(timeout=600)[1]
+    assert said.count(f"resumed at step 3 of {STEPS}") == 2 and len(losses(tmp_path / "out")) == STEPS, said
 
 
 def test_a_group_of_processes_leaves_none_behind(tmp_path: Path) -> None:
@@ -130,8 +138,7 @@ def test_two_processes_take_the_steps_of_one_and_one_finishes_what_two_began(
     one, two = tmp_path / "one", tmp_path / "two"
     assert cli(*arguments(corpus_file, one))[0] == 0
     words = [*arguments(corpus_file, two), "--set", f"shard={sharded}"]
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "sportsllm.cli"]
-    with process_group(*start, *words) as run:
+    with process_group(*torchrun(2, "--standalone", "-m", "sportsllm.cli", *words)) as run:
         wait_for(run, partial_directory(two) / "metrics.jsonl", 400)
         interrupt(run)
     assert (partial_directory(two) / "state" / "model").is_dir() == (sharded == "true")  # a file for each process
