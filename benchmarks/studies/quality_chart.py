@@ -47,7 +47,7 @@ ONNX: dict[str, dict[str, Any]] = {
     **{"INT4 uniform": {"settings": {"uniform": True}}, "INT4/8": {"settings": {"bits_per_weight": 5.5}}},
 }
 """Settings of `quantize`."""
-GGUF = ("q4_0", "iq4_xs", "q4_k_m", "q5_k_m", "q8_0")
+GGUF = ("q4_0", "iq4_xs", "q4_k_m", "q8_0")
 COLUMNS = (
     *("tool", "format", "file_bytes", "kl", "kl_error", "perplexity", "tokens_per_s", "depth", "machine", "date"),
 )
