@@ -160,7 +160,7 @@ def run_fit(
     """
     from benchmarks.devices.load import load_target
     from benchmarks.devices.verdict import check_on_device
-    from benchmarks.search.recipe import held_out_text
+    from benchmarks.search.recipe import held_out_text, with_samples
     from benchmarks.search.results import summary
     from benchmarks.search.rounds import run_rounds, start_search
     from benchmarks.search.trials import Clock, Trials
@@ -186,6 +186,7 @@ def run_fit(
     _claim(out, source, target, effort, asked)
     text = held_out_text(source, out / "text")
     _warn_of_little_text(text)
+    source = with_samples(source)
     where = target.provider, target.processor
     patience = min(60.0, 0.05 * clock.left())  # seconds to wait for other programs before times are measured
     trials = Trials(source, device, out / "trials", text.choosing, effort.search_tokens, *where, patience)

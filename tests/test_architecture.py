@@ -62,11 +62,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_295,
-    "compress": 7_950,
+    "sportsllm": 18_293,
+    "compress": 7_947,
     "export": 6_383,
-    "benchmarks": 9_245,
-    "tests": 24_098,
+    "benchmarks": 9_251,
+    "tests": 24_100,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.search.candidates import Candidate
 
 _SEQUENCE = 512
+_CUT_SAMPLES = 64  # more gain nothing that is left after a brief recovery
 _SHARE_OF_TEACHER = 0.05
 _UNKNOWN_TOKENS = 1_000_000
 _QAD_SHARE = 0.2  # of the recovery's tokens
@@ -39,6 +40,7 @@ class Source:
         seed: of everything random.
         settings: further flags of every training, such as `batch_size`.
         reading: of all text.
+        samples: pieces of calibration text that every cut is made by; `prune` chooses if None.
     """
 
     teacher: Path
@@ -49,6 +51,7 @@ class Source:
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     reading: Reading = USUAL
+    samples: int | None = None
 
     def held_out(self) -> dict[str, Any]:
         """The flag that names held-out text, where there is some."""
@@ -68,6 +71,19 @@ class Source:
     def sequence(self) -> int:
         """Tokens of one piece of text."""
         return min(int(self.settings.get("sequence") or _SEQUENCE), load_config(self.teacher).max_position_embeddings)
+
+
+def with_samples(source: Source) -> Source:
+    """The source with as many pieces of calibration text as a cut gains from, for trials and the result alike."""
+    from sportsllm.inference.calibration import calibration_samples
+    from sportsllm.text.documents import left_out
+    from sportsllm.text.tokenizer import load_tokenizer
+
+    config = load_config(source.teacher)
+    words = load_tokenizer(source.teacher, config, source.reading)
+    text = source.calibration, left_out(source.valid, source.teacher), words, config
+    pieces = calibration_samples(*text, None, source.sequence, checkpoints=[source.teacher])
+    return replace(source, samples=min(_CUT_SAMPLES, len(pieces)))
 
 
 class HeldOut(NamedTuple):
@@ -152,6 +168,8 @@ def vocabulary_stages(
 def prune_settings(source: Source, shape: Shape, teacher: Path, out: Path, tokens: int, **rare: Any) -> dict[str, Any]:
     """Arguments of `prune` that make a shape; `rare` are settings. Experts are named only if there are to be fewer."""
     whole, sizes = Shape.of(load_config(source.teacher)), shape.sizes()
+    if source.samples is not None:
+        rare |= {"samples": source.samples}
     if shape.experts == whole.experts:
         sizes.pop("experts", None)
     return {

@@ -44,7 +44,6 @@ from sportsllm.models.config import ModelConfig
 
 LOG = "log.txt"
 _SCORED_TOKENS = 16_384
-_BRIEF_SAMPLES = 64  # of the cut: more gain nothing that is left after a brief recovery
 _MARGIN = 1.2  # of an expected time: recoveries of one length differ
 _ATTEMPTS = 3  # measurements of an export
 
@@ -166,7 +165,7 @@ class Trials:
         old = read_json(kept) if kept.exists() else {}
         if old.get("asked") == asked:
             return [Shape(**sizes) for sizes in old["found"]]
-        config = PruneConfig(samples=min(_BRIEF_SAMPLES, self._pieces))
+        config = PruneConfig(samples=self.source.samples)
         work = Calibration(PruneJob(self.source.teacher, self.source.calibration, config, reading=self.source.reading))
         with logged(self.directory / LOG):
             found = [one.shape for one in find_finalists(work, shapes, (), count, seconds)]
@@ -255,11 +254,10 @@ class Trials:
         if shape == whole:
             return teacher
         out = self.directory / "recovered" / f"{size.name}-{tokens}"
-        samples = min(_BRIEF_SAMPLES, self._pieces)
         experts_alone = shape == replace(whole, experts=shape.experts)  # needs no scores
         first = out if experts_alone else self._scores.setdefault((teacher, shape.experts), out)  # later cuts read them
         known = {} if first == out else {"scores": first}
-        self._run("prune", prune_settings(self.source, shape, teacher, out, tokens, samples=samples, **known))
+        self._run("prune", prune_settings(self.source, shape, teacher, out, tokens, **known))
         return out
 
     def _packed(self, checkpoint: Path, format: ModelFormat, qad: int | None) -> Path:
@@ -282,14 +280,3 @@ class Trials:
     @functools.cached_property
     def _config(self) -> ModelConfig:
         return load_config(self.source.teacher)
-
-    @functools.cached_property
-    def _pieces(self) -> int:
-        """Pieces of calibration text that the teacher reads."""
-        from sportsllm.inference.calibration import calibration_samples
-        from sportsllm.text.documents import left_out
-        from sportsllm.text.tokenizer import load_tokenizer
-
-        source, words = self.source, load_tokenizer(self.source.teacher, self._config, self.source.reading)
-        text = source.calibration, left_out(source.valid, source.teacher), words, self._config
-        return len(calibration_samples(*text, None, source.sequence, checkpoints=[source.teacher]))

@@ -37,7 +37,7 @@ from compress.quantization.mixed_precision import DEFAULT_GROWTH
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, UsageError
 from sportsllm.formats.huggingface import load_config, to_hf
-from sportsllm.formats.manifest import directory_bytes
+from sportsllm.formats.manifest import directory_bytes, manifest_of
 from sportsllm.models.config import Experts, ModelConfig
 from sportsllm.models.presets import preset
 from sportsllm.verbs.run import load_recipe
@@ -425,6 +425,8 @@ def test_a_search_from_start_to_end(line: Line, capsys: pytest.CaptureFixture[st
     assert found.documents["trials"] > 0 and found.documents["final"] > 0
     recipe = tomllib.loads(Path(str(found.line)).read_text(encoding="utf-8"))
     assert [stage["command"] for stage in recipe["stage"]][-2:] == ["export", "bench"]
+    cuts = [found.out.parent / "student", *(line.out / "trials" / "recovered").glob("l*-128")]
+    assert len({manifest_of(cut).settings["samples"] for cut in cuts}) == 1  # else a trial is of another cut
     assert json.loads((line.out / "fit.json").read_text(encoding="utf-8"))["chosen"] == found.chosen
     print_fit(console.output(), result)
     shown = capsys.readouterr().out
