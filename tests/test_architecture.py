@@ -63,10 +63,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_293,
-    "compress": 7_947,
+    "compress": 7_945,
     "export": 6_383,
     "benchmarks": 9_251,
-    "tests": 24_100,
+    "tests": 24_117,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

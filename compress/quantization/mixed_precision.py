@@ -22,7 +22,7 @@ from compress.quantization.config import QuantizationConfig, bits_per_weight, ma
 from compress.quantization.packed_checkpoint import round_weight
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
-from sportsllm.formats.checkpoint import load_block, load_last_norm, load_positions, load_table
+from sportsllm.formats.checkpoint import check_names, load_block, load_last_norm, load_positions, load_table
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, input_groups
@@ -118,7 +118,7 @@ def measure_groups(
     draw backwards, with one layer in memory at a time. One pass gives all groups' gradients.
 
     Args:
-        checkpoint: an unquantized one.
+        checkpoint: an unquantized one; errors are those of `load_checkpoint`.
         model: its shape.
         config: the low precision.
         samples: calibration token ids, each (1, T); read 128 at a time.
@@ -130,8 +130,9 @@ def measure_groups(
     tensors, rope, layers = TensorFiles(checkpoint), rope_of(model, device), range(model.num_hidden_layers)
     chunks = [chunk for tokens in samples for chunk in torch.split(tokens, _CHUNK, dim=1)]
     read, costs = sum(chunk.numel() for chunk in chunks), list[SensitivityGroup]()
+    check_names(tensors, model)
     with progress_bar("sensitivity", 2 * len(layers)) as bar:
-        table_VD, positions = tensors[f"{EMBEDDING}.weight"], load_positions(tensors, model)
+        table_VD, positions = load_table(tensors, model, EMBEDDING), load_positions(tensors, model)
         before = [first_states(model, table_VD, chunks, positions, scratch, device)]
         del table_VD
         for layer in layers:
@@ -163,11 +164,8 @@ def _last_gradients(
 
     With logits W h the gradient by h is W[drawn] - sum over v of p(v) W[v], and its second term serves all draws.
     """
-    norm, cap, draw = (
-        load_last_norm(tensors, model).to(device),
-        model.logit_softcap,
-        torch.Generator().manual_seed(seed),
-    )
+    norm, cap = load_last_norm(tensors, model).to(device), model.logit_softcap
+    draw = torch.Generator().manual_seed(seed)
     head_VD = load_table(tensors, model, EMBEDDING if model.tie_word_embeddings else HEAD).to(device)
     for x_BTD in states_BTD:
         with torch.enable_grad():
@@ -177,7 +175,7 @@ def _last_gradients(
         slope_TV = None if cap is None else 1 - (logits_TV / cap).square()
         p_TV = logits_TV.log_softmax(-1).exp_()
         del logits_TV
-        p_here_TV = p_TV.cpu()  # where all devices draw the same
+        p_here_TV = p_TV.cpu()  # so that all devices draw the same
         drawn = [torch.multinomial(p_here_TV, 1, generator=draw).to(device) for _ in range(draws)]
         del p_here_TV
         mean_TD = (p_TV if slope_TV is None else p_TV.mul_(slope_TV)) @ head_VD

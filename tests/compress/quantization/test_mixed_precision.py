@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import sportsllm
 from compress.quantization.config import QuantizationConfig, bits_per_weight, matrix_bytes, matrix_weights
@@ -15,7 +16,8 @@ from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget, 
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from compress.quantize import quantize_checkpoint
 from sportsllm.commands import load_command
-from sportsllm.errors import UsageError
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.safetensors import WEIGHTS
 from sportsllm.inference.calibration import CalibrationText
 from sportsllm.models.config import Experts
 from sportsllm.models.kinds import matrix_shapes
@@ -169,6 +171,21 @@ def test_four_bits_spend_five_percent_more_by_default(
     assert not load_command("quantize")(checkpoint=checkpoint, out=tmp_path / "rtn", method="rtn").sensitivity
     with pytest.raises(UsageError, match="uniform=true is one precision for all"):
         load_command("quantize")(checkpoint=checkpoint, out=tmp_path / "no", settings={"uniform": True}, size_mb=1.0)
+
+
+def test_a_damaged_checkpoint_is_refused_before_it_is_measured(checkpoint: Path, tmp_path: Path) -> None:
+    model = tiny_model()
+    path, table = saved(tmp_path / "in", model, checkpoint) / WEIGHTS, "model.embed_tokens.weight"
+    whole = load_file(str(path))
+    damaged = {
+        f"tensor '{table}' is missing": {name: tensor for name, tensor in whole.items() if name != table},
+        f"tensor '{table}' has shape": whole | {table: whole[table][:-1].clone()},
+        "tensor 'extra' belongs to no part": whole | {"extra": torch.zeros(2)},
+    }
+    for said, tensors in damaged.items():
+        save_file(tensors, str(path))
+        with pytest.raises(ArtifactError, match=said):
+            measure_groups(tmp_path / "in", model.config, QuantizationConfig(4, 32, 8), samples())
 
 
 def test_budgets_that_cannot_be_kept() -> None:
