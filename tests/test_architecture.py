@@ -66,7 +66,7 @@ MOST_LINES = {
     "compress": 7_945,
     "export": 6_383,
     "benchmarks": 9_251,
-    "tests": 24_117,
+    "tests": 24_127,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

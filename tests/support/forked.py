@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import psutil
+
 
 @contextmanager
 def process_group(*words: str) -> Iterator[subprocess.Popen[str]]:
@@ -27,8 +29,12 @@ def process_group(*words: str) -> Iterator[subprocess.Popen[str]]:
     try:
         yield run
     finally:
+        started = psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []
         with suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)
+        for process in started:  # torchrun gives each process a group of its own
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         run.communicate()
 
 
