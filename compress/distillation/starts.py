@@ -145,7 +145,7 @@ class Cut(Fresh):
         tokenizer = load_tokenizer(training.teacher, teacher.config, training.reading)
         smaller = _inside(self.shape, teacher.config)
         length = min(SAMPLE_LENGTH, smaller.max_position_embeddings)
-        most = usual_samples(teacher.config, length, before_training=training.tokens > 0)
+        most = usual_samples(teacher.config, length, training.tokens)
         source = training.corpus, training.left_out, tokenizer, teacher.config
         samples = calibration_samples(*source, None, length, most, checkpoints=training.checkpoints)
         cut = cut_to_config(teacher, smaller, PruneConfig(), samples)

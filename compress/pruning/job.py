@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 
 _IN_MEMORY, _SHARE = 1e9, 0.25  # bytes of weights, and of free memory; a cut takes up to four times the weights
-_LAYER_SAMPLES, _PART_FOR_LAYERS = 16, 4  # which layers go: as many samples at least, or one part of them
 
 
 @dataclass(frozen=True)
@@ -149,8 +148,7 @@ class Calibration:
         """`prune_model`; which layers stay is tried once for each depth, on the same text for all cuts."""
         count = smaller.num_hidden_layers
         if count not in self._layers:
-            few = self.samples[: max(_LAYER_SAMPLES, -(-len(self.samples) // _PART_FOR_LAYERS))]
-            self._layers[count] = kept_layers(self.model, self.scores, count, few)
+            self._layers[count] = kept_layers(self.model, self.scores, count, self.samples)
         return prune_model(self.model, self.scores, smaller, samples, refit, self._layers[count])
 
     @cached_property
@@ -160,7 +158,7 @@ class Calibration:
         length, most = SAMPLE_LENGTH, None
         if recovery is not None:
             length = recovery.config.sequence
-            most = usual_samples(model.config, length, before_training=True)
+            most = usual_samples(model.config, length, recovery.tokens)
         tokenizer = load_tokenizer(job.checkpoint, model.config, job.reading)
         valid = held_out_files(job.checkpoint) if recovery is None else recovery.left_out
         models = (job.checkpoint,) if recovery is None else recovery.checkpoints
