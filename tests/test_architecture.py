@@ -62,8 +62,8 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_293,
-    "compress": 7_945,
+    "sportsllm": 18_296,
+    "compress": 7_943,
     "export": 6_383,
     "benchmarks": 9_251,
     "tests": 24_127,
