@@ -65,7 +65,7 @@ class PruneConfig:
 
     def __post_init__(self) -> None:
         if self.importance not in IMPORTANCES:
-            raise UsageError(f"--importance {self.importance!r} is not known; use one of {', '.join(IMPORTANCES)}")
+            raise UsageError(f"--set importance={self.importance} is not known; use one of {', '.join(IMPORTANCES)}")
 
 
 class LayerRun(NamedTuple):
