@@ -65,8 +65,8 @@ MOST_LINES = {
     "sportsllm": 18_296,
     "compress": 7_943,
     "export": 6_383,
-    "benchmarks": 9_251,
-    "tests": 24_127,
+    "benchmarks": 9_252,
+    "tests": 24_146,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

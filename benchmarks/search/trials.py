@@ -157,7 +157,7 @@ class Trials:
     def best_right_after_the_cut(self, shapes: Sequence[Shape], count: int, seconds: float) -> list[Shape]:
         """The best of some shapes by the loss after cut and refit, without training, found in about `seconds`;
         kept for a search that is run again."""
-        from compress.pruning.cut import PruneConfig
+        from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig
         from compress.pruning.job import Calibration, PruneJob
         from compress.pruning.search import find_finalists
 
@@ -165,7 +165,8 @@ class Trials:
         old = read_json(kept) if kept.exists() else {}
         if old.get("asked") == asked:
             return [Shape(**sizes) for sizes in old["found"]]
-        config = PruneConfig(samples=self.source.samples)
+        # Without a recovery samples are longer than a recovery's short sequences, and the text gives fewer of them.
+        config = PruneConfig(samples=self.source.samples if self.source.sequence >= SAMPLE_LENGTH else None)
         work = Calibration(PruneJob(self.source.teacher, self.source.calibration, config, reading=self.source.reading))
         with logged(self.directory / LOG):
             found = [one.shape for one in find_finalists(work, shapes, (), count, seconds)]

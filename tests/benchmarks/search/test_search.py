@@ -28,7 +28,15 @@ from benchmarks.search.candidates import (
     formats,
     ways,
 )
-from benchmarks.search.recipe import Effort, Source, Target, export_settings, prune_settings, write_recipe
+from benchmarks.search.recipe import (
+    Effort,
+    Source,
+    Target,
+    export_settings,
+    prune_settings,
+    with_samples,
+    write_recipe,
+)
 from benchmarks.search.results import print_fit
 from benchmarks.search.rounds import Search, Tried, run_rounds, start_search, try_longer, try_plain
 from benchmarks.search.trials import Clock, Losses, Timed, Trials
@@ -456,6 +464,17 @@ def test_a_machine_that_stays_busy_is_waited_for_once(
         timed = trials.timed(candidate_of("feed-forward", size, ModelFormat("int4", 32), config, device))
         assert timed.busy and timed.figures == {"file_mb": 0.1}
     assert waits == [60.0, 0.0]
+
+
+def test_short_sequences_of_a_recovery_do_not_ask_the_first_ranking_for_samples_that_the_text_lacks(
+    line: Line, texts: list[str], tmp_path: Path
+) -> None:
+    text, whole = tmp_path / "text.jsonl", Shape.of(load_config(line.teacher))
+    text.write_text(json.dumps({"text": " ".join(texts)[:4_000]}) + "\n", encoding="utf-8")
+    source = with_samples(Source(line.teacher, (text,), (text,), settings={"sequence": 16}))
+    trials = Trials(source, load_device(str(line.budget)), tmp_path, line.corpus, 1)
+    smaller = [replace(whole, layers=1), replace(whole, intermediate=32)]
+    assert trials.best_right_after_the_cut(smaller, 1, 60.0)[0] in smaller
 
 
 def finished(name: str, loss: float, **figures: float) -> dict[str, Any]:
