@@ -200,7 +200,7 @@ def _divided(layouts: Sequence[Mapping[str, Any]], training: Mapping[str, Any]) 
         parts = [megabytes(sum(each[f"{name}_bytes"] for name in names)) for names in columns.values()]
         total = megabytes(each["total_bytes"]), "yes" if each["fits"] else "no", f"{each['largest_batch']:,}"
         rows.append((words, *parts, *total, *(number(each[name]) for name in costs)))
-    headers = ("layout", *columns, "total", "fits", "batch", *(_COST[name] for name in costs))
+    headers = ("layout", *columns, "total", "fits", "batch", *(name.replace("_per_", "/") for name in costs))
     return Table(f"layouts on {training['gpus']:,} GPUs, MB of each", headers, rows, (0,))
 
 

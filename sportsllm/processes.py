@@ -33,11 +33,25 @@ def restarted() -> bool:
 
 
 def launch() -> str:
-    """A name of this call of `torchrun`, the same when it starts the processes again; empty without torchrun."""
+    """A name of this machine's `torchrun`, the same when it starts the processes again; empty without torchrun.
+
+    Calls may have an --rdzv-id in common.
+    """
     import psutil
 
-    named = os.environ["TORCHELASTIC_RUN_ID"] if count() > 1 else ""
-    return named if named != "none" else f"torchrun {psutil.Process(os.getppid()).create_time()}"
+    if count() == 1:
+        return ""
+    return f"{os.environ['TORCHELASTIC_RUN_ID']} {psutil.Process(os.getppid()).create_time()}"
+
+
+def launches() -> list[str]:
+    """The names of all machines' `torchrun`: the first process may be on another one when they start again."""
+    import torch.distributed
+
+    names = [launch()] * count()
+    if count() > 1:
+        torch.distributed.all_gather_object(names, launch())
+    return sorted(set(names))
 
 
 def rank() -> int:

@@ -62,11 +62,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_296,
+    "sportsllm": 18_312,
     "compress": 7_943,
     "export": 6_383,
     "benchmarks": 9_252,
-    "tests": 24_146,
+    "tests": 24_155,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -38,7 +38,7 @@ from sportsllm.formats.manifest import (
 from sportsllm.formats.model_card import CARD, render_card
 
 STATE_DIRECTORY = "state"  # resumable state inside a `.partial`; removed before the rename
-STATE_FILE, LAUNCH = "state.json", "launch"  # a file of the state, and its key for `processes.launch`
+STATE_FILE, LAUNCHES = "state.json", "launches"  # a file of the state, and its key for `processes.launches`
 _PACKAGES = ("numpy", "torch", "onnx", "onnx-ir", "onnxruntime", "tokenizers", "safetensors", "bitsandbytes")
 
 
@@ -140,11 +140,11 @@ def began(out: Path) -> bool:
     """Whether this call of `torchrun` saved the state for `out`, before a process ended and all were started again."""
     if not processes.restarted():
         return False
-    launch = ""
+    saved_by, now = set[str](), processes.launches()
     for name in (f"{STATE_DIRECTORY}.old", STATE_DIRECTORY):
         with suppress(ArtifactError, LookupError, TypeError):
-            launch = read_json(partial_directory(out) / name / STATE_FILE)[LAUNCH]
-    return processes.from_first("yes" if launch == processes.launch() else "") == "yes"
+            saved_by = set(read_json(partial_directory(out) / name / STATE_FILE)[LAUNCHES])
+    return processes.from_first("" if saved_by.isdisjoint(now) else "yes") == "yes"
 
 
 def replace_state(partial: Path, fresh: Path) -> None:

@@ -238,4 +238,6 @@ def parse_request(kind: type[Record], data: bytes) -> Record:
         raise ApiError(400, str(error)) from None
     except ValidationError as error:
         field = error.errors(include_url=False, include_context=False)[0]["loc"][:1]
-        raise ApiError(400, describe(error), param=str(field[0]) if field else None) from None
+        # Of a prompt pydantic says what is wrong with it as each of its three types.
+        text = "prompt: give a text, token ids, or a list of prompts" if field == ("prompt",) else describe(error)
+        raise ApiError(400, text, param=str(field[0]) if field else None) from None

@@ -48,7 +48,7 @@ def place_stage(model: SportsLLM, device: torch.device, stages: int) -> None:
     if len(layers) < stages:
         raise UsageError(f"{flag}: the model has {len(layers)} layers; use fewer processes")
     if model.lm_head is None:
-        raise UsageError(f"{flag}: embedding and head are one matrix, in two processes; train with --set tied=false")
+        raise UsageError(f"{flag}: embedding and head are one matrix; train one with --model and --set tied=false")
     processes.share_sequences(stages, in_stages=True)
     own = np.array_split(np.arange(len(layers)), stages)[number]
     elsewhere = [layer for place, layer in enumerate(layers) if place not in own]

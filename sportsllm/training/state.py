@@ -20,7 +20,7 @@ from sportsllm import processes
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
 from sportsllm.files import read_json
-from sportsllm.formats.artifact import LAUNCH, STATE_DIRECTORY, STATE_FILE, replace_state
+from sportsllm.formats.artifact import LAUNCHES, STATE_DIRECTORY, STATE_FILE, replace_state
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
@@ -158,7 +158,7 @@ class RunState:
     def save(self) -> None:
         """Write `state/`, replacing an older one only when the new one is whole; all processes call this."""
         directory, first = Path(processes.from_first(str(self.directory.resolve()))), processes.rank() == 0
-        fresh = directory / f"{STATE_DIRECTORY}.new"
+        fresh, launches = directory / f"{STATE_DIRECTORY}.new", processes.launches()
         if first:
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir()
@@ -176,7 +176,7 @@ class RunState:
         if first:
             save_tensors(fresh / "rng.safetensors", {"torch": torch.get_rng_state()})
             state = {"identity": self.identity, "config": asdict(self.config), "scaler": self.scaler.state_dict()}
-            state[LAUNCH] = processes.launch()
+            state[LAUNCHES] = launches
             state |= {name: getattr(self, name) for name in _PROGRESS}
             (fresh / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
             replace_state(directory, fresh)

@@ -77,8 +77,10 @@ def test_the_layouts_of_64_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, printed.splitlines())) <= 120
 
 
-def test_layouts_that_train_refuses_are_not_listed() -> None:
+def test_layouts_that_train_refuses_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any("pipeline" in flags for flags in _layouts("8b"))  # 32 layers
+    headers = "layout weights gradients states gathered activations total fits batch tokens/s"
+    assert headers.split() in [line.split() for line in capsys.readouterr().out.splitlines()]
     assert list(_layouts("70b", optimizer="muon"))[:2] == ["shard=true", "pipeline=64"]
     assert not any("pipeline" in flags for flags in _layouts("small", length=512, gpus=2))  # tied
     half = _layouts("base-162m", length=512, gpus=2, precision="fp16")

@@ -341,6 +341,7 @@ def test_llama_servers_own_completion(client: httpx.Client, loaded: LoadedModel)
         refusal(client, 400, "/completion", prompt={"prompt_string": "a", "multimodal_data": []})["param"] == "prompt"
     )
     assert refusal(client, 400, "/completion", prompt=[1, [2]])["param"] == "prompt"
+    assert refusal(client, 400, prompt=[])["message"] == "prompt: give a text, token ids, or a list of prompts"
     assert set(post(client, "/completion", **body, logit_bias=[["z", 100]])["content"].replace(" ", "")) == {"z"}
     for bias in ([["z", 100, 3]], [[[1], 5]], [[-1, 5]], [[10**12, 5]], [[True, 5]]):
         assert refusal(client, 400, "/completion", **body, logit_bias=bias)["param"] == "logit_bias"

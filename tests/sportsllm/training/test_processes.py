@@ -1,6 +1,7 @@
 """Several processes that train one model, against one process."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -158,6 +159,11 @@ def test_what_several_processes_cannot_do_is_refused(cli: CommandLine, monkeypat
     for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "3"), ("RANK", "1")):
         monkeypatch.setenv(name, value)
     assert processes.own_share(range(6, 12)) == range(8, 10)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "100")  # of an --rdzv-id that two calls have in common
+    launched = processes.launch()
+    with monkeypatch.context() as other:
+        other.setattr(os, "getppid", lambda: 1)
+        assert launched == "100" + launched.removeprefix("100") != processes.launch()
     with pytest.raises(UsageError, match="optimizer_bits=32"):
         TrainConfig(shard=True, optimizer_bits=8)
     with pytest.raises(UsageError, match="tensor_parallel: needs shard=true"):
