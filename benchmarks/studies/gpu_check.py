@@ -41,6 +41,7 @@ from sportsllm.errors import ResourceError
 from sportsllm.files import read_json_lines
 from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.presets import preset
 from sportsllm.processors import find_device
 from sportsllm.training.loop import METRICS
 
@@ -80,10 +81,11 @@ def compare(device: str, work: Path, sizes: dict[str, Any]) -> Iterator[Row]:
     trained = {name: sizes[name] for name in ("steps", "batch_size", "sequence")}
     trained |= {"corpus": text, "valid": valid, "settings": _EXACT}
     teacher, fitted = work / "train-cpu", {"samples": sizes["samples"]}
+    narrow = preset(sizes["model"]).intermediate_size // 64 * 32  # a search could end in another shape on each
     line: dict[str, dict[str, Any]] = {
         "train": {"model": sizes["model"], **trained},
         "distill": {"teacher": str(teacher), "student": sizes["student"], "start": "fresh", **trained},
-        "prune": {"checkpoint": teacher, "params": 0.8, "calibration": text, "settings": fitted},
+        "prune": {"checkpoint": teacher, "intermediate": narrow, "calibration": text, "settings": fitted},
         "quantize": {"checkpoint": teacher, "calibration": text, "settings": fitted | {"uniform": True}},
     }
     for verb, options in line.items():
