@@ -65,7 +65,7 @@ MOST_LINES = {
     "sportsllm": 18_312,
     "compress": 7_943,
     "export": 6_383,
-    "benchmarks": 9_254,
+    "benchmarks": 9_257,
     "tests": 24_155,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""

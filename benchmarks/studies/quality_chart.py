@@ -52,7 +52,7 @@ COLUMNS = (
     *("tool", "format", "file_bytes", "kl", "kl_error", "perplexity", "tokens_per_s", "depth", "machine", "date"),
 )
 PANELS = {"file_bytes": ("file, MB", 1e6), "tokens_per_s": (f"tokens per second, {THREADS} threads", 1)}
-_WIDTH, _HEIGHT, _LEFT, _TOP, _NEXT = 400, 300, 60, 60, 490  # of a panel, in pixels
+_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 890, 300, 60, 60, 90  # of all panels, in pixels
 
 Row = Mapping[str, str]
 """A line of the table by `COLUMNS`. KL is from the unquantized model in nats a token; a speed may be missing."""
@@ -136,7 +136,9 @@ def speeds(made: Sequence[Made], config: ModelConfig, rounds: int) -> tuple[list
 def draw(rows: Sequence[Row], name: str) -> str:
     """Two panels as SVG: KL over megabytes and over tokens per second; a tool has a color, a point its format."""
     tools = dict(zip(dict.fromkeys(row["tool"] for row in rows), cycle(COLORS), strict=False))
-    width, height = _LEFT + _NEXT + _WIDTH + 60, _TOP + _HEIGHT + 70
+    width, height = _LEFT + _WIDTH + 60, _TOP + _HEIGHT + 70
+    shown = [figure for figure in PANELS if any(row[figure] for row in rows)]
+    wide = (_WIDTH - _GAP * (len(shown) - 1)) / len(shown)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="12" fill="#222" '
         'font-family="system-ui, sans-serif"><rect width="100%" height="100%" fill="#fff"/>',
@@ -148,29 +150,30 @@ def draw(rows: Sequence[Row], name: str) -> str:
     known = [row for row in rows if float(row["kl"]) > 0]
     losses = [float(row["kl"]) for row in known] or [1.0]
     up = log_axis("", min(losses), max(losses))
-    for place, (figure, (title, scale)) in enumerate(PANELS.items()):
+    for place, figure in enumerate(shown):
+        title, scale = PANELS[figure]
         points = [(float(row[figure]) / scale, row) for row in known if row[figure]]
-        parts += _panel(_LEFT + place * _NEXT, title, up, points, tools) if points else []
+        parts += _panel(_LEFT + place * (wide + _GAP), wide, title, up, points, tools) if points else []
     where = "; ".join(dict.fromkeys(f"{row['machine']}, {row['date']}" for row in rows))
     return "\n".join([*parts, _text(_LEFT, height - 10, where), "</svg>"]) + "\n"
 
 
 def _panel(
-    left: float, title: str, up: Plot, points: Sequence[tuple[float, Row]], tools: Mapping[str, str]
+    left: float, wide: float, title: str, up: Plot, points: Sequence[tuple[float, Row]], tools: Mapping[str, str]
 ) -> list[str]:
     values, bottom = [value for value, _ in points], _TOP + _HEIGHT
     across = log_axis(title, min(values), max(values))
-    parts = [_text(left + _WIDTH / 2, bottom + 36, across["title"], "middle")]
+    parts = [_text(left + wide / 2, bottom + 36, across["title"], "middle")]
     for tick, text in zip(across["tickvals"], across["ticktext"], strict=True):
         if 0 <= (x := _share(tick, across)) <= 1:
-            parts.append(f'<path d="M{left + x * _WIDTH:.1f} {bottom}v-{_HEIGHT}" stroke="#ddd"/>')
-            parts.append(_text(left + x * _WIDTH, bottom + 16, text, "middle"))
+            parts.append(f'<path d="M{left + x * wide:.1f} {bottom}v-{_HEIGHT}" stroke="#ddd"/>')
+            parts.append(_text(left + x * wide, bottom + 16, text, "middle"))
     for tick, text in zip(up["tickvals"], up["ticktext"], strict=True):
         if 0 <= (y := _share(tick, up)) <= 1:
-            parts.append(f'<path d="M{left} {bottom - y * _HEIGHT:.1f}h{_WIDTH}" stroke="#ddd"/>')
+            parts.append(f'<path d="M{left} {bottom - y * _HEIGHT:.1f}h{wide}" stroke="#ddd"/>')
             parts.append(_text(left - 6, bottom - y * _HEIGHT + 4, text, "end"))
     for value, row in points:
-        x, y = left + _WIDTH * _share(value, across), bottom - _HEIGHT * _share(float(row["kl"]), up)
+        x, y = left + wide * _share(value, across), bottom - _HEIGHT * _share(float(row["kl"]), up)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{tools[row["tool"]]}"/>')
         parts.append(_text(x + 8, y + 4, row["format"]))
     return parts
