@@ -1,24 +1,14 @@
-"""Layer by layer: hidden states streamed through the layers once, statistics of what modules read, layers fitted.
+"""Layer by layer: hidden states streamed through the layers once, in memory or in a file, and what modules read.
 
 Pruning and quantization change one layer after the other. Both the full and the changed model read the calibration text
-up to that layer, so memory is that of a layer and of the residual streams. `fit_block` fits a changed layer: for each
-of its matrices, with its own inputs a (which carry the errors of every layer before it) and the outputs t that it
-should give,
-
-    argmin_W  sum over tokens |t - W a|^2 + ridge * mean(|a|^2) * |W - W_given|^2
-
-    matrices that write to   t = the full model's residual stream after this sublayer (after the layer's last one: the
-    the residual stream          stream that the layer should lead to), less the changed model's before it
-    all others               t = the full model's values; so too if a norm follows the sublayer
-
-Shape suffixes: B sequences, T tokens of one, D hidden_size, I inputs, O outputs, U channels, N tokens of all.
+up to that layer, so memory is that of a layer and of the residual streams. `compress.layer_fit` fits a changed layer.
+Shape suffixes: B sequences, T tokens of one, D hidden_size, U channels, N tokens of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -31,56 +21,14 @@ from torch import Tensor, nn
 from sportsllm.formats.checkpoint import StoredBlock
 from sportsllm.formats.safetensors import StreamedTensors
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS, adds_to_residual, input_groups
+from sportsllm.models.kinds import NORMS
 from sportsllm.models.language_model import Block, SportsLLM, embed, first_positions
 from sportsllm.models.layers import Rope
-from sportsllm.models.parts import Matrix
 
-_KEPT = 2  # hidden sizes: inputs of a matrix that are wider are computed again rather than kept
 CPU = torch.device("cpu")
 Key = TypeVar("Key")
 Statistic = Callable[[Tensor, Tensor], Tensor]
 """From the input and the output of one call of a module to the value that is added up."""
-
-
-RIDGE = 1e-3
-"""Pull towards the given weights, as a share of the inputs' mean square."""
-
-
-@dataclass
-class LeastSquares:
-    """Sums of a regression: float32 products, added up in float64."""
-
-    gram_II: Tensor
-    cross_OI: Tensor
-
-    @staticmethod
-    def over(samples: Iterable[tuple[Tensor, Tensor]]) -> LeastSquares:
-        """Sums over at least one pair of inputs (..., I) and targets (..., O)."""
-        sums: LeastSquares | None = None
-        for inputs, targets in samples:
-            inputs_NI, targets_NO = inputs.flatten(0, -2), targets.flatten(0, -2)
-            if sums is None:
-                zeros = partial(inputs_NI.new_zeros, dtype=torch.float64)
-                width, height = inputs_NI.shape[1], targets_NO.shape[1]
-                sums = LeastSquares(zeros(width, width), zeros(height, width))
-            sums.gram_II.add_(inputs_NI.T @ inputs_NI)
-            sums.cross_OI.add_(targets_NO.T @ inputs_NI)
-        assert sums is not None, "there are samples"
-        return sums
-
-    def solve(self, weight_OI: Tensor, ridge: float = RIDGE) -> Tensor:
-        """argmin over W of sum |t - W a|^2 + ridge * mean(|a|^2) * |W - weight|^2, (O, I) float32.
-
-        Without inputs that is the given weight.
-        """
-        if not self.gram_II.any():
-            return weight_OI.detach().float()
-        weight, damped = weight_OI.detach().double(), self.gram_II.clone()
-        damped.diagonal().add_(ridge * self.gram_II.diagonal().mean())
-        change = torch.linalg.solve(damped, (self.cross_OI - weight @ self.gram_II).T).T
-        solved: Tensor = (weight + change).float()
-        return solved
 
 
 @contextmanager
@@ -281,131 +229,3 @@ class LayerStates(NamedTuple):
         between = after_sublayer(block, attention, states_BTD, rope)
         read_BTD = states_BTD if block.config.parallel_residual else None
         return LayerStates(between, after_sublayer(block, feed_forward, between, rope, read_BTD))
-
-
-class ResidualPair(NamedTuple):
-    """Residual streams of every sample, (B, T, D) each: before a layer or sublayer of the full and of the changed
-    model, and the full model's stream that the changed one should lead to.
-    """
-
-    full: Sequence[Tensor]
-    changed: Sequence[Tensor]
-    target: Sequence[Tensor]
-
-
-@dataclass(frozen=True)
-class LayerPair:
-    """A layer that is fitted, and the full model's layer that it is fitted to.
-
-    Attributes:
-        block: the layer that is changed in place.
-        source, config, rope: the full model's layer, its config and rotary tables.
-        wanted: by a matrix's name in the block the weights (O, I) whose outputs for the full layer's input it should
-            give; the full layer's own if None.
-        into: (D, K) map of the full model's residual stream to the changed one's, if they differ.
-        own_rope: rotary tables of the changed layer, if they differ.
-    """
-
-    block: Block
-    source: Block
-    config: ModelConfig
-    rope: Rope
-    wanted: Mapping[str, Tensor] | None = None
-    into: Tensor | None = None
-    own_rope: Rope | None = None
-
-
-Solve = Callable[[str, nn.Linear, LeastSquares], None]
-
-
-def fit_block(pair: LayerPair, streams: ResidualPair, between_BTD: Sequence[Tensor], solve: Solve) -> Sequence[Tensor]:
-    """Fit the matrices of one layer to what the full model computes, those that read the same input together.
-
-    Args:
-        pair, streams: the layer and the residual streams around it.
-        between_BTD: the full model's residual stream after the layer's attention.
-        solve: given a matrix's name in the block, the matrix and the sums, sets the matrix's weight. Later matrices
-            read what the new weight computes.
-
-    Returns:
-        The residual stream after the changed layer.
-    """
-    changed_BTD, parallel = streams.changed, pair.config.parallel_residual
-    for sublayer, full_BTD, after_BTD in zip(
-        NORMS, (streams.full, between_BTD), (between_BTD, streams.target), strict=True
-    ):
-        groups = [group for group in input_groups(pair.config) if group[0].name.startswith(f"{sublayer}.")]
-        writers = [matrix.name for group in groups for matrix in group if adds_to_residual(pair.config, matrix)]
-        assert len(writers) <= 1, f"{writers}: of a sublayer one matrix writes to the residual stream"
-        read = ResidualPair(full_BTD, changed_BTD, after_BTD)
-        if parallel:
-            read = ResidualPair(streams.full, streams.changed, after_BTD)
-        following: Sequence[Tensor] | None = None
-        for group in groups:
-            following = _fit_group(pair, sublayer, group, read, changed_BTD, solve)
-        if following is None:
-            own_rope, reads = pair.own_rope or pair.rope, read.changed if parallel else None
-            following = after_sublayer(pair.block, sublayer, changed_BTD, own_rope, reads)
-        changed_BTD = following
-    return changed_BTD
-
-
-def _fit_group(
-    pair: LayerPair, sublayer: str, group: Sequence[Matrix], streams: ResidualPair, base: Sequence[Tensor], solve: Solve
-) -> Sequence[Tensor] | None:
-    """Fit matrices of one sublayer that read the same input; its output is added to `base`.
-
-    Returns:
-        The residual stream after the sublayer, if the last matrix writes it and its inputs were kept, so that attention
-        need not be computed again; else None.
-    """
-    following: Sequence[Tensor] | None = None
-
-    def inputs(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> Iterator[Tensor]:
-        return (matrix_input(block, sublayer, group[0].name, x, rope) for x in states_BTD)
-
-    shared: LeastSquares | None = None
-    for matrix in sorted(group, key=lambda matrix: adds_to_residual(pair.config, matrix)):
-        linear = pair.block.get_submodule(matrix.name)
-        assert isinstance(linear, nn.Linear), "a matrix of a block is a linear layer"
-        ours = inputs(pair.block, streams.changed, pair.own_rope or pair.rope)
-        if adds_to_residual(pair.config, matrix):
-            bias = 0.0 if linear.bias is None else linear.bias
-            kept = kept_like(streams.changed, ours) if matrix.columns <= _KEPT * pair.config.hidden_size else None
-            ends = zip(streams.target, base, strict=True)
-            targets = ((after if pair.into is None else after @ pair.into) - before - bias for after, before in ends)
-            solve(matrix.name, linear, LeastSquares.over(zip(ours if kept is None else kept, targets, strict=True)))
-            if kept is not None:
-                read = zip(base, kept, strict=True)
-                following = kept_like(streams.changed, (before + linear(own) for before, own in read))
-            continue
-        if matrix.routed:
-            # The full model sends other tokens here, so there is nothing to compare with: no fit.
-            gram_II = LeastSquares.over((x, x) for x in ours).gram_II
-            sums = LeastSquares(gram_II, linear.weight.detach().double() @ gram_II)
-        else:
-            # The wanted weights times the full layer's input: one sum of products serves all. Biases are the same.
-            theirs = inputs(pair.source, streams.full, pair.rope)
-            shared = shared or LeastSquares.over(zip(ours, theirs, strict=True))
-            full_OI = pair.source.get_parameter(f"{matrix.name}.weight")
-            weight_OI = full_OI if pair.wanted is None else pair.wanted[matrix.name]
-            sums = LeastSquares(shared.gram_II, weight_OI.double() @ shared.cross_OI)
-        solve(matrix.name, linear, sums)
-    return following
-
-
-class _InputFound(Exception):
-    """Ends a forward pass whose rest is not needed."""
-
-
-def matrix_input(block: Block, sublayer: str, matrix: str, x_BTD: Tensor, rope: Rope) -> Tensor:
-    """The input of a matrix of a block, given the residual stream x before its sublayer."""
-    found: list[Tensor] = []
-
-    def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        found.append(args[0])
-        raise _InputFound
-
-    with block.get_submodule(matrix).register_forward_pre_hook(stop), suppress(_InputFound):
-        block.add_sublayer(sublayer, x_BTD, first_positions(rope, x_BTD))
-    return found[0]

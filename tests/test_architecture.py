@@ -42,6 +42,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "compress": [
         {"__init__"},
         {"layerwise"},
+        {"layer_fit"},
         {"pruning"},
         {"distillation"},
         {"quantization"},
@@ -63,10 +64,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_312,
-    "compress": 7_943,
+    "compress": 7_952,
     "export": 6_383,
     "benchmarks": 9_257,
-    "tests": 24_155,
+    "tests": 24_156,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 
 from benchmarks.devices.load import list_devices, load_device, processor_name
 from benchmarks.flops import training_flops_per_token
-from compress.layerwise import RIDGE
+from compress.layer_fit import RIDGE
 from compress.quantization.gptq import DAMPING
 from sportsllm.commands import load_command
 from sportsllm.console import output

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from compress.distillation.starts import Checkpoint, Fresh
 from compress.distillation.student import StudentText, StudentTraining
-from compress.layerwise import LeastSquares, blocks_of, run_layer, summed
+from compress.layer_fit import LeastSquares
+from compress.layerwise import blocks_of, run_layer, summed
 from compress.pruning.heads import as_complex, as_real, shared_pairs
 from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress import layerwise
-from compress.layerwise import RIDGE, LayerPair, LayerStates, LeastSquares, ResidualPair
+from compress import layer_fit, layerwise
+from compress.layer_fit import RIDGE, LayerPair, LeastSquares, ResidualPair
+from compress.layerwise import LayerStates
 from compress.pruning.experts import dense_config, dense_model
 from compress.pruning.heads import HEADS, reduce_heads
 from compress.pruning.hidden import rotate
@@ -275,7 +276,7 @@ def refit_layers(
 ) -> None:
     """Fit the matrices of `pruned`, which has the units `kept`, to the full model in place, without gradients.
 
-    Each matrix is fitted by least squares to what the full model computes (`compress.layerwise.fit_block`): those that
+    Each matrix is fitted by least squares to what the full model computes (`compress.layer_fit.fit_block`): those that
     write to the residual stream to the full model's stream at the next kept layer, the others to the rows that stay. So
     each layer makes up for the layers before it, and the layer before a dropped one for that one. The structured form
     of optimal brain compression's update (https://arxiv.org/abs/2208.11580). Embedding, norms and biases stay.
@@ -309,7 +310,7 @@ def refit_layers(
                 if not adds_to_residual(own, matrix)
             }
             pair = LayerPair(block, source, own, rope, wanted, into, cut_rope)
-            cut_BTD = layerwise.fit_block(pair, ResidualPair(full_BTD, cut_BTD, target_BTD), between_BTD, solve)
+            cut_BTD = layer_fit.fit_block(pair, ResidualPair(full_BTD, cut_BTD, target_BTD), between_BTD, solve)
             layerwise.replace_block(pruned, new, block)
             full_BTD = target_BTD
             del source, block, given, wanted, pair, between_BTD

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from compress import layerwise
-from compress.layerwise import LayerStates, LeastSquares
+from compress.layer_fit import LeastSquares
+from compress.layerwise import LayerStates
 from compress.pruning.scores import pick_order, top_indices
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import UsageError

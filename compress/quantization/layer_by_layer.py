@@ -20,19 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compress.layerwise import (
-    CPU,
-    LayerPair,
-    LayerStates,
-    LeastSquares,
-    ResidualPair,
-    first_states,
-    fit_block,
-    input_squares,
-    run_layer,
-    second_moment,
-    summed,
-)
+from compress.layer_fit import LayerPair, LeastSquares, ResidualPair, fit_block
+from compress.layerwise import CPU, LayerStates, first_states, input_squares, run_layer, second_moment, summed
 from compress.quantization.channel_scaling import scale_block
 from compress.quantization.config import UNPACKED, QuantizationConfig
 from compress.quantization.packed_checkpoint import ROWS, PackedCheckpoint, round_weight, stack_rows
@@ -50,7 +39,7 @@ from sportsllm.process_memory import give_back
 from sportsllm.training.loss import cross_entropy
 
 PULL = 20.0
-"""Pull of the fit towards the given weights (ridge of `compress.layerwise`), times inputs per calibration token: the
+"""Pull of the fit towards the given weights (ridge of `compress.layer_fit`), times inputs per calibration token: the
 fewer tokens a weight is fitted to, the less it moves.
 """
 TABLE_SHARE = 0.5

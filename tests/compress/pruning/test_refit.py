@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.layerwise import RIDGE
+from compress.layer_fit import RIDGE
 from compress.pruning.cut import KeptUnits, choose_units, loss_per_token, refit_layers, slice_model
 from compress.pruning.hidden import rotate
 from compress.pruning.scores import measure_scores
