@@ -131,6 +131,7 @@ def _with_json(function: Command) -> Command:
         if result.exit_code:
             raise typer.Exit(result.exit_code)
 
+    wrapper.__doc__ = (inspect.getdoc(function) or "").partition("\n\nRaises:")[0]  # errors are for callers from Python
     signature = inspect.signature(function, eval_str=True)
     json_flag = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
     extra = inspect.Parameter("json_output", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=json_flag)

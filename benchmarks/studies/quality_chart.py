@@ -142,7 +142,7 @@ def draw(rows: Sequence[Row], name: str) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="12" fill="#222" '
         'font-family="system-ui, sans-serif"><rect width="100%" height="100%" fill="#fff"/>',
-        _text(_LEFT, 20, f"{name}: KL from the unquantized model, nats a token; lower left and lower right are better"),
+        _text(_LEFT, 20, f"{name}: KL from the unquantized model, nats a token; lower is better"),
     ]
     for place, (tool, color) in enumerate(tools.items()):
         x = _LEFT + 190 * place
