@@ -17,7 +17,8 @@ from sportsllm import console
 from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.simulator import simulate
 from sportsllm.text.packing import PackedSequences
-from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.text.tokenizer_training import train_tokenizer
 from sportsllm.text.tokens import tokenize
 from tests.support import gelu_kind
 from tests.support.command_line import CommandLine

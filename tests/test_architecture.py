@@ -63,10 +63,10 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_313,
+    "sportsllm": 18_335,
     "compress": 7_952,
     "export": 6_383,
-    "benchmarks": 9_257,
+    "benchmarks": 9_258,
     "tests": 24_157,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""

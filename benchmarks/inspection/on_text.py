@@ -11,7 +11,8 @@ from benchmarks.labels import Table
 from benchmarks.reporting.charts import Chart, heat_map
 from sportsllm.errors import UsageError
 from sportsllm.text.documents import read_documents
-from sportsllm.text.tokenizer import load_tokenizer, read_tokenizer, token_pieces, visible_piece
+from sportsllm.text.token_counts import token_pieces, visible_piece
+from sportsllm.text.tokenizer import load_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,24 +1,18 @@
-"""Byte-level BPE, trained here or read from a checkpoint's tokenizer.json, and what a text costs in tokens.
+"""A checkpoint's tokenizer.json: text and conversations to ids, and ids to text. Imports no torch."""
 
-Imports no torch.
-"""
-
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from sportsllm.console import log, progress_bar
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.console import log
+from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, clip, read_json
 from sportsllm.models.config import ModelConfig
 from sportsllm.process_memory import give_back
@@ -26,30 +20,12 @@ from sportsllm.text.chat import find_template, render_conversations
 from sportsllm.text.conversations import Conversation, Document, plain_text
 from sportsllm.text.reading import USUAL, Reading
 
-BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
-# By transformers. Without input names its tokenizers add token types, which its models refuse.
-LOADED_AS: JsonObject = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "model_input_names": ["input_ids", "attention_mask"],
-    "clean_up_tokenization_spaces": False,
-}
-_BYTES = 256  # every byte is a token, so any text can be written
-MIN_VOCAB_SIZE = _BYTES + 3
+PAD = "<|pad|>"
 _MOST_IDS = 2**22
 _LARGE_BYTES = 4_000_000
 _PROBE = "A Δ 1 \U0001f600"
-_DOCUMENTS_AT_ONCE = 256
 _CHARACTERS_AT_FIRST, _CHARACTERS_AT_ONCE = 2**13, 2**20
 Item = TypeVar("Item")
-_SPACE = "▁"  # SentencePiece's
-
-_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
-PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
-    "grouped": _WORDS,
-    "single": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _WORDS]),
-}
-"""How a text is split before merges, by its digits: GPT-2's words, in which a number may be one token, or each digit a
-token of its own."""
 
 
 class EncodedDocument(NamedTuple):
@@ -225,41 +201,6 @@ class TextTokenizer:
         return list(self._tokenizer.encode("a", add_special_tokens=False).ids[-1:])
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digits: str = "grouped") -> TextTokenizer:
-    """Train byte-level BPE on `texts` and save it in `directory` as tokenizer.json and tokenizer_config.json.
-
-    All UTF-8 text survives encode and decode, since all 256 bytes are tokens. If a small corpus gives fewer than
-    `vocab_size` entries, reserved tokens that no text encodes to fill the rest, so that a preset keeps its shape.
-    `digits` is a key of `PRE_TOKENIZERS`.
-
-    Raises:
-        UsageError: vocab_size is too small, or `digits` is not known.
-    """
-    if digits not in PRE_TOKENIZERS:
-        raise UsageError(f"--set digits={digits}: use one of {', '.join(PRE_TOKENIZERS)}")
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise UsageError(f"vocab_size {vocab_size} is too small; 256 bytes and 3 special tokens need {MIN_VOCAB_SIZE}")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = PRE_TOKENIZERS[digits]
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[BEGIN, END, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    missing = vocab_size - tokenizer.get_vocab_size()
-    if missing:
-        log(f"the corpus gives {vocab_size - missing:,} tokens; {missing:,} reserved ones fill the vocabulary up")
-        tokenizer.add_special_tokens([f"<|reserved_{number}|>" for number in range(missing)])
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
-    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    config = LOADED_AS | {"bos_token": BEGIN, "eos_token": END, "pad_token": PAD}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return TextTokenizer(tokenizer, begin_id=0, end_id=1, directory=directory)
-
-
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer.json.
 
@@ -340,70 +281,3 @@ def same_tokenizer(first: Path, second: Path) -> bool:
     a, b = (read_json(path / "tokenizer.json") for path in (first, second))
     keys = ("model", "normalizer", "pre_tokenizer", "added_tokens")
     return all(a.get(key) == b.get(key) for key in keys)
-
-
-@dataclass
-class TokenCounts:
-    """Counts of a text, without begin and end tokens.
-
-    `bytes` are UTF-8, `words` are separated by white space, `used` are the ids that occur.
-    """
-
-    documents: int = 0
-    bytes: int = 0
-    words: int = 0
-    tokens: int = 0
-    used: set[int] = field(default_factory=set)
-
-    def add(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
-        """Count some documents and their ids."""
-        self.documents += len(texts)
-        self.bytes += sum(len(text.encode()) for text in texts)
-        self.words += sum(len(text.split()) for text in texts)
-        for row in ids:
-            self.tokens += len(row)
-            self.used.update(row)
-
-
-def count_tokens(tokenizers: Sequence[TextTokenizer], documents: Iterable[Document]) -> list[TokenCounts]:
-    """The counts of each tokenizer on the same documents, of conversations as its chat template writes them."""
-    counts = [TokenCounts() for _ in tokenizers]
-    rest = iter(documents)
-    with progress_bar("tokens", None) as bar:
-        while part := list(islice(rest, _DOCUMENTS_AT_ONCE)):
-            for tokenizer, count in zip(tokenizers, counts, strict=True):
-                encoded = tokenizer.encode_documents(part)
-                count.add(list(map(plain_text, part)), [each.ids[each.scored is None :] for each in encoded])
-            bar.advance(note=f"{counts[0].bytes / 1e6:.1f} MB")
-    return counts
-
-
-def token_pieces(tokenizer: Tokenizer, text: str, count: int) -> list[str]:
-    """The first `count` tokens of a text in readable form: their text, or bytes as `<0xE6>` for part of a character."""
-    tokenizer.encode_special_tokens = True
-    tokens = tokenizer.encode(text, add_special_tokens=False).tokens[:count]
-    if "ByteLevel" in json.dumps(json.loads(tokenizer.to_str())["decoder"]):
-        return [_from_bytes(token) for token in tokens]
-    return [token.replace(_SPACE, " ") for token in tokens]
-
-
-def visible_piece(piece: str) -> str:
-    """Line breaks and other control characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in piece)
-
-
-def _from_bytes(token: str) -> str:
-    try:
-        data = bytes(_BYTE_OF[character] for character in token)
-    except KeyError:  # an added token is plain text
-        return token
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return "".join(f"<0x{byte:02X}>" for byte in data)
-
-
-# The byte behind each character of a byte-level token (https://github.com/openai/gpt-2, `bytes_to_unicode`).
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from sportsllm.text.tokenizer import TokenCounts
+    from sportsllm.text.token_counts import TokenCounts
 
 DEFAULT_CORPUS = Path("runs/corpus")
 SIMULATED_MEGABYTES = 20.0
@@ -117,7 +117,8 @@ def tokens(
     from sportsllm.text.conversations import plain_text
     from sportsllm.text.documents import read_documents
     from sportsllm.text.reading import take_reading
-    from sportsllm.text.tokenizer import TextTokenizer, count_tokens, read_tokenizer, visible_piece
+    from sportsllm.text.token_counts import count_tokens, visible_piece
+    from sportsllm.text.tokenizer import TextTokenizer, read_tokenizer
 
     reading = take_reading(parse_settings(settings, TEXT))
     sources = [tokenizer] if against is None else [tokenizer, against]
@@ -147,7 +148,7 @@ def _file(source: Path) -> Path:
 def _cost(source: Path, tokenizer: Tokenizer, counts: TokenCounts, text: str, show: int) -> TokenCost:
     from sportsllm.formats.huggingface import load_config
     from sportsllm.models.memory import kv_cache_bytes_per_token
-    from sportsllm.text.tokenizer import token_pieces
+    from sportsllm.text.token_counts import token_pieces
 
     directory, vocabulary = _file(source).parent, len(tokenizer.get_vocab(with_added_tokens=True))
     cache = kv_cache_bytes_per_token(load_config(directory)) if (directory / "config.json").exists() else {}

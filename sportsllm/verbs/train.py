@@ -230,7 +230,8 @@ def _new_model(
     from sportsllm.models.language_model import SportsLLM
     from sportsllm.text.conversations import plain_text
     from sportsllm.text.split import DocumentStream
-    from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+    from sportsllm.text.tokenizer import load_tokenizer
+    from sportsllm.text.tokenizer_training import train_tokenizer
     from sportsllm.training.settings import check_sequence, fit_vocabulary
 
     if source is not None:

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from sportsllm.files import write_json
 from sportsllm.formats.gguf.config import GGUFFile
-from sportsllm.text.tokenizer import LOADED_AS
-from sportsllm.text.tokenizer import PRE_TOKENIZERS as BY_DIGITS
+from sportsllm.text.tokenizer_training import LOADED_AS
+from sportsllm.text.tokenizer_training import PRE_TOKENIZERS as BY_DIGITS
 
 PREFIX = "tokenizer.ggml."
 SPACE = "▁"

@@ -15,7 +15,7 @@ from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.models.config import Experts
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import Batch
-from sportsllm.text.tokenizer import train_tokenizer
+from sportsllm.text.tokenizer_training import train_tokenizer
 from sportsllm.training.settings import Start, TrainConfig
 from tests.support.bnb_models import dequantize
 from tests.support.distillation import FP32, run

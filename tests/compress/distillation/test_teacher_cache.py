@@ -31,7 +31,8 @@ from sportsllm.formats.manifest import verify_directory
 from sportsllm.text.packing import IGNORE, PackedSequences
 from sportsllm.text.reading import Reading
 from sportsllm.text.split import load_corpus
-from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.text.tokenizer_training import train_tokenizer
 from sportsllm.text.tokens import TokenizedDocuments, tokenize
 from sportsllm.training.settings import TrainConfig
 from tests.support.models import TINY_VOCAB, tiny_config, tiny_model

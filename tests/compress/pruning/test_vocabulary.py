@@ -23,7 +23,8 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Sampling, generate
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
-from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.text.tokenizer_training import train_tokenizer
 from tests.sportsllm.text.test_tokenizer import HARD
 from tests.support.models import TINY_VOCAB, tiny_model
 

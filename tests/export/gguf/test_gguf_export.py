@@ -24,7 +24,8 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.rope import RopeScaling
-from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.text.tokenizer_training import train_tokenizer
 from tests.support.command_line import CommandLine
 from tests.support.models import TINY_VOCAB, saved, tiny_model
 

@@ -10,7 +10,8 @@ from sportsllm.errors import ArtifactError
 from sportsllm.inference.calibration import calibration_samples, check_familiar, usual_samples
 from sportsllm.models.presets import preset
 from sportsllm.text.split import load_corpus
-from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.text.tokenizer_training import train_tokenizer
 
 CONFIG = preset("tiny-300k").with_changes(vocab_size=400)
 

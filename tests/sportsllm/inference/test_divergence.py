@@ -12,7 +12,8 @@ from sportsllm.inference.divergence import compare_documents
 from sportsllm.inference.scoring import LEAST_DOCUMENTS, score_documents, wilson_interval, windows
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.text.tokenizer_training import train_tokenizer
 from tests.support.command_line import CommandLine
 from tests.support.models import TINY_VOCAB, saved, tiny_model
 

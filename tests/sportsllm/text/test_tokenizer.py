@@ -6,15 +6,9 @@ import pytest
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.text.documents import read_documents
-from sportsllm.text.tokenizer import (
-    TextTokenizer,
-    count_tokens,
-    load_tokenizer,
-    read_tokenizer,
-    same_tokenizer,
-    token_pieces,
-    train_tokenizer,
-)
+from sportsllm.text.token_counts import count_tokens, token_pieces
+from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer, read_tokenizer, same_tokenizer
+from sportsllm.text.tokenizer_training import train_tokenizer
 from tests.support.models import TINY_VOCAB, tiny_config
 
 HARD = [

@@ -1,0 +1,64 @@
+"""Byte-level BPE, trained on a text."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from sportsllm.console import log
+from sportsllm.errors import UsageError
+from sportsllm.files import JsonObject
+from sportsllm.text.tokenizer import PAD, TextTokenizer
+
+BEGIN, END = "<|begin|>", "<|end|>"
+# By transformers. Without input names its tokenizers add token types, which its models refuse.
+LOADED_AS: JsonObject = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "model_input_names": ["input_ids", "attention_mask"],
+    "clean_up_tokenization_spaces": False,
+}
+MIN_VOCAB_SIZE = 256 + 3  # every byte is a token, so any text can be written
+
+_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
+PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
+    "grouped": _WORDS,
+    "single": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _WORDS]),
+}
+"""How a text is split before merges, by its digits: GPT-2's words, in which a number may be one token, or each digit a
+token of its own."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digits: str = "grouped") -> TextTokenizer:
+    """Train byte-level BPE on `texts` and save it in `directory` as tokenizer.json and tokenizer_config.json.
+
+    All UTF-8 text survives encode and decode, since all 256 bytes are tokens. If a small corpus gives fewer than
+    `vocab_size` entries, reserved tokens that no text encodes to fill the rest, so that a preset keeps its shape.
+    `digits` is a key of `PRE_TOKENIZERS`.
+
+    Raises:
+        UsageError: vocab_size is too small, or `digits` is not known.
+    """
+    if digits not in PRE_TOKENIZERS:
+        raise UsageError(f"--set digits={digits}: use one of {', '.join(PRE_TOKENIZERS)}")
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise UsageError(f"vocab_size {vocab_size} is too small; 256 bytes and 3 special tokens need {MIN_VOCAB_SIZE}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS[digits]
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BEGIN, END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    missing = vocab_size - tokenizer.get_vocab_size()
+    if missing:
+        log(f"the corpus gives {vocab_size - missing:,} tokens; {missing:,} reserved ones fill the vocabulary up")
+        tokenizer.add_special_tokens([f"<|reserved_{number}|>" for number in range(missing)])
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    config = LOADED_AS | {"bos_token": BEGIN, "eos_token": END, "pad_token": PAD}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return TextTokenizer(tokenizer, begin_id=0, end_id=1, directory=directory)
