@@ -63,7 +63,7 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_335,
+    "sportsllm": 18_323,
     "compress": 7_952,
     "export": 6_383,
     "benchmarks": 9_258,

@@ -31,7 +31,6 @@ _LONGEST_S = 120  # that a process is waited for, on a busy machine
 _MOST_STEPS = 300_000  # lines of the template's code, and of filters, that run for a conversation
 _MOST_CHARACTERS = 1_000_000  # or three times those of the messages
 _MOST_BYTES = 1 << 30
-_AT_ONCE = 200  # conversations that a process renders
 _BEGIN, _END = (f"\ufdd0{secrets.token_hex(8)}{side}\ufdd1" for side in "<>")  # marks that no message holds
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -110,14 +109,11 @@ def render_conversations(
 def _answers(
     directory: Path, conversations: Sequence[Messages], special: Sequence[str] | None = None
 ) -> Iterator[JsonObject]:
-    """What the child process says of each conversation: `text` (and `replies`, given `special`), or a `problem`."""
-    header = _header(directory, special)
-    done = 0
-    while done < len(conversations):
-        part = conversations[done : done + _AT_ONCE]
-        answers = _run([header, *([dict(each) for each in messages] for messages in part)], directory)
-        yield from answers
-        done += len(answers)
+    renderer = ChatRenderer(directory, special)
+    try:
+        yield from map(renderer.ask, conversations)
+    finally:
+        renderer.close()
 
 
 def _header(directory: Path, special: Sequence[str] | None = None) -> JsonObject:
@@ -136,11 +132,15 @@ def _header(directory: Path, special: Sequence[str] | None = None) -> JsonObject
     return {"template": template, "names": names, "special": special, "seconds": _MOST_SECONDS}
 
 
+_ROOT = Path(__file__).resolve().parents[2]
+_COMMAND = [sys.executable, "-c", f"from {__name__} import _render_requests; _render_requests()"]
+
+
 class ChatRenderer:
     """Renders conversations as `render_chat` does, in a child process that stays for the next one."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._header = directory, _header(directory)
+    def __init__(self, directory: Path, special: Sequence[str] | None = None) -> None:
+        self._directory, self._header = directory, _header(directory, special)
         self._child: subprocess.Popen[bytes] | None = None
 
     def __call__(self, messages: Messages) -> str:
@@ -149,26 +149,31 @@ class ChatRenderer:
         Raises:
             ArtifactError: the template fails, exceeds the bounds or refuses these messages.
         """
+        answer = self.ask(messages)
+        if "problem" in answer:
+            raise ArtifactError(f"the chat template fails ({clip(answer['problem'], 200)})")
+        return str(answer["text"])
+
+    def ask(self, messages: Messages) -> JsonObject:
+        """What the child process says of a conversation: `text` (and `replies`, given `special`), or a `problem`."""
         child = self._child
         if child is None or child.poll() is not None:
             pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
             child = self._child = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, stderr=nowhere, cwd=_ROOT)
             self._send(child, self._header)
-        late = Timer(_LONGEST_S, child.kill)
+        late, began = Timer(_LONGEST_S, child.kill), time.monotonic()
         late.start()
         try:
             self._send(child, [dict(message) for message in messages])
             line = child.stdout.readline() if child.stdout else b""
         finally:
             late.cancel()
-        if not line.endswith(b"\n"):  # its pipes close before it is seen to have ended
-            child.kill()
-            child.wait()
-            self._child = None
-        answer = parse_json(line, self._directory) if line else {"problem": f"it takes longer than {_MOST_SECONDS} s"}
-        if "problem" in answer:
-            raise ArtifactError(f"the chat template fails ({clip(answer['problem'], 200)})")
-        return str(answer["text"])
+        if line.endswith(b"\n"):
+            answer: JsonObject = parse_json(line, self._directory)
+            return answer
+        self.close()  # its pipes close before it is seen to have ended
+        too_long = child.returncode == -getattr(signal, "SIGXCPU", 0) or time.monotonic() - began >= _LONGEST_S
+        return {"problem": f"it takes longer than {_MOST_SECONDS} s" if too_long else "it ended its process"}
 
     @staticmethod
     def _send(child: subprocess.Popen[bytes], data: object) -> None:
@@ -183,23 +188,6 @@ class ChatRenderer:
         if child is not None:
             child.kill()
             child.communicate()
-
-
-_ROOT = Path(__file__).resolve().parents[2]
-_COMMAND = [sys.executable, "-c", f"from {__name__} import _render_requests; _render_requests()"]
-
-
-def _run(requests: Sequence[object], directory: Path) -> list[JsonObject]:
-    """Answers to the first conversations, one at least: a child that stops at another has to be asked again."""
-    sent = "".join(json.dumps(request) + "\n" for request in requests).encode()
-    try:
-        done = subprocess.run(_COMMAND, input=sent, capture_output=True, timeout=_LONGEST_S, cwd=_ROOT)
-        output, late = done.stdout, done.returncode == -getattr(signal, "SIGXCPU", 0)
-    except subprocess.TimeoutExpired as error:
-        output, late = error.stdout or b"", True
-    problem = f"it takes longer than {_MOST_SECONDS} s" if late else "it ended its process"
-    lines = output.split(b"\n")[:-1]  # the last one is empty or cut off
-    return [parse_json(line, directory) for line in lines] or [{"problem": problem}]
 
 
 def _render_requests() -> None:
