@@ -43,8 +43,8 @@ OPSETS = {"": 21, MS: 1, KERNELS_DOMAIN: int(VERSION)}  # a graph imports those 
 LEAST = float(np.finfo(np.float32).min)
 """Instead of minus infinity in masks: a padding token that attends to nothing stays a number."""
 INLINE_BELOW_BYTES = 1024  # smaller tensors go into the graph file: loaders expect shape constants there
-PAGE_BYTES = 4096  # large tensors start on a page, so that they can be mapped
-SMALL_BYTES = 65_536
+PAGE_BYTES = 4096  # large tensors start on a page; all are mapped from wherever they start
+SMALL_BYTES = 2**20  # as ONNX's own writers have it
 SMALL_ALIGNMENT = 64
 
 
