@@ -28,7 +28,9 @@ LEAST_STEPS = 63
 """The largest m of super-blocks."""
 _UNITS = 8  # units that are tried
 _TABLE = torch.tensor(TABLE, dtype=torch.float32)
-_MIDDLES = (_TABLE[1:] + _TABLE[:-1]) / 2
+_ENDS = 2 * max(map(abs, TABLE))  # of _NEAREST
+# Where TABLE's next level becomes the nearest is a multiple of 0.5: the nearest to steps that are rounded up to those.
+_NEAREST = _TABLE[torch.bucketize(torch.arange(-_ENDS, _ENDS + 1) / 2, (_TABLE[1:] + _TABLE[:-1]) / 2)]
 # Ranges that are tried, as shares of the range that holds every weight. Those of few levels may gain from a wider one,
 # since one side reaches a level further than the other.
 _SHARES = torch.linspace(0.55, 1.15, 19).tolist()
@@ -40,16 +42,22 @@ def _half(values: Tensor) -> Tensor:
     return values.half().float()
 
 
+def _inverse(values: Tensor) -> Tensor:
+    """1 / values, 0 for 0 and for values so small that it would be infinite."""
+    return torch.where(values.abs() < torch.finfo(torch.float32).tiny, 0.0, 1 / values)
+
+
 def _divided(first: Tensor, second: Tensor) -> Tensor:
     """0 where the second is 0."""
     return torch.where(second == 0, 0.0, first / torch.where(second == 0, 1.0, second))
 
 
 def _levels(steps: Tensor, kind: BlockType) -> Tensor:
-    """The nearest levels of weights that are divided by their scale."""
+    """The nearest levels of weights that are divided by their scale, in place."""
     if kind.table:
-        return _TABLE[torch.bucketize(steps, _MIDDLES)]
-    return steps.round().clamp(*kind.levels)
+        places = steps.mul_(2).ceil_().clamp_(-_ENDS, _ENDS).add_(_ENDS).int()
+        return _NEAREST.index_select(0, places.flatten()).view(steps.shape)
+    return steps.round_().clamp_(*kind.levels)
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class BlockGrid(Grid):
 
     def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Levels of the least error."""
-        return _levels(_divided(weight, scale) + zero, self.kind)
+        return _levels((weight * _inverse(scale)).add_(zero), self.kind)
 
     def fit_block(self, block_NS: Tensor, weights_S: Tensor, group: int) -> tuple[Tensor, Tensor]:
         """Scale and zero of one block in the units of its super-block, (N,) each."""
@@ -120,7 +128,7 @@ def _units(kind: BlockType, scales_NG: Tensor, least_NG: Tensor) -> tuple[Tensor
         d_NB = _unit(_supers(scales_NG, kind), low or high, kind.scales)
         dmin_NB = _unit(_supers(least_NG, kind), LEAST_STEPS, (0, LEAST_STEPS))
     if not (d_NB.isfinite().all() and dmin_NB.isfinite().all()):
-        raise ArtifactError("a matrix has weights that float16 scales cannot reach, or that are not finite")
+        raise ArtifactError("a matrix has weights that float16 scales cannot reach")
     return d_NB, dmin_NB
 
 
@@ -162,11 +170,11 @@ def _search_scale(blocks: Tensor, kind: BlockType, counted: Tensor) -> tuple[Ten
     low, high = kind.levels
     size = blocks.gather(2, blocks.abs().argmax(dim=2, keepdim=True))[..., 0] / low
     scale, best = size, torch.full_like(size, torch.inf)
-    fine = high > 64 and not kind.table
+    fine, strong = high > 64 and not kind.table, counted * blocks
     for share in _SHARES_FINE if fine else _SHARES:
         for sign in (1.0,) if high == -low else (1.0, -1.0):
-            levels = _levels(_divided(blocks, (size * (share * sign))[..., None]), kind)
-            cross, squares = (counted * levels * blocks).sum(dim=2), (counted * levels.square()).sum(dim=2)
+            levels = _levels(blocks * _inverse(size * (share * sign))[..., None], kind)
+            cross, squares = (levels * strong).sum(dim=2), levels.square_().mul_(counted).sum(dim=2)
             gained = -_divided(cross.square(), squares)  # the error less sum of weight * w^2
             better = gained < best
             scale = torch.where(better, _divided(cross, squares), scale)
@@ -182,7 +190,8 @@ def _search_least(blocks: Tensor, kind: BlockType, counted: Tensor) -> tuple[Ten
     low, high = blocks.amin(dim=2), blocks.amax(dim=2)
     if positive:
         low, high = low.clamp(max=0), high.clamp(min=0)
-    total, first = counted.sum(dim=2), (counted * blocks).sum(dim=2)
+    strong = counted * blocks
+    total, first = counted.sum(dim=2), strong.sum(dim=2)
     scale, least = (high - low) / top, -low
     best = torch.full_like(scale, torch.inf)
     for share in _SHARES_LEAST:
@@ -190,9 +199,9 @@ def _search_least(blocks: Tensor, kind: BlockType, counted: Tensor) -> tuple[Ten
             s = (high - low) * (share / top)
             m = -(low + (high - low) * ((1 - share) * side))
             for _ in range(2):
-                levels = (_divided(blocks + m[..., None], s[..., None])).round().clamp(0, top)
-                sums, squares = (counted * levels).sum(dim=2), (counted * levels.square()).sum(dim=2)
-                cross = (counted * levels * blocks).sum(dim=2)
+                levels = _levels((blocks + m[..., None]).mul_(_inverse(s)[..., None]), kind)
+                sums, cross = (counted * levels).sum(dim=2), (levels * strong).sum(dim=2)
+                squares = levels.square_().mul_(counted).sum(dim=2)
                 determinant = total * squares - sums.square()
                 s = _divided(total * cross - sums * first, determinant)
                 m = _divided(sums * cross - squares * first, determinant)
@@ -213,6 +222,8 @@ def plain_grid(weight_NK: Tensor, kind: BlockType, weights_K: Tensor | None = No
 
     K must be a multiple of the type's width.
     """
+    if not weight_NK.isfinite().all():
+        raise ArtifactError("a matrix has weights that are not finite")
     blocks_NGS = split_blocks(weight_NK.float(), kind.size)
     if weights_K is None:
         weights: Tensor = torch.ones(1, 1, 1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compress.quantization.gguf_grids import gptq_blocks, plain, plain_grid, refit
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks
+from sportsllm.formats.gguf.blocks import BLOCK_TYPES, TABLE, Blocks
 from tests.support import llama_cpp
 
 
@@ -73,6 +73,15 @@ def test_q8_0_is_never_minus_128_and_has_no_negative_scale() -> None:
         assert blocks.levels_NK.min() >= -127 and blocks.levels_NK.max() == 127 and blocks.d_NB.min() > 0
 
 
-def test_weights_beyond_float16_are_refused() -> None:
-    with pytest.raises(ArtifactError, match="float16 scales cannot reach"):
-        plain(torch.full((1, 256), 1e9), BLOCK_TYPES["Q4_K"])
+def test_levels_of_the_table_are_the_nearest() -> None:
+    weight = torch.cat([torch.arange(-560, 560) / 4, torch.tensor([1e30, -1e30])])[None]
+    grid = plain_grid(weight[:, :32], BLOCK_TYPES["IQ4_NL"])
+    missed = (weight.double() - grid.nearest(weight, torch.ones(1, 1), torch.zeros(1, 1)).double()).abs()
+    assert torch.equal(missed[0], (weight.double().T - torch.tensor(TABLE)).abs().amin(dim=1))
+
+
+@pytest.mark.parametrize(("value", "said"), [(1e9, "float16 scales cannot reach"), (torch.nan, "are not finite")])
+def test_weights_beyond_float16_are_refused(value: float, said: str) -> None:
+    for name in ("Q4_K", "IQ4_NL"):
+        with pytest.raises(ArtifactError, match=said):
+            plain(torch.full((1, 256), value), BLOCK_TYPES[name])
