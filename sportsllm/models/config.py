@@ -232,6 +232,8 @@ class ModelConfig:
             value = getattr(self, field.name)
             if field.type == "int":  # a size
                 check_size(field.name, value, *_BOUNDS.get(field.name, (1, 2**20)))
+            elif field.type == "bool" and not isinstance(value, bool):
+                raise UsageError(f"config: {field.name} is {value!r}; it must be true or false")
             elif not isinstance(value, Hashable) or (
                 isinstance(value, tuple) and not all(isinstance(item, str | int) for item in value)
             ):

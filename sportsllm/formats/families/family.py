@@ -31,14 +31,14 @@ class Fields(dict[str, Any]):
             self.pop(name, None)
 
     def layers(self) -> int:
-        """`num_hidden_layers`, which stays; 0 if it is missing."""
-        layers = self.get("num_hidden_layers", 0)
-        check_size("num_hidden_layers", layers, 0, MOST_LAYERS)
+        """`num_hidden_layers`, which stays; 1 if it is missing, which is refused later."""
+        layers = self.get("num_hidden_layers", 1)
+        check_size("num_hidden_layers", layers, 1, MOST_LAYERS)
         return int(layers)
 
     def biases(self) -> JsonObject:
         """`attention_bias` of all of attention's matrices."""
-        bias = bool(self.pop("attention_bias", False))
+        bias = self.pop("attention_bias", None) or False
         return {"attention_bias": bias, "attention_output_bias": bias}
 
     def full_only(self) -> None:

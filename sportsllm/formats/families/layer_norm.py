@@ -58,13 +58,14 @@ def _write_gpt_neox(config: ModelConfig) -> JsonObject:
 
 
 def _read_stablelm(rest: Fields) -> JsonObject:
+    rest["attention_bias"] = rest.pop("use_qkv_bias", False)  # a field attention_bias means nothing in this family
     return read_llama(rest) | {"rotary_dim": _rotary_dim(rest, "partial_rotary_factor")}
 
 
 def _write_stablelm(config: ModelConfig) -> JsonObject | None:
     if config.parallel_residual:  # one norm for both sublayers, where ours has two
         return None
-    return {"partial_rotary_factor": config.rotary_size / config.head_dim}
+    return {"partial_rotary_factor": config.rotary_size / config.head_dim, "use_qkv_bias": config.attention_bias}
 
 
 _PARTIAL_NAMES = {
@@ -113,13 +114,13 @@ LAYER_NORM = {
     "stablelm": Family(
         "StableLmForCausalLM",
         _read_stablelm,
-        names=_PARTIAL_NAMES | {"use_qkv_bias": "attention_bias"},
+        names=_PARTIAL_NAMES,
         defaults={"rms_norm_eps": 1e-5},
         only=LLAMA.only | {"qk_layernorm": (False,)},
         ignored=LLAMA.ignored,
         fixed={"norm_kind": "layer", "attention_output_bias": False},
         constants=LLAMA.constants,
-        unwritten=("head_dim", "mlp_bias"),
+        unwritten=("head_dim", "attention_bias", "mlp_bias"),
         write=_write_stablelm,
     ),
     "gpt_neox": Family(

@@ -133,6 +133,11 @@ def test_parallel_sublayers_of_stablelm_share_a_norm(tmp_path: Path) -> None:
     assert family_of(ours.config) is None
 
 
+def test_stablelm_has_the_biases_of_its_own_field_alone() -> None:
+    data = json.loads(families.CONFIGS["stablelm-16"].to_json_string())
+    assert not config_from_hf(data | {"attention_bias": True}).attention_bias
+
+
 def test_rotary_bases_as_transformers_5_keeps_them() -> None:
     data = json.loads(families.CONFIGS["gemma3"].to_json_string())
     del data["rope_local_base_freq"], data["rope_theta"]
@@ -214,6 +219,9 @@ def test_a_missing_tensor_is_named_as_in_the_file(name: str, tensor: str, said: 
         ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "layer_types has 2 entries for 4 layers"),
         ("mistral", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be"),
+        ("gemma3", {"layer_types": None, "num_hidden_layers": 0}, "it must be a whole number from 1 to 4,096"),
+        ("gpt-neox", {"use_parallel_residual": "no"}, "parallel_residual is 'no'; it must be true or false"),
+        ("stablelm", {"use_qkv_bias": 1}, "attention_bias is 1; it must be true or false"),
         ("mistral", {"use_sliding_window": True}, "use_sliding_window is True"),
     ],
 )
