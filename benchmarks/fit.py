@@ -107,11 +107,11 @@ def fit(
     """Find and make the best model that fits a device's budget, and explain the choice."""
     from benchmarks.search.recipe import Effort, Source, Target, recovery_tokens
     from benchmarks.search.results import print_fit
-    from compress.distillation.starts import teacher_corpus
     from export.runtime.providers import find_provider
     from sportsllm.console import output
     from sportsllm.files import require_directory
     from sportsllm.processors import set_threads
+    from sportsllm.text.documents import recorded_text
     from sportsllm.text.reading import take_reading
 
     rare = parse_settings(settings, FIT, TEXT)
@@ -120,8 +120,8 @@ def fit(
     text: tuple[Path, ...] = ()
     held_out: tuple[Path, ...] = ()
     if not dry_run:
-        text = tuple(corpus or teacher_corpus(teacher, "corpus"))
-        held_out = tuple(valid or ([] if corpus else teacher_corpus(teacher, "valid")))
+        text = tuple(corpus or recorded_text(teacher, "corpus"))
+        held_out = tuple(valid or ([] if corpus else recorded_text(teacher, "valid")))
     tokens = tokens or recovery_tokens(teacher)
     search_tokens, finalists = rare.pop("search_tokens", max(1, tokens // 10)), rare.pop("finalists", 3)
     effort = Effort(tokens, search_tokens, finalists, minutes)

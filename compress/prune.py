@@ -126,12 +126,13 @@ def prune(
     sizes |= {"layers": layers, "head_dim": head_dim}
     target = Target(params, size_mb, sizes, search, given.get("finalists", 3))
     _check_request(checkpoint, None if vocab_size is not None else target, experts, experts_per_token)
-    from compress.distillation.starts import plan_training, teacher_corpus
+    from compress.distillation.starts import plan_training
     from compress.distillation.student import StudentText
     from compress.pruning.cut import PruneConfig
     from compress.pruning.job import Calibration, PruneJob
     from compress.pruning.search import choose_shape
     from sportsllm.processors import use_processor
+    from sportsllm.text.documents import recorded_text
     from sportsllm.text.reading import take_reading
     from sportsllm.text.tokenizer import same_tokenizer
     from sportsllm.training.settings import Run, Start
@@ -145,7 +146,7 @@ def prune(
         if names:
             raise UsageError(f"options of --recover: {', '.join(names)}; add --recover TOKENS or leave them out")
     instead = "--calibration" if recover is None else "--corpus"  # --corpus is one of --recover's options
-    text = tuple(calibration or corpus or teacher_corpus(checkpoint, "corpus", instead))
+    text = tuple(calibration or corpus or recorded_text(checkpoint, "corpus", instead))
     if vocab_size is not None:
         others = (*sizes.values(), params, size_mb, recover, search, experts, experts_per_token, *given.values())
         alone = all(value is None for value in others)

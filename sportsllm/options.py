@@ -55,13 +55,10 @@ Directory = Annotated[Path, typer.Argument(help="A checkpoint or an export.", sh
 Teacher = Annotated[Path | None, typer.Option("--teacher", help="Unquantized checkpoint to learn from."), BY_NAME]
 
 # Text
+CORPUS_HELP = "Training text: .txt, .md, .jsonl, .parquet, .gz files or folders."
 Corpus = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--corpus",
-        help="Training text: .txt, .md, .jsonl, .parquet, .gz files or folders.",
-        show_default="the training text of the teacher or checkpoint",
-    ),
+    typer.Option("--corpus", help=CORPUS_HELP, show_default="the training text of the teacher or checkpoint"),
     READS_TEXT,
 ]
 Valid = Annotated[

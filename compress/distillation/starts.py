@@ -23,7 +23,7 @@ from sportsllm.inference.decoder import is_onnx_directory
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.settings import DISTILLATION, STEPS, TRAINING, pick
-from sportsllm.text.documents import manifest_setting, tokens_per_parameter
+from sportsllm.text.documents import recorded_text, tokens_per_parameter
 from sportsllm.text.reading import Reading
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training import settings
@@ -51,26 +51,6 @@ def resolve_teacher(name: str) -> Path:
     return found
 
 
-def teacher_corpus(teacher: Path, key: str, option: str = "--corpus") -> list[Path]:
-    """The corpus (`corpus`) or held-out text (`valid`) that the teacher's manifest names.
-
-    Errors advise `option`. Where held-out text is not there any more, a part of the corpus is held out instead,
-    and a line says so.
-    """
-    paths = [Path(item) for item in manifest_setting(teacher, key) or []]
-    missing = [path for path in paths if not path.exists()]
-    if missing and key == "valid":
-        log(
-            f"{missing[0]}: held-out text that {teacher} names, not found; 2% of the corpus is held out by hash instead"
-        )
-        return []
-    if missing:
-        raise ArtifactError(f"{missing[0]}: named by {teacher}'s manifest but not found; give {option}")
-    if not paths and key == "corpus":
-        raise UsageError(f"{teacher}: its manifest names no corpus; give {option} PATH")
-    return paths
-
-
 def plan_training(
     run: settings.Run,
     teacher: Path,
@@ -92,8 +72,8 @@ def plan_training(
     return StudentTraining(
         teacher=teacher,
         config=config,
-        corpus=tuple(corpus or teacher_corpus(teacher, "corpus")),
-        valid=tuple(valid or ([] if corpus else teacher_corpus(teacher, "valid"))),
+        corpus=tuple(corpus or recorded_text(teacher, "corpus")),
+        valid=tuple(valid or ([] if corpus else recorded_text(teacher, "valid"))),
         distillation=distillation_config(run.start, teacher, taught),
         adapters=settings.adapter_settings(rank, targets, alpha, config.optimizer),
         extra_holdouts=extra_holdouts,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sportsllm.console import log
-from sportsllm.errors import ArtifactError
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject, clip, parse_json
 from sportsllm.formats.manifest import manifest_of
 from sportsllm.text.conversations import FIELDS, Document, plain_text, read_conversation
@@ -254,6 +254,27 @@ def _document(record: JsonObject, field: str, where: str) -> Document | None:
 def manifest_setting(directory: Path, key: str) -> Any:
     """A setting that a directory's manifest records, or None."""
     return manifest_of(directory).settings.get(key)
+
+
+def recorded_text(checkpoint: Path, key: str, option: str = "--corpus") -> list[Path]:
+    """The corpus (`corpus`) or held-out text (`valid`) that a checkpoint's manifest names.
+
+    Errors advise `option`. If held-out text is gone, a part of the corpus is held out instead, and a line says so.
+
+    Raises:
+        UsageError: no corpus is named.
+        ArtifactError: it is gone.
+    """
+    paths = [Path(item) for item in manifest_setting(checkpoint, key) or []]
+    missing = [path for path in paths if not path.exists()]
+    if missing and key == "valid":
+        log(f"{missing[0]}: held-out text of {checkpoint}, not found; 2% of the corpus is held out by hash instead")
+        return []
+    if missing:
+        raise ArtifactError(f"{missing[0]}: training text of {checkpoint}, not found; give {option} PATH")
+    if not paths and key == "corpus":
+        raise UsageError(f"{checkpoint}: no training text is known; give {option} PATH")
+    return paths
 
 
 def tokens_per_parameter(directory: Path) -> float | None:

@@ -51,7 +51,11 @@ def train(
         ),
         options.BY_NAME,
     ] = None,
-    corpus: options.Corpus = None,
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option(help=options.CORPUS_HELP, show_default="the checkpoint's, or simulated matches for --model"),
+        options.READS_TEXT,
+    ] = None,
     valid: options.Valid = None,
     tokens: options.Tokens = None,
     out: Annotated[
@@ -127,7 +131,7 @@ def train(
     config = train_config(run, tokens, pick(found, TRAINING) | given, seed=seed, parallel=True)
     log_cost(shape, config)
     adapters = adapter_settings(lora_rank, found.get("lora_targets"), found.get("lora_alpha"), config.optimizer)
-    training, held_out = (corpus, valid or []) if corpus else _simulated(valid)
+    training, held_out = (corpus, valid or []) if corpus else _default_text(checkpoint, valid)
     unread = left_out(held_out, checkpoint) if checkpoint is not None else tuple(held_out)
     record = {
         "corpus": list(map(str, training)),
@@ -317,10 +321,13 @@ def _start(
     return model
 
 
-def _simulated(valid: list[Path] | None) -> tuple[list[Path], list[Path]]:
-    """Files of the default corpus, which is made if it is not there."""
+def _default_text(checkpoint: Path | None, valid: list[Path] | None) -> tuple[list[Path], list[Path]]:
+    """The checkpoint's training text; for a new model the default corpus, which is made if it is not there."""
     from sportsllm.console import log
+    from sportsllm.text.documents import recorded_text
 
+    if checkpoint is not None:
+        return recorded_text(checkpoint, "corpus"), valid or recorded_text(checkpoint, "valid")
     if not (DEFAULT_CORPUS / "train.jsonl").exists():
         log(f"no --corpus given: simulating {SIMULATED_MEGABYTES:g} MB of matches into {DEFAULT_CORPUS}")
         simulate(out=DEFAULT_CORPUS)

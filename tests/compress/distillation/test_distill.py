@@ -8,12 +8,13 @@ import torch
 
 from compress.distillation.loss import distillation_loss
 from compress.distillation.settings import distillation_config
-from compress.distillation.starts import check_no_larger, resolve_teacher, teacher_corpus
+from compress.distillation.starts import check_no_larger, resolve_teacher
 from compress.distillation.teacher import load_teacher
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.models.config import Experts
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.text.documents import recorded_text
 from sportsllm.text.packing import Batch
 from sportsllm.text.tokenizer_training import train_tokenizer
 from sportsllm.training.settings import Start, TrainConfig
@@ -152,18 +153,18 @@ def test_the_teacher_names_its_corpus(
     checkpoint: Path, tmp_path: Path, corpus_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UsageError, match="give --corpus"):
-        teacher_corpus(checkpoint, "corpus")
+        recorded_text(checkpoint, "corpus")
     copy = tmp_path / "teacher"
     shutil.copytree(checkpoint, copy)
     manifest = {"format": 1, "files": {}, "settings": {"corpus": [str(corpus_file)], "valid": []}}
     (copy / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    assert teacher_corpus(copy, "corpus") == [corpus_file]
-    assert teacher_corpus(copy, "valid") == []
+    assert recorded_text(copy, "corpus") == [corpus_file]
+    assert recorded_text(copy, "valid") == []
     manifest["settings"] = {"corpus": ["gone.jsonl"], "valid": ["gone.jsonl"]}
     (copy / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    assert teacher_corpus(copy, "valid") == [] and "held out by hash instead" in capsys.readouterr().err
+    assert recorded_text(copy, "valid") == [] and "held out by hash instead" in capsys.readouterr().err
     with pytest.raises(ArtifactError, match="not found; give --corpus"):
-        teacher_corpus(copy, "corpus")
+        recorded_text(copy, "corpus")
 
 
 def test_preset_student_takes_the_teachers_vocabulary(

@@ -53,6 +53,17 @@ def test_a_folder_with_config_json_alone_is_a_model(
     cli.refuses(3, "config.json: not found", "train", "--model", tmp_path, "--corpus", corpus_file)
 
 
+def test_a_checkpoint_is_tuned_on_its_own_text_by_default(
+    cli: CommandLine, checkpoint: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli.refuses(2, "no training text is known; give --corpus", "train", checkpoint, "--steps", 0)
+    run(cli, *SMALL, "--steps", 0, "--corpus", corpus_file, "--out", "base")
+    run(cli, "base", "--steps", 0, "--out", "tuned")
+    assert read_manifest(Path("tuned")).settings["corpus"] == [str(corpus_file)]
+    assert not Path("runs").exists()
+
+
 def test_muons_settings_and_the_fall_of_the_rate_are_recorded(
     cli: CommandLine, corpus_file: Path, tmp_path: Path
 ) -> None:
