@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from sportsllm import __version__, processes
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
-from sportsllm.files import JsonObject, read_json
+from sportsllm.files import JsonObject, clip, read_json
 from sportsllm.formats.manifest import (
     MANIFEST,
     FileEntry,
@@ -39,6 +39,7 @@ from sportsllm.formats.model_card import CARD, render_card
 
 STATE_DIRECTORY = "state"  # resumable state inside a `.partial`; removed before the rename
 STATE_FILE, LAUNCHES = "state.json", "launches"  # a file of the state, and its key for `processes.launches`
+_SHOWN_DIFFERENCES = 3
 _PACKAGES = ("numpy", "torch", "onnx", "onnx-ir", "onnxruntime", "tokenizers", "safetensors", "bitsandbytes")
 
 
@@ -84,10 +85,25 @@ def finished_manifest(out: Path, stage: Stage) -> Manifest | None:
     manifest = read_manifest(out)
     if manifest.fingerprint != stage.fingerprint():
         raise ConflictError(
-            f"{out}: exists already, made by {manifest.command!r} with other settings or inputs; "
-            "choose another --out or remove it"
+            f"{out}: exists already, made by {manifest.command!r} with other settings or inputs"
+            f"{_differences(manifest, stage)}; choose another --out or remove it"
         )
     return manifest
+
+
+def _differences(made: Manifest, stage: Stage) -> str:
+    """The first settings of a finished directory that this run has other values of, in brackets."""
+    if made.command != stage.command:
+        return ""
+    there, wanted = made.settings | {"seed": made.seed}, _as_json(stage.settings) | {"seed": stage.seed}
+    names = [name for name in {**wanted, **there} if there.get(name) != wanted.get(name)]
+    found = [f"{name} {clip(there.get(name))}, not {clip(wanted.get(name))}" for name in names[:_SHOWN_DIFFERENCES]]
+    return f" ({'; '.join(found) or 'the content of an input'})"
+
+
+def _as_json(values: Mapping[str, object]) -> JsonObject:
+    found: JsonObject = json.loads(json.dumps(dict(values), default=str))
+    return found
 
 
 @contextmanager
@@ -209,7 +225,7 @@ def run_together(out: Path, stage: Stage, make: Callable[[Path], JsonObject], re
 def _finish(partial: Path, out: Path, stage: Stage) -> None:
     manifest = Manifest(
         command=stage.command,
-        settings=json.loads(json.dumps(dict(stage.settings), default=str)),
+        settings=_as_json(stage.settings),
         seed=stage.seed,
         fingerprint=stage.fingerprint(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -218,7 +234,7 @@ def _finish(partial: Path, out: Path, stage: Stage) -> None:
             Parent(str(path), value, **(origin(path) or {}))
             for path, value in zip(stage.inputs, stage.input_digests, strict=True)
         ),
-        results=json.loads(json.dumps(stage.results, default=str)),
+        results=_as_json(stage.results),
     )
     if (card := render_card(partial, manifest, out)) is not None:
         (partial / CARD).write_text(card, encoding="utf-8")

@@ -30,8 +30,10 @@ def test_same_inputs_are_up_to_date_and_others_conflict(tmp_path: Path) -> None:
     make(tmp_path / "out", Stage("train", {"steps": 1}))
     assert finished_manifest(tmp_path / "out", Stage("train", {"steps": 1})) is not None
     assert finished_manifest(tmp_path / "free", Stage("train", {"steps": 1})) is None
-    with pytest.raises(ConflictError, match="other settings"):
-        finished_manifest(tmp_path / "out", Stage("train", {"steps": 2}))
+    with pytest.raises(ConflictError, match=r"other settings or inputs \(steps 1, not 2; seed None, not 3\)"):
+        finished_manifest(tmp_path / "out", Stage("train", {"steps": 2}, seed=3))
+    with pytest.raises(ConflictError, match="the content of an input"):
+        finished_manifest(tmp_path / "out", Stage("train", {"steps": 1}, [tmp_path / "out"]))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.doc").write_text("x", encoding="utf-8")
     with pytest.raises(ConflictError, match="not made by this command"):
