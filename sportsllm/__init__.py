@@ -15,19 +15,23 @@ Importing this package loads nothing else; a function loads what it needs when i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 _COMMANDS = ("train", "distill", "prune", "quantize", "export", "generate", "serve", "eval", "bench", "fit", "plan",
-             "report")  # fmt: skip
+             "inspect", "report", "run", "verify")  # fmt: skip
 __all__ = ["load", *_COMMANDS]
 
 if TYPE_CHECKING:
     from sportsllm.model import load as load
 
 
-def __getattr__(name: str) -> object:
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})  # notebooks complete these names
+
+
+def __getattr__(name: str) -> Any:
     if name == "load":
         from sportsllm.model import load
 

@@ -27,6 +27,11 @@ class LoadedModel:
     def __init__(self, decoder: Decoder, tokenizer: TextTokenizer) -> None:
         self.decoder, self.tokenizer = decoder, tokenizer
 
+    def __repr__(self) -> str:
+        from sportsllm.models.kinds import described_shape
+
+        return f"<LoadedModel: {described_shape(self.config)}>"
+
     @property
     def config(self) -> ModelConfig:
         """Dimensions and special tokens."""
@@ -41,10 +46,10 @@ class LoadedModel:
         top_k: int = 50,
         top_p: float = 0.9,
         repetition_penalty: float = 1.0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         seed: int = 0,
     ) -> Iterator[str]:
-        """Stream the text that continues a prompt, piece by piece. Temperature 0 is greedy.
+        """Stream the text that continues a prompt, piece by piece, up to a `stop` text. Temperature 0 is greedy.
 
         Raises:
             UsageError: a setting out of its range, or a prompt that fills the context.
@@ -54,7 +59,7 @@ class LoadedModel:
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
         begin = [self.tokenizer.begin_id, *self.tokenizer.encode(prompt)]
         tokens = generate(self.decoder, begin, max_new_tokens, sampling, self.config.stop_token_ids)
-        return until(self.tokenizer.decode_stream(begin, tokens), stop)
+        return until(self.tokenizer.decode_stream(begin, tokens), [stop] if isinstance(stop, str) else stop)
 
     def score(self, text: str | Sequence[str]) -> TextScore:
         """Perplexity and bits per byte of a document, or of several.

@@ -24,12 +24,16 @@ def test_a_loaded_model_generates_scores_and_gives_logits(checkpoint: Path) -> N
     assert "".join(model.generate("They", max_new_tokens=1, temperature=0)) == model.tokenizer.decode([first])
     score = model.score(["Goal for the home side.", "A late goal."])
     assert score.bits_per_byte > 0 and score.bytes == len("Goal for the home side.A late goal.")
+    text, stop = "".join(pieces), "".join(pieces)[1:3]
+    stopped = "".join(model.generate("They", max_new_tokens=5, temperature=0, stop=stop))
+    assert stopped == text[: text.find(stop)]
+    assert "parameters" in repr(model)
     with pytest.raises(UsageError, match="--top-p is 3"):
         next(model.generate("They", top_p=3))
 
 
 def test_commands_are_functions_with_typed_results_that_take_strings_as_paths() -> None:
-    assert set(sportsllm.__all__) <= {*dir(sportsllm), *sportsllm.__all__}
+    assert set(sportsllm.__all__) <= set(dir(sportsllm))
     for name in sportsllm.__all__:
         assert callable(getattr(sportsllm, name)), name
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
