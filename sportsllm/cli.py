@@ -213,9 +213,9 @@ def _command(arguments: list[str]) -> Any:
     for part in parts:
         parts += getattr(part, "commands", {}).values()
         part.rich_markup_mode = "rich" if named else None
-        for parameter in part.params:
-            if parameter.param_type_name == "argument":
-                parameter.display_type_rich = lambda ctx: None  # `CHECKPOINT`, not `CHECKPOINT <path>`
+        for parameter in [*part.params, part.get_help_option(part.context_class(part))]:
+            if parameter.param_type_name == "argument" or parameter.is_flag:
+                parameter.display_type_rich = lambda ctx: None  # `CHECKPOINT` and `--json`, not `--json <bool>`
     return command
 
 
