@@ -137,7 +137,7 @@ def find_model(text: str | Path) -> Path:
         from sportsllm.formats.huggingface import download_model
 
         return path if path.exists() else download_model(str(text))
-    from sportsllm.formats.gguf.weights import convert_gguf
+    from sportsllm.formats.gguf.convert import convert_gguf
     from sportsllm.formats.manifest import file_sha256
 
     if not file.is_file():

@@ -25,7 +25,7 @@ from sportsllm.errors import SportsLLMError
 from sportsllm.files import read_json
 from sportsllm.formats.artifact import STATE_DIRECTORY, Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.gguf.weights import convert_gguf
+from sportsllm.formats.gguf.convert import convert_gguf
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import MANIFEST, ancestors, read_manifest, verify_directory
 from sportsllm.formats.model_card import write_card

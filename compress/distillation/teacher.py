@@ -80,7 +80,7 @@ def _load_quantized(directory: Path, precision: str, dtype: torch.dtype) -> Spor
     with torch.device("meta"):
         model = SportsLLM(config)
     tensors = TensorFiles(directory)
-    ends = {name: _own(tensor, dtype) for name, tensor in read_ends(tensors, config).items()}
+    ends = {name: _own(tensor, dtype) for name, tensor in read_ends(tensors, config)}
     model.load_state_dict(ends, strict=False, assign=True)
     for number in range(config.num_hidden_layers):
         block = load_block(tensors, config, number)

@@ -97,7 +97,7 @@ def quantize_without_data(
     """Fill `packed` by rounding each matrix by itself; `search` as in `compress.quantization.grid.fit_grid`."""
     tensors = TensorFiles(checkpoint)
     with progress_bar("quantize", model.num_hidden_layers + 1) as bar:
-        for name, tensor in read_ends(tensors, model).items():
+        for name, tensor in read_ends(tensors, model):
             packed.add(name, tensor, search)
         bar.advance()
         for layer in range(model.num_hidden_layers):
@@ -139,7 +139,7 @@ def quantize_calibrated(
     """
     pull = PULL / sum(tokens.numel() for tokens in samples)
     rope, tensors = rope_of(model, device), TensorFiles(checkpoint)
-    ends, norm = read_ends(tensors, model), load_last_norm(tensors, model).to(device)
+    ends, norm = dict(read_ends(tensors, model)), load_last_norm(tensors, model).to(device)
     embedding, head = ends.pop(f"{EMBEDDING}.weight"), ends.pop(f"{HEAD}.weight", None)
     if gptq and head is None and packed.config.bits_for(EMBEDDING) != UNPACKED:
         gram_DD = _tied_gram(packed, tensors, model, samples, embedding, norm, rope, device)

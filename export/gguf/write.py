@@ -34,7 +34,7 @@ from sportsllm.formats.families.gemma import CAPS
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, RoundedModel
 from sportsllm.formats.gguf.config import ARCHITECTURES, LAYER_NORM, ROPE_FACTORS, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
-from sportsllm.formats.gguf.weights import gguf_names, paired_heads, read_weights, rows_in_pairs
+from sportsllm.formats.gguf.weights import GGUFTensors, gguf_names, paired_heads, rows_in_pairs
 from sportsllm.formats.huggingface import family_of, load_config
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, unpack
 from sportsllm.formats.safetensors import TensorFiles
@@ -297,7 +297,7 @@ def check_gguf(checkpoint: Path, path: Path, threads: int | None, rounded: Round
     file, config = open_gguf(path), load_config(checkpoint)
     found = SportsLLM(read_config(file))
     with torch.no_grad():
-        for name, tensor in read_weights(file, config):
+        for name, tensor in GGUFTensors(file, config).items():
             found.get_parameter(name).copy_(tensor)
     tokenizer = load_tokenizer(checkpoint, config)
     with tempfile.TemporaryDirectory() as folder:

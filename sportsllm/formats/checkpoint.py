@@ -247,14 +247,14 @@ def check_names(tensors: TensorFiles, config: ModelConfig) -> dict[str, tuple[in
     return shapes
 
 
-def read_ends(tensors: TensorFiles, config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors outside the layers: embedding, final norm and an untied head; float32.
+def read_ends(tensors: TensorFiles, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """The tensors outside the layers, one after the other: embedding, final norm and an untied head; float32.
 
     Raises:
         ArtifactError: as `load_checkpoint`, for the names of all tensors too.
     """
     shapes = check_names(tensors, config)
-    return {name: _read(tensors, name, shapes[name]) for name in shapes if not name.startswith("model.layers.")}
+    yield from ((name, _read(tensors, name, shapes[name])) for name in shapes if not name.startswith("model.layers."))
 
 
 def _read(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor:

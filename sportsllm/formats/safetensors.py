@@ -1,12 +1,13 @@
 """The tensors of a checkpoint directory, read one by one on demand, and how config.json says they are stored.
 
 Those that bitsandbytes quantized read as dense ones, see `sportsllm.formats.bitsandbytes`. Only safetensors are read:
-pickle runs code. Every tensor is checked for finiteness.
+pickle runs code. The weights of a large GGUF file stay there, see `sportsllm.formats.gguf.convert`. Every tensor is
+checked for finiteness.
 """
 
 import json
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from sportsllm.formats.manifest import MANIFEST, read_manifest
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GGUF_RECORD = "gguf.json"
+"""In place of weights: the SHA-256 of the GGUF file that holds them, which the manifest names."""
 QUANT_METHOD = "sportsllm-nbits"
 REOPEN_BYTES = 64_000_000
 _LONGEST_NAME = 200
@@ -100,7 +103,7 @@ class StreamedTensors(MutableMapping[str, Tensor]):
 class _File(Protocol):
     """The part of `safe_open` that is used; the library has no types."""
 
-    def keys(self) -> list[str]: ...
+    def keys(self) -> Iterable[str]: ...
 
     def get_tensor(self, name: str) -> Tensor: ...
 
@@ -121,8 +124,8 @@ class TensorFiles(Mapping[str, Tensor]):
         self._beside = companions(self._where) if self._packed else frozenset()
         stored = [name for name in self._where if name not in self._beside]
         self._names, self._layout = dict.fromkeys(stored), dict[str, Part]()
-        data = read_json(directory / "config.json")
-        if data.get("model_type") in LAYOUTS and quantization_config(directory) is None:
+        data, self._in_gguf = read_json(directory / "config.json"), (directory / GGUF_RECORD).exists()
+        if data.get("model_type") in LAYOUTS and not self._in_gguf and quantization_config(directory) is None:
             layout = layout_name(data)
             self._layout = parts_of(layout, load_config(directory), stored, data)
             used = {part.stored for part in self._layout.values()}
@@ -153,7 +156,7 @@ class TensorFiles(Mapping[str, Tensor]):
     def _stored(self, name: str) -> Tensor:
         tensor = self._files[self._where[name]].get_tensor(name)
         self._bytes += tensor.nbytes
-        if self._bytes > REOPEN_BYTES:
+        if self._bytes > REOPEN_BYTES and not self._in_gguf:
             self._files = {path: _open(path) for path in self._files}
             self._bytes = 0
         return tensor
@@ -175,6 +178,12 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _open(path: Path) -> _File:
+    if path.suffix.lower() == ".gguf":
+        from sportsllm.formats.gguf.config import open_gguf, read_config
+        from sportsllm.formats.gguf.weights import GGUFTensors
+
+        file = open_gguf(path)
+        return GGUFTensors(file, read_config(file))
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
@@ -199,6 +208,11 @@ def _weight_files(directory: Path) -> list[Path]:
             if size != entry.bytes:
                 found = "missing" if size < 0 else f"{size} bytes instead of {entry.bytes}"
                 raise ArtifactError(f"{path}: {found}; the directory is damaged, copy or make it again")
+    if (directory / GGUF_RECORD).exists():
+        path = Path(read_manifest(directory).parents[0].path)
+        if not path.exists():
+            raise ArtifactError(f"{path}: not found, it holds the weights of {directory}; give the GGUF file instead")
+        return [path]
     if (index := directory / INDEX).exists():
         names = sorted(set(validate(_Index, read_json(index), index).weight_map.values()))
         for name in names or ["no shard"]:

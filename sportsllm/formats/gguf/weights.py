@@ -1,4 +1,4 @@
-"""GGUF tensors under Hugging Face's names, as float32, and whole files as checkpoints.
+"""GGUF tensors under Hugging Face's names, as float32.
 
 Shape suffixes: R rows, C columns, H heads, D head size.
 """
@@ -6,11 +6,9 @@ Shape suffixes: R rows, C columns, H heads, D head size.
 from __future__ import annotations
 
 import re
-import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import gguf
@@ -18,21 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sportsllm.console import log
-from sportsllm.files import JsonObject
-from sportsllm.formats.artifact import Stage, run_stage
-from sportsllm.formats.checkpoint import stream_checkpoint
-from sportsllm.formats.gguf.config import ROPE_FACTORS, GGUFFile, architecture, granite_factors, open_gguf, read_config
-from sportsllm.formats.gguf.tokenizer import write_tokenizer
+from sportsllm.formats.gguf.config import ROPE_FACTORS, GGUFFile, architecture, granite_factors
 from sportsllm.formats.layouts import UnlikeTensor, parts_of
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import parameters
-from sportsllm.text.tokenizer import load_tokenizer
 
 _LAYOUTS = {"gemma3": "gemma3_text", "gptneox": "gpt2"}
 """Layouts of Hugging Face's, if another than the architecture's own; here Gemma's norms are 1 + weight."""
 _ROWS = 8_192  # of a table that are dequantized together
-_READER = 1  # changes when the same file gives another checkpoint
 _EXPERT = re.compile(r"\bexperts\.(\d+)\b")
 _ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()}
 
@@ -85,23 +76,38 @@ def rows_in_pairs(rows: Tensor, heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows.shape).contiguous()
 
 
-def read_weights(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the model, float32, in the order of `parameters`.
+class GGUFTensors(Mapping[str, Tensor]):
+    """Every parameter of the model by its name, in the order of `parameters`: float32, dequantized when it is read."""
 
-    Raises:
-        ArtifactError: a tensor is missing, of another shape, not finite, in a format that is not known, or of no use.
-    """
-    kind = architecture(file)
-    parts = parts_of(_LAYOUTS.get(kind, kind), config, config_json=granite_factors(file) if kind == "granite" else {})
-    unused = set(file.tensors) - {ROPE_FACTORS}
-    for parameter in parameters(config):
-        part = parts.get(parameter.name)
-        name = gguf_name(kind, config, parameter.name if part is None else part.stored)
-        if name is None or name not in file.tensors:
-            raise file.error(f"tensor {name!r} is missing; convert the model again")
-        unused.discard(name)
-        number = _EXPERT.search(parameter.name)
-        tensor = _dense(file, name, (int(number[1]), config.chosen_experts.count) if number else None)
+    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
+        """Find the tensors.
+
+        Raises:
+            ArtifactError: one is missing or of no use.
+        """
+        self._kind, self._config, kind = architecture(file), config, architecture(file)
+        factors = granite_factors(file) if kind == "granite" else {}
+        self._parts = parts_of(_LAYOUTS.get(kind, kind), config, config_json=factors)
+        self._parameters, self._stored = {item.name: item for item in parameters(config)}, dict[str, str]()
+        for parameter in self._parameters:
+            part = self._parts.get(parameter)
+            name = gguf_name(kind, config, parameter if part is None else part.stored)
+            if name is None or name not in file.tensors:
+                raise file.error(f"tensor {name!r} is missing; convert the model again")
+            self._stored[parameter] = name
+        if unused := set(file.tensors) - {ROPE_FACTORS, *self._stored.values()}:
+            raise file.error(f"tensor {sorted(unused)[0]!r} belongs to no part of a {kind} model; refuse")
+        self._file = replace(file, metadata={})  # the vocabulary takes more memory than all names
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read a parameter.
+
+        Raises:
+            ArtifactError: its tensor is of another shape or not finite.
+        """
+        parameter, part, stored = self._parameters[name], self._parts.get(name), self._stored[name]
+        kind, config, number = self._kind, self._config, _EXPERT.search(name)
+        tensor = _dense(self._file, stored, (int(number[1]), config.chosen_experts.count) if number else None)
         try:
             if kind in ("phi3", "granite") and part is not None:
                 tensor = part.read(tensor)  # its rows of a fused matrix, or multiplied
@@ -109,20 +115,29 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Ten
                 # Matrices lie as (outputs, inputs) here, unlike in Hugging Face's files.
                 tensor = part.read(tensor.T if tensor.ndim == 2 else tensor)
         except UnlikeTensor as error:
-            raise file.error(f"tensor {name!r} {error}") from None
+            raise self._file.error(f"tensor {stored!r} {error}") from None
         if tuple(tensor.shape) != parameter.shape:
             shape = tuple(tensor.shape)
-            raise file.error(f"tensor {name!r} has shape {shape}, the header asks for {parameter.shape}")
-        heads = paired_heads(kind, config, parameter.name)
-        yield parameter.name, rows_in_halves(tensor, heads) if heads else tensor
-    if unused:
-        raise file.error(f"tensor {sorted(unused)[0]!r} belongs to no part of a {kind} model; refuse")
+            raise self._file.error(f"tensor {stored!r} has shape {shape}, the header asks for {parameter.shape}")
+        heads = paired_heads(kind, config, name)
+        return rows_in_halves(tensor, heads) if heads else tensor
+
+    get_tensor = __getitem__
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
 
 def _dense(file: GGUFFile, name: str, expert: tuple[int, int] | None = None) -> Tensor:
     """A whole tensor, or the matrix of an `expert`, given by its number and how many there are."""
     stored = file.tensors[name]
-    shape, data = [int(size) for size in reversed(stored.shape)], stored.data
+    shape = [int(size) for size in reversed(stored.shape)]
+    # A map of its own: what is read through the reader's counts as memory for as long as that is open.
+    place = int(stored.data_offset)
+    data = np.memmap(file.path, stored.data.dtype, "r", place, stored.data.shape) if stored.data.size else stored.data
     if expert is not None and len(shape) == 3 and shape[0] == expert[1]:
         shape, data = shape[1:], data[expert[0]]
     values = np.empty(shape, np.float32)
@@ -132,39 +147,3 @@ def _dense(file: GGUFFile, name: str, expert: tuple[int, int] | None = None) -> 
         if not np.isfinite(values[rows]).all():
             raise file.error(f"tensor {name!r} holds NaN or infinity; copy or download the file again")
     return torch.from_numpy(values)
-
-
-def convert_gguf(source: Path, out: Path) -> JsonObject:
-    """Write the model of a GGUF file as a float32 checkpoint with its tokenizer.
-
-    Args:
-        source: a file of one of `READ_ARCHITECTURES`, in any number format that the package `gguf` reads.
-        out: the directory to make; one that is up to date is kept.
-
-    Raises:
-        ArtifactError: cut short or damaged, another architecture, an unknown tokenizer, a tensor too few or too many.
-    """
-    file = open_gguf(source)
-
-    def make(directory: Path) -> JsonObject:
-        started = time.perf_counter()
-        config = read_config(file)
-        write_tokenizer(file, directory)
-        load_tokenizer(directory, config)
-        stream_checkpoint(directory, config, read_weights(file, config))
-        bytes_of: Counter[str] = Counter()
-        for tensor in file.tensors.values():
-            bytes_of[tensor.tensor_type.name] += int(tensor.n_bytes)
-        return {
-            "name": file.value_or(None, "general.name", str),
-            "source_license": file.value_or(None, "general.license", str),
-            "architecture": architecture(file),
-            "formats": [name for name, _ in bytes_of.most_common()],
-            "parameters": config.parameters,
-            "seconds": time.perf_counter() - started,
-        }
-
-    result = run_stage(out, Stage("gguf", {"source": source.name, "reader": _READER}, [source]), make)
-    if not result["cached"]:
-        log(f"{source}: {', '.join(result['formats'])}, converted to the float32 checkpoint {out}")
-    return result

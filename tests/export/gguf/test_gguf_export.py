@@ -19,7 +19,8 @@ from export.gguf.tokenizer import tokenizer_metadata
 from export.gguf.write import GGUF_FILE, encode
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.gguf.weights import convert_gguf, rows_in_halves, rows_in_pairs
+from sportsllm.formats.gguf.convert import convert_gguf
+from sportsllm.formats.gguf.weights import rows_in_halves, rows_in_pairs
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
 from sportsllm.inference.decoder import open_decoder

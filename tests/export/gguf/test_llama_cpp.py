@@ -12,7 +12,7 @@ from export.gguf.mixes import block_types
 from export.gguf.write import GGUF_FILE
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.gguf.weights import convert_gguf
+from sportsllm.formats.gguf.convert import convert_gguf
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, Experts
 from tests.support import llama_cpp
 from tests.support.models import saved, tiny_config, tiny_model

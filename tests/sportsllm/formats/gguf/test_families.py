@@ -12,7 +12,7 @@ import transformers
 
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.gguf.weights import convert_gguf
+from sportsllm.formats.gguf.convert import convert_gguf
 from sportsllm.models.config import SLIDING, UNROTATED
 from tests.support import families
 from tests.support.gguf_files import byte_level, settings_of, write_file

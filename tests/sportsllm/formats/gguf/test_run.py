@@ -13,10 +13,13 @@ import torch
 import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from compress.quantization.config import QuantizationConfig
+from compress.quantize import quantize_checkpoint
 from sportsllm.commands import find_model
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.gguf.weights import convert_gguf, rows_in_halves
+from sportsllm.formats.gguf.convert import convert_gguf
+from sportsllm.formats.gguf.weights import rows_in_halves
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import verify_directory
 from sportsllm.formats.safetensors import TensorFiles
@@ -148,6 +151,28 @@ def test_stretched_rotary_angles(scaling: dict[str, Any], tokenizer_directory: P
     same_logits(tmp_path / "out", model)
     written = json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"]
     assert written == scaling
+
+
+def test_the_weights_of_a_large_model_stay_in_the_file(
+    llama: Any, tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_model(tmp_path / "model.gguf", llama, byte_level(tokenizer_directory), ["Q8_0", "F16"])
+    convert_gguf(file, tmp_path / "whole")
+    monkeypatch.setattr("sportsllm.formats.gguf.convert._LARGE", 0)
+    convert_gguf(file, out := tmp_path / "linked")
+    assert not list(out.glob("*.safetensors")) and verify_directory(out)[1] == []
+    whole, linked = TensorFiles(tmp_path / "whole"), TensorFiles(out)
+    assert set(whole) == set(linked) and all(torch.equal(whole[name], linked[name]) for name in whole)
+    quantize_checkpoint(out, tmp_path / "int8", QuantizationConfig(8), "rtn")
+    quantize_checkpoint(tmp_path / "whole", tmp_path / "same", QuantizationConfig(8), "rtn")
+    one, other = (tmp_path / name / "model.safetensors" for name in ("int8", "same"))
+    assert one.read_bytes() == other.read_bytes()
+    (moved := tmp_path / "elsewhere").mkdir()
+    file.rename(moved / file.name)
+    with pytest.raises(ArtifactError, match="not found, it holds the weights"):
+        TensorFiles(out)
+    convert_gguf(moved / file.name, out)
+    same_logits(out, load_checkpoint(tmp_path / "whole"))
 
 
 def refused(file: Path, message: str, out: Path) -> None:

@@ -11,7 +11,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, TABLE, Blocks
 from sportsllm.formats.gguf.config import open_gguf
-from sportsllm.formats.gguf.weights import convert_gguf
+from sportsllm.formats.gguf.convert import convert_gguf
 from tests.support import llama_cpp
 from tests.support.gguf_files import byte_level, settings_of, tensors_of, write_model
 
