@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compress import layer_fit, layerwise
 from compress.layer_fit import RIDGE, LayerPair, LeastSquares, ResidualPair
-from compress.layerwise import LayerStates
+from compress.layerwise import KnownStates
 from compress.pruning.experts import dense_config, dense_model
 from compress.pruning.heads import HEADS, reduce_heads
 from compress.pruning.hidden import rotate
@@ -120,13 +120,15 @@ def prune_model(
     samples: Sequence[Tensor],
     refit: bool = True,
     chosen: tuple[list[int], list[LayerRun]] | None = None,
+    known: KnownStates | None = None,
 ) -> PrunedModel:
     """Cut a float32 model, which is not changed: choose layers and units, make heads, rotate, slice, refit.
 
     `smaller` comes from `Shape.applied_to`; `samples` are calibration token ids, (B, T) each; `chosen` is what
-    `kept_layers` returns for its depth, if that is known.
+    `kept_layers` returns for its depth, if that is known; `known` has states of the model at some samples.
     """
-    layers, tried = chosen or kept_layers(model, scores, smaller.num_hidden_layers, samples)
+    known = known or KnownStates(model)
+    layers, tried = chosen or kept_layers(model, scores, smaller.num_hidden_layers, samples, known)
     reduced = None
     if heads_change(model.config, smaller):
         reduced = reduce_heads(model, smaller, scores, samples)
@@ -140,7 +142,7 @@ def prune_model(
         source = rotate(source, scores.directions, hidden)
     pruned = slice_model(source, kept)
     if refit:
-        refit_layers(pruned, model, kept, samples, reduced, into)
+        refit_layers(pruned, model, kept, samples, reduced, into, known=known)
     return PrunedModel(pruned, layers, tried)
 
 
@@ -165,8 +167,8 @@ def cut_to_config(
     samples = [tokens[:, : config.max_position_embeddings] for tokens in samples]
     if model.config.experts is not None and config.experts is None:
         model = dense_model(model, config.intermediate_size, samples)
-    scores = measure_scores(model, samples, prune_config.importance)
-    return prune_model(model, scores, config, samples, prune_config.refit)
+    scores = measure_scores(model, samples, prune_config.importance, known := KnownStates(model))
+    return prune_model(model, scores, config, samples, prune_config.refit, known=known)
 
 
 def check_cut(full: ModelConfig, smaller: ModelConfig) -> None:
@@ -187,7 +189,7 @@ def check_cut(full: ModelConfig, smaller: ModelConfig) -> None:
 
 
 def kept_layers(
-    model: SportsLLM, scores: Scores, count: int, samples: Sequence[Tensor]
+    model: SportsLLM, scores: Scores, count: int, samples: Sequence[Tensor], known: KnownStates | None = None
 ) -> tuple[list[int], list[LayerRun]]:
     """Indices of the `count` layers that stay when a contiguous run is dropped, and the runs that were tried.
 
@@ -202,20 +204,29 @@ def kept_layers(
     distances = {start: float(scores.layer_distance[start, start + dropped]) for start in starts}
     tried = []
     for start in sorted(starts, key=distances.__getitem__)[:_RUNS_TRIED]:
-        loss = loss_per_token(model, samples[:_RUN_SAMPLES], layers[:start] + layers[start + dropped :])
+        loss = loss_per_token(model, samples[:_RUN_SAMPLES], layers[:start] + layers[start + dropped :], known)
         tried.append(LayerRun(start, distances[start], loss))
     best = min(tried, key=lambda run: run.loss).first_dropped
     return layers[:best] + layers[best + dropped :], tried
 
 
 @torch.no_grad()
-def loss_per_token(model: SportsLLM, samples: Sequence[Tensor], layers: Iterable[int] | None = None) -> float:
-    """Mean next-token cross-entropy in nats over samples of token ids, each (1, T); of some layers only, if given."""
-    states_BTD = layerwise.embedded(model, (tokens[:, :-1] for tokens in samples))
-    for layer in range(len(model.model.layers)) if layers is None else layers:
-        states_BTD = layerwise.run_layer(layerwise.block_of(model, layer), states_BTD, model.rope)
+def loss_per_token(
+    model: SportsLLM, samples: Sequence[Tensor], layers: Iterable[int] | None = None, known: KnownStates | None = None
+) -> float:
+    """Mean next-token cross-entropy in nats over samples of token ids, each (1, T); of some layers only, if given.
+
+    The layers before the first one that is left out may be `known`.
+    """
+    states_BTD = layerwise.embedded(model, samples)
+    for place, layer in enumerate(range(len(model.model.layers)) if layers is None else layers):
+        if known is not None and layer == place:
+            states_BTD = known.of(layer, samples, states_BTD).end
+        else:
+            states_BTD = layerwise.run_layer(layerwise.block_of(model, layer), states_BTD, model.rope)
+    head, cap = model.head_weight, model.config.logit_softcap
     losses = (
-        cross_entropy(model.model.norm(x_BTD), model.head_weight, tokens[:, 1:], softcap=model.config.logit_softcap)
+        cross_entropy(model.model.norm(x_BTD)[:, :-1], head, tokens[:, 1:], softcap=cap)
         for x_BTD, tokens in zip(states_BTD, samples, strict=True)
     )
     return sum(map(float, losses)) / sum(tokens[:, 1:].numel() for tokens in samples)
@@ -273,6 +284,7 @@ def refit_layers(
     reduced: SportsLLM | None = None,
     into: Tensor | None = None,
     ridge: float = RIDGE,
+    known: KnownStates | None = None,
 ) -> None:
     """Fit the matrices of `pruned`, which has the units `kept`, to the full model in place, without gradients.
 
@@ -287,7 +299,9 @@ def refit_layers(
         reduced: `model` with other heads, if they were changed before; `kept` counts its units.
         into: (D, K) map of the full model's residual stream to the cut one's, if they differ.
         ridge: the pull towards the pruned weights, as a share of the inputs' mean square.
+        known: states of the full model at some samples.
     """
+    known = known or KnownStates(model)
 
     def solve(_name: str, linear: nn.Linear, sums: LeastSquares) -> None:
         linear.weight.data = sums.solve(linear.weight, ridge)
@@ -295,13 +309,13 @@ def refit_layers(
     rope, cut_rope, count = model.rope, pruned.rope, model.config.num_hidden_layers
     full_BTD, cut_BTD = layerwise.embedded(model, samples), layerwise.embedded(pruned, samples)
     for layer in range(kept.layers[0]):
-        full_BTD = layerwise.run_layer(layerwise.block_of(model, layer), full_BTD, rope)
+        full_BTD = known.of(layer, samples, full_BTD).end
     with progress_bar("refit", len(kept.layers)) as bar:
         for new, (layer, after) in enumerate(pairwise([*kept.layers, count])):
             source, block = layerwise.block_of(model, layer), layerwise.block_of(pruned, new)
-            between_BTD, target_BTD = LayerStates.of(source, full_BTD, rope)
+            between_BTD, target_BTD = known.of(layer, samples, full_BTD, source)
             for dropped in range(layer + 1, after):
-                target_BTD = layerwise.run_layer(layerwise.block_of(model, dropped), target_BTD, rope)
+                target_BTD = known.of(dropped, samples, target_BTD).end
             own = kept.full.of_layer(layer)
             given = source if reduced is None else layerwise.block_of(reduced, layer)
             wanted = {

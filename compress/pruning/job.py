@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from compress.layerwise import KnownStates
 from compress.pruning.cut import (
     SAMPLE_LENGTH,
     LayerRun,
@@ -142,14 +143,18 @@ class Calibration:
         """Importance of the model's units: measured, or of an earlier run."""
         if (known := self.job.scores or self.stored) is not None:
             return load_scores(known, self.model.config)
-        return measure_scores(self.model, self.samples, self.job.config.importance)
+        return measure_scores(self.model, self.samples, self.job.config.importance, self._known)
 
     def cut(self, smaller: ModelConfig, samples: Sequence[Tensor], refit: bool) -> PrunedModel:
         """`prune_model`; which layers stay is tried once for each depth, on the same text for all cuts."""
         count = smaller.num_hidden_layers
         if count not in self._layers:
-            self._layers[count] = kept_layers(self.model, self.scores, count, self.samples)
-        return prune_model(self.model, self.scores, smaller, samples, refit, self._layers[count])
+            self._layers[count] = kept_layers(self.model, self.scores, count, self.samples, self._known)
+        return prune_model(self.model, self.scores, smaller, samples, refit, self._layers[count], self._known)
+
+    @cached_property
+    def _known(self) -> KnownStates:
+        return KnownStates(self.model)
 
     @cached_property
     def _full(self) -> tuple[SportsLLM, list[Tensor]]:

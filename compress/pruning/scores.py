@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from compress.layerwise import Statistic, blocks_of, embedded, input_moment, kept_like, run_layer, summed
+from compress.layerwise import KnownStates, Statistic, blocks_of, embedded, input_moment, kept_like, summed
 from compress.pruning.hidden import Directions, directions_from, norm_moment
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
@@ -95,15 +95,17 @@ def by_unit(found: Found, layers: int) -> dict[str, list[Tensor]]:
 
 
 @torch.no_grad()
-def measure_scores(model: SportsLLM, samples: Sequence[Tensor], importance: str = "output") -> Scores:
-    """Scores by one of `IMPORTANCES`, over calibration token ids, (B, T) each.
+def measure_scores(
+    model: SportsLLM, samples: Sequence[Tensor], importance: str = "output", known: KnownStates | None = None
+) -> Scores:
+    """Scores by one of `IMPORTANCES`, over calibration token ids, (B, T) each, whose states are `known` afterwards.
 
     Raises:
         ArtifactError: there are no samples.
     """
     if not samples:
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
-    found, moments, distance = _streamed(model, samples, importance)
+    found, moments, distance = _streamed(model, samples, importance, known or KnownStates(model))
     if importance == "magnitude":
         found, distance = _magnitudes(model)
     return Scores(directions_from(model, moments), by_unit(found, model.config.num_hidden_layers), distance)
@@ -144,7 +146,9 @@ def _owned(unit: str, count: int, matrices: Sequence[Matrix], squares: Mapping[s
     return torch.stack(parts).sum(dim=0)
 
 
-def _streamed(model: SportsLLM, samples: Sequence[Tensor], importance: str) -> tuple[Found, Sequence[Tensor], Tensor]:
+def _streamed(
+    model: SportsLLM, samples: Sequence[Tensor], importance: str, known: KnownStates
+) -> tuple[Found, Sequence[Tensor], Tensor]:
     """Scores by selection or by activations, the moments of `directions_from`, and distances of runs of layers, one
     layer after the other: memory is that of one layer's products and of the residual streams.
     """
@@ -162,7 +166,7 @@ def _streamed(model: SportsLLM, samples: Sequence[Tensor], importance: str) -> t
                     statistic = input_moment if importance == "output" else _unit_squares(unit.size)
                     watched[name] = block.get_submodule(matrix), statistic
             with summed(watched) as sums:
-                states_BTD = run_layer(block, states_BTD, model.rope)
+                states_BTD = known.of(layer, samples, states_BTD, block).end
             streams_LBTD.append(kept_like(states_BTD, islice(states_BTD, _DISTANCE_SAMPLES)))
             moments.extend(sums.pop(norm) for norm in NORMS.values())
             for name, (unit, matrix) in own.items() if importance in MEASURED else ():
