@@ -21,12 +21,7 @@ _PARTS = {
     "logits": "logits in chunks, loss",
     "work": "gradients of activations",
 }
-_LAYOUTS = {
-    "plain": "plain",
-    "checkpointed": "checkpointed",
-    "sharded": "sharded",
-    "sharded_checkpointed": "both",
-}
+_LAYOUTS = {"plain": "plain", "checkpointed": "checkpointed", "sharded": "sharded", "sharded_checkpointed": "both"}
 _PEAKS = {"loss": "loss", "backward": "backward pass", "optimizer": "optimizer's step"}
 _COST = {
     "tokens_per_s": "tokens per second",

@@ -186,7 +186,7 @@ def _count(model: str, count: int, group_size: int) -> dict[str, Any]:
 def _sizes(model: str, config: ModelConfig, group_size: int, head_bits: int) -> dict[str, Any]:
     from sportsllm.models import memory as size
 
-    stored, parts = (group_size, head_bits, _ZERO_POINTS), config.parameters_by_component()
+    stored = group_size, head_bits, _ZERO_POINTS
     by_component = {name: size.component_bytes(config, name, *stored) for name in size.PRECISIONS}
     found = {
         "model": model,
@@ -194,8 +194,7 @@ def _sizes(model: str, config: ModelConfig, group_size: int, head_bits: int) -> 
         "context_length": config.max_position_embeddings,
         "parameters": config.parameters,
         "active_parameters": config.active_parameters,
-        "parameters_by_component": parts,
-        "parameters_percent": {name: 100 * count / config.parameters for name, count in parts.items()},
+        "parameters_by_component": config.parameters_by_component(),
         "parameters_per_block": size.block_parameters(config),
         "weight_bytes": {name: sum(sizes.values()) for name, sizes in by_component.items()},
         "weight_bytes_by_component": by_component,

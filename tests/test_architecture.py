@@ -63,11 +63,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_442,
+    "sportsllm": 18_428,
     "compress": 7_993,
-    "export": 6_383,
-    "benchmarks": 9_258,
-    "tests": 24_226,
+    "export": 6_379,
+    "benchmarks": 9_246,
+    "tests": 24_182,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

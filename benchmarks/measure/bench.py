@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import TIMED_STEPS, depths_that_fit, limit_lengths
 from benchmarks.measure.machine import choose_cpus, default_threads, machine
-from benchmarks.measure.process import (
-    CHECK_EVERY,
-    DEFAULT_TIMEOUT_S,
-    run_child,
-    take_turns,
-    worker_turn,
-)
+from benchmarks.measure.process import CHECK_EVERY, DEFAULT_TIMEOUT_S, run_child, take_turns, worker_turn
 from benchmarks.measure.summary import (
     BATCH,
     bandwidth_bound,

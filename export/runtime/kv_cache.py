@@ -31,11 +31,7 @@ from sportsllm.models.parts import State
 
 Array = npt.NDArray[Any]
 CacheType = type[np.float32] | type[np.float16] | type[np.int8]
-_TYPES: dict[str, CacheType] = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(int8)": np.int8,
-}
+_TYPES: dict[str, CacheType] = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 _ALIGNMENT = 64  # bytes; of each buffer
 
 

@@ -14,14 +14,7 @@ from sportsllm.console import log
 from sportsllm.errors import SportsLLMError
 from sportsllm.inference.decoder import StopSearch
 from sportsllm.serving.engine import Engine, Job, Piece
-from sportsllm.serving.requests import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    NativeRequest,
-    Prompt,
-)
+from sportsllm.serving.requests import ApiError, ChatRequest, CompletionRequest, Message, NativeRequest, Prompt
 from sportsllm.serving.sampler import Constraints, Sampler
 from sportsllm.text.chat import ChatRenderer, find_template
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer

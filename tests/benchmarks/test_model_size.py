@@ -9,14 +9,7 @@ import onnx
 import pytest
 
 from benchmarks.measure.summary import bytes_read_per_token
-from benchmarks.model_size import (
-    ModelFormat,
-    file_bytes,
-    layer_activations,
-    mixing_macs,
-    sizes,
-    stored_format,
-)
+from benchmarks.model_size import ModelFormat, file_bytes, layer_activations, mixing_macs, sizes, stored_format
 from benchmarks.predict.calibrate import FORMATS, INT8_CACHE, export_untrained
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import to_hf

@@ -112,11 +112,12 @@ def test_plan_refuses_what_it_cannot_mean() -> None:
 def test_parts_by_percent_and_precision(capsys: pytest.CaptureFixture[str]) -> None:
     """The shares of base-162m that its sources give, to a tenth of a percent; in fp32 four bytes a number."""
     result = plan(shape="base-162m")
-    shares = {name: round(percent, 1) for name, percent in result["parameters_percent"].items()}
+    total, parts = result["parameters"], result["parameters_by_component"]
+    shares = {name: round(100 * count / total, 1) for name, count in parts.items()}
     assert shares == {"embedding": 15.1, "attention": 17.4, "feed_forward": 52.3, "norms": 0.0, "head": 15.1}
-    for precision, parts in result["weight_bytes_by_component"].items():
-        assert sum(parts.values()) == result["weight_bytes"][precision]
-    for name, count in result["parameters_by_component"].items():
+    for precision, sizes in result["weight_bytes_by_component"].items():
+        assert sum(sizes.values()) == result["weight_bytes"][precision]
+    for name, count in parts.items():
         assert result["weight_bytes_by_component"]["fp32"][name] == 4 * count
         assert result["weight_bytes_by_component"]["fp16"][name] == 2 * count
     # Attention as INT4 in blocks of 32: half a byte a number, a float16 scale and a 4-bit zero point for each block.

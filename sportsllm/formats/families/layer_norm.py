@@ -101,14 +101,7 @@ LAYER_NORM = {
             "mlp_bias": True,
         },
         ties=True,
-        unwritten=(
-            "intermediate_size",
-            "num_key_value_heads",
-            "head_dim",
-            "rope_theta",
-            "attention_bias",
-            "mlp_bias",
-        ),
+        unwritten=("intermediate_size", "num_key_value_heads", "head_dim", "rope_theta", "attention_bias", "mlp_bias"),
         write=_write_gpt2,
     ),
     "stablelm": Family(

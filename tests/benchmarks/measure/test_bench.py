@@ -39,7 +39,6 @@ def result(export: Path, benched: Path) -> dict[str, Any]:
         patch.setattr(bench, "SECONDS_PER_FIGURE", 0.05)
         patch.setattr(bench, "MEMORY_ROUNDS", 1)
         patch.setattr(bench, "COLD_ROUNDS", 1)
-        patch.setattr("benchmarks.measure.process.wait_for_quiet", lambda longest_s, cpus=None: None)
         scores = {export: TextScore(40.8, 10, 10, (2.04,) * 20), benched: TextScore(40.0, 10, 10, (2.0,) * 20)}
         patch.setattr("benchmarks.bench.score_text", lambda directory, *_: scores[directory])
         what = {"text": [benched / "config.json"], "teacher": benched, "threads": 1}
@@ -84,8 +83,7 @@ def test_a_child_that_gives_no_result_is_reported_in_one_line(code: str, exit_co
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_damaged_model_keeps_its_own_error(tmp_path: Path, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.measure.process.wait_for_quiet", lambda longest_s, cpus=None: None)
+def test_a_damaged_model_keeps_its_own_error(tmp_path: Path, export: Path) -> None:
     for path in export.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     data = tmp_path / "model.onnx.data"

@@ -32,7 +32,6 @@ def turn(name: str, log: Path, code: str = "") -> Turn:
 
 
 def test_turns_alternate_until_they_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.measure.process.wait_for_quiet", lambda longest_s, cpus=None: True)
     monkeypatch.setattr("benchmarks.measure.process.QUIET_CORES", 99.0)
     log, asked = tmp_path / "log", list[int]()
 
@@ -59,10 +58,7 @@ def test_beside_busy_programs_no_rounds_are_added(
     assert "other programs are busy; no further rounds" in capsys.readouterr().err
 
 
-def test_a_turn_that_fails_is_left_out_and_does_not_stop_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.measure.process.wait_for_quiet", lambda longest_s, cpus=None: True)
+def test_a_turn_that_fails_is_left_out_and_does_not_stop_the_others(tmp_path: Path) -> None:
     log, seen, failures = tmp_path / "log", list[set[str]](), dict[str, ChildFailure]()
     once = f"import sys; sys.exit(9 if open({str(log)!r}).read().count('B') > 1 else 0)"
     command = [sys.executable, "-S", "-c", f"open({str(log)!r}, 'a').write('B'); print('{{}}'); {once}"]

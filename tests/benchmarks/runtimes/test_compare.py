@@ -125,8 +125,7 @@ class Interpreters:
 
 
 @pytest.fixture
-def interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Interpreters:
-    monkeypatch.setattr("benchmarks.measure.process.wait_for_quiet", lambda longest_s, cpus=None: None)
+def interpreters(tmp_path: Path) -> Interpreters:
     return Interpreters(tmp_path)
 
 
@@ -225,9 +224,8 @@ def test_a_hang_another_model_and_what_is_not_there(export: Path, interpreters: 
 
 
 @pytest.mark.parametrize("name", ["genai", "optimum"])
-def test_real_runtimes_read_the_export(export: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_runtimes_read_the_export(export: Path, name: str) -> None:
     pytest.importorskip({"genai": "onnxruntime_genai", "optimum": "optimum.onnxruntime"}[name])
-    monkeypatch.setattr("benchmarks.measure.process.wait_for_quiet", lambda longest_s, cpus=None: None)
     one = measure(export, [Runtime(name, sys.executable, export)], timeout_s=120)["against"][name]
     assert one["status"] == "measured", one
     assert one["version"] and one["generated_tokens_per_s"]["32"] > 0
@@ -244,8 +242,7 @@ def test_a_runtime_finds_nothing_of_this_environment(export: Path, interpreters:
     assert str(root) not in shown and str(root / "benchmarks") not in shown
 
 
-def test_our_kernels_are_measured_in_turns_with_portable_ones(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.measure.process.wait_for_quiet", lambda longest_s, cpus=None: None)
+def test_our_kernels_are_measured_in_turns_with_portable_ones(export: Path) -> None:
     # This export calls none, so asking for native ones fails: what was asked for has reached the runtime.
     native = Runtime("ours+native", sys.executable, export, {"kernels": "native"})
     result = measure(export, [portable_too(export), native])

@@ -28,15 +28,7 @@ from benchmarks.search.candidates import (
     formats,
     ways,
 )
-from benchmarks.search.recipe import (
-    Effort,
-    Source,
-    Target,
-    export_settings,
-    prune_settings,
-    with_samples,
-    write_recipe,
-)
+from benchmarks.search.recipe import Effort, Source, Target, export_settings, prune_settings, with_samples, write_recipe
 from benchmarks.search.results import print_fit
 from benchmarks.search.rounds import Search, Tried, run_rounds, start_search, try_longer, try_plain
 from benchmarks.search.trials import Clock, Losses, Timed, Trials

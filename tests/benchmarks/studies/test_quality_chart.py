@@ -41,7 +41,6 @@ def test_one_command_makes_measures_and_draws(
     corpus_file: Path, tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("xllamacpp", reason="needs llama.cpp's engine: pip install xllamacpp")
-    monkeypatch.setattr("benchmarks.measure.process.wait_for_quiet", lambda longest_s, cpus=None: True)
     monkeypatch.setattr(quality_chart, "ONNX", {"INT8": {"bits": 8, "method": "rtn"}})
     monkeypatch.setattr(quality_chart, "GGUF", ("q8_0",))
     model, table, text = tmp_path / "model", tmp_path / "tiny.csv", tmp_path / "text.jsonl"
