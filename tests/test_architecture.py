@@ -67,7 +67,7 @@ MOST_LINES = {
     "compress": 7_993,
     "export": 6_379,
     "benchmarks": 9_246,
-    "tests": 24_182,
+    "tests": 24_161,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -12,14 +12,13 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from export import web_page
 from export.graph.builder import GraphForm
-from export.graph.decoder import write_graph
 from export.layout import find_files
 from sportsllm.errors import ArtifactError, ConflictError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import directory_bytes, verify_directory
 from sportsllm.inference.decoder import Sampling, generate, is_onnx_directory, open_decoder
-from tests.support.export_models import pack_model, save, tiny_model
+from tests.support.export_models import pack_model, save_graph, tiny_model
 
 NAMES = {
     "fp32": ("fp32", "model.onnx"),
@@ -85,8 +84,7 @@ def test_the_same_logits_as_the_plain_layout(bits: int, asymmetric: bool, tmp_pa
     model = tiny_model(hidden_size=72, intermediate_size=100)
     quantization = pack_model(model, bits, 16, asymmetric)
     for name, form in (("plain", "onnx"), ("web", "web")):
-        save(tmp_path / name, model, quantization)
-        write_graph(tmp_path / name, tmp_path / name, GraphForm(form))
+        save_graph(tmp_path / name, model, quantization, GraphForm(form))
         (tmp_path / name / "model.safetensors").unlink()
     chosen = [
         list(generate(open_decoder(tmp_path / name, 1), [3, 50, 7], 12, Sampling(temperature=0)))

@@ -106,6 +106,14 @@ def save(directory: Path, model: SportsLLM, quantization: dict[str, Any] | None 
     return directory
 
 
+def save_graph(
+    directory: Path, model: SportsLLM, quantization: dict[str, Any] | None = None, form: GraphForm | None = None
+) -> Path:
+    """Write a checkpoint directory without a tokenizer, and the model's graph beside the weights."""
+    write_graph(save(directory, model, quantization), directory, form)
+    return directory
+
+
 def measured_scales(model: SportsLLM, samples: list[torch.Tensor]) -> CacheScales:
     """Scales of an INT8 cache from token ids, (1, S) each."""
     return measure_scales(model.config, model.model.layers, [model.model.embed_tokens(tokens) for tokens in samples])

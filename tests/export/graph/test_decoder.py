@@ -20,7 +20,7 @@ from sportsllm.formats.packed import ROW_BITS
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import RopeScaling
-from tests.support.export_models import TINY, logits_of, pack_model, save, tiny_model
+from tests.support.export_models import TINY, logits_of, pack_model, save, save_graph, tiny_model
 
 # Float32 in another order of additions; logits are of size 1.
 TOLERANCE = 2e-5
@@ -78,8 +78,7 @@ def assert_equals_pytorch(directory: Path, exact: bool = False, model: SportsLLM
 
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
 def test_every_shape_computes_what_pytorch_computes(changes: dict[str, Any], tmp_path: Path) -> None:
-    save(tmp_path, tiny_model(**changes))
-    write_graph(tmp_path, tmp_path)
+    save_graph(tmp_path, tiny_model(**changes))
     onnx.checker.check_model(str(tmp_path / GRAPH_FILE), full_check=True)
     assert_equals_pytorch(tmp_path)
 
@@ -90,8 +89,7 @@ def test_every_shape_computes_what_pytorch_computes(changes: dict[str, Any], tmp
 def test_packed_matrices_are_multiplied_exactly(bits: int, block: int, asymmetric: bool, tmp_path: Path) -> None:
     """Widths 72 and 100 are no multiple of any block, so last blocks are padded; 72 / 16 gives 5 zero points."""
     model = tiny_model(hidden_size=72, intermediate_size=100)
-    save(tmp_path, model, pack_model(model, bits, block, asymmetric))
-    write_graph(tmp_path, tmp_path)
+    save_graph(tmp_path, model, pack_model(model, bits, block, asymmetric))
     onnx.checker.check_model(str(tmp_path / GRAPH_FILE), full_check=True)
     assert_equals_pytorch(tmp_path, exact=True)
 
@@ -99,8 +97,7 @@ def test_packed_matrices_are_multiplied_exactly(bits: int, block: int, asymmetri
 @pytest.mark.parametrize("name", ["untied", "qwen2", "qwen3", "all biases", "head_dim 8, rotated outside"])
 def test_packed_shapes(name: str, tmp_path: Path) -> None:
     model = tiny_model(**SHAPES[name])
-    save(tmp_path, model, pack_model(model, 4))
-    write_graph(tmp_path, tmp_path)
+    save_graph(tmp_path, model, pack_model(model, 4))
     assert_equals_pytorch(tmp_path, exact=True)
 
 
@@ -114,8 +111,7 @@ def pack_rows(model: SportsLLM) -> dict[str, Any]:
 def test_whole_rows(name: str, tmp_path: Path) -> None:
     """Hidden size 64 is a block size too: only config.json tells the forms apart."""
     model = tiny_model(**SHAPES[name])
-    save(tmp_path, model, pack_rows(model))
-    write_graph(tmp_path, tmp_path)
+    save_graph(tmp_path, model, pack_rows(model))
     graph = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False)
     assert [node.op_type for node in graph.graph.node].count("DynamicQuantizeMatMul") == 4 * 2
     onnx.checker.check_model(str(tmp_path / GRAPH_FILE), full_check=True)
@@ -126,14 +122,12 @@ def test_matrices_of_unlike_packing_stay_apart(tmp_path: Path) -> None:
     model = tiny_model(tie_word_embeddings=False, attention_bias=True)
     exceptions = {"q_proj": 8, "up_proj": 16, "lm_head": 8, "embed_tokens": 16}
     quantization = pack_model(model, 4, bits_of=lambda name: exceptions.get(name.rpartition(".")[2]))
-    save(tmp_path, model, quantization)
-    write_graph(tmp_path, tmp_path)
+    save_graph(tmp_path, model, quantization)
     assert_equals_pytorch(tmp_path, exact=True)
 
 
 def test_interface(tmp_path: Path) -> None:
-    save(tmp_path, tiny_model())
-    write_graph(tmp_path, tmp_path)
+    save_graph(tmp_path, tiny_model())
     model = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False)
     assert model.ir_version == 10
     assert {item.domain: item.version for item in model.opset_import} == {"": 21, "com.microsoft": 1}
@@ -157,8 +151,7 @@ def test_interface(tmp_path: Path) -> None:
 
 
 def test_number_of_logits_can_be_asked_for(tmp_path: Path) -> None:
-    save(tmp_path, tiny_model())
-    write_graph(tmp_path, tmp_path)
+    save_graph(tmp_path, tiny_model())
     options = ort.SessionOptions()
     options.log_severity_level = 3
     session = ort.InferenceSession(str(tmp_path / GRAPH_FILE), options)
@@ -177,8 +170,7 @@ def test_a_tied_head_is_stored_once(bits: int | None, tmp_path: Path) -> None:
     for tied in (True, False):
         model = tiny_model(tie_word_embeddings=tied)
         directory = tmp_path / str(tied)
-        save(directory, model, pack_model(model, bits) if bits else None)
-        write_graph(directory, directory)
+        save_graph(directory, model, pack_model(model, bits) if bits else None)
         sizes.append((directory / DATA_FILE).stat().st_size)
     matrix = 96 * 64 * (bits or 32) // 8
     assert matrix <= sizes[1] - sizes[0] <= 1.5 * matrix
@@ -186,10 +178,8 @@ def test_a_tied_head_is_stored_once(bits: int | None, tmp_path: Path) -> None:
 
 def test_half_precision_storage(tmp_path: Path) -> None:
     """Half the bytes; computed as a float32 model whose matrices were rounded to float16."""
-    save(tmp_path / "full", tiny_model())
-    write_graph(tmp_path / "full", tmp_path / "full")
-    save(tmp_path / "half", tiny_model())
-    write_graph(tmp_path / "half", tmp_path / "half", GraphForm(half=True))
+    save_graph(tmp_path / "full", tiny_model())
+    save_graph(tmp_path / "half", tiny_model(), form=GraphForm(half=True))
     full, half = ((tmp_path / name / DATA_FILE).stat().st_size for name in ("full", "half"))
     assert half < 0.55 * full
     onnx.checker.check_model(str(tmp_path / "half" / GRAPH_FILE), full_check=True)
@@ -223,8 +213,7 @@ def test_writing_twice_gives_the_same_bytes(bits: int | None, tmp_path: Path) ->
 
 def test_data_file_layout(tmp_path: Path) -> None:
     """Tensors of 1,024 bytes and more lie outside the graph: in order, aligned, up to the end of the file."""
-    save(tmp_path, tiny_model(vocab_size=4096))
-    write_graph(tmp_path, tmp_path)
+    save_graph(tmp_path, tiny_model(vocab_size=4096))
     graph = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False).graph
     end = 0
     for tensor in graph.initializer:

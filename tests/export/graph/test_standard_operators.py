@@ -10,11 +10,10 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from export.graph.builder import GraphForm
-from export.graph.decoder import write_graph
 from export.layout import GRAPH_FILE
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models.config import ModelConfig
-from tests.support.export_models import logits_of, pack_model, save, tiny_model
+from tests.support.export_models import logits_of, pack_model, save_graph, tiny_model
 
 # Float32 in another order of additions; logits are of size 1.
 TOLERANCE = 2e-5
@@ -35,9 +34,7 @@ PACKINGS = {"dense": None, "4 bits, asymmetric": (4, 16, True), "4 bits": (4, 64
 def make(directory: Path, packing: tuple[int, int, bool] | None = None, half: bool = False, **changes: Any) -> Path:
     """A checkpoint and its graph of standard operators in one directory."""
     model = tiny_model(**changes)
-    save(directory, model, pack_model(model, *packing) if packing else None)
-    write_graph(directory, directory, GraphForm("standard", half))
-    return directory
+    return save_graph(directory, model, pack_model(model, *packing) if packing else None, GraphForm("standard", half))
 
 
 def exact_session(directory: Path) -> ort.InferenceSession:

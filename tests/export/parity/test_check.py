@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from export.cache_scales import CacheScales
-from export.graph.decoder import write_graph
 from export.layout import GRAPH_FILE
 from export.parity.check import check_parity
 from export.parity.comparison import (
@@ -33,7 +32,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.packed import ROW_BITS
 from sportsllm.inference.decoder import Logits
 from sportsllm.text.tokenizer import load_tokenizer
-from tests.support.export_models import CONTEXT, TINY, Exports, edit_tensor, save, tiny_model
+from tests.support.export_models import CONTEXT, TINY, Exports, edit_tensor, save, save_graph, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -170,8 +169,7 @@ def test_the_longest_sequence_reaches_behind_the_window() -> None:
 def test_a_window_that_is_one_too_long_is_found(tmp_path: Path) -> None:
     """With another `local_window_size`, which is how versions of ONNX Runtime differ."""
     changes = {"layer_types": ("sliding", "full"), "sliding_window": 310, "max_position_embeddings": 400}
-    save(tmp_path, tiny_model(**changes))
-    write_graph(tmp_path, tmp_path)
+    save_graph(tmp_path, tiny_model(**changes))
     assert check_parity(tmp_path, tmp_path, 1).failures() == []
     graph = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False)
     windows = [a for node in graph.graph.node for a in node.attribute if a.name == "local_window_size" and a.i > 0]

@@ -10,14 +10,13 @@ import onnx
 import pytest
 
 from export.graph.builder import GraphForm
-from export.graph.decoder import write_graph
 from export.layout import DATA_FILE, GRAPH_FILE
 from export.runtime import decoder as runtime
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError
 from sportsllm.inference.decoder import log_softmax, open_decoder
 from sportsllm.models.language_model import SportsLLM
-from tests.support.export_models import logits_of, pack_model, pieces_read, save, tiny_model
+from tests.support.export_models import logits_of, pack_model, pieces_read, save, save_graph, tiny_model
 
 TOLERANCE = 2e-5
 
@@ -37,9 +36,7 @@ def model(graph: tuple[int, bool]) -> SportsLLM:
 
 @pytest.fixture(scope="module")
 def export(model: SportsLLM, graph: tuple[int, bool], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = save(tmp_path_factory.mktemp("export"), model)
-    write_graph(directory, directory, GraphForm("standard" if graph[1] else "onnx"))
-    return directory
+    return save_graph(tmp_path_factory.mktemp("export"), model, form=GraphForm("standard" if graph[1] else "onnx"))
 
 
 @pytest.fixture
@@ -55,7 +52,7 @@ def draw(*lengths: int) -> list[list[int]]:
 @pytest.mark.parametrize("standard", [False, True], ids=["shared cache", "growing cache"])
 def test_beginnings_that_were_read_are_reused(standard: bool, model: SportsLLM, tmp_path: Path) -> None:
     """Only what is new runs; the logits are those of a fresh start."""
-    write_graph(save(tmp_path, model), tmp_path, GraphForm("standard" if standard else "onnx"))
+    save_graph(tmp_path, model, form=GraphForm("standard" if standard else "onnx"))
     decoder = runtime.open(tmp_path, threads=1)
     first, second = draw(20, 11)
     decoder.prefill([first, second], max_length=60)
@@ -133,8 +130,7 @@ def test_score(chunk: int, model: SportsLLM, decoder: OnnxDecoder, monkeypatch: 
 def test_packed_model_decodes_as_it_scores(tmp_path: Path) -> None:
     """Int8 activations are rounded block by block of one token, so one token or many give the same logits."""
     packed = tiny_model()
-    save(tmp_path, packed, pack_model(packed, 4))
-    write_graph(tmp_path, tmp_path)
+    save_graph(tmp_path, packed, pack_model(packed, 4))
     decoder = open_decoder(tmp_path, threads=1, kernels="portable")
     (row,) = draw(30)
     expected = runtime.open(tmp_path, 1, "portable").logits(row)
@@ -181,8 +177,7 @@ def lengthen(path: Path) -> None:
 @pytest.mark.parametrize("file", [DATA_FILE, GRAPH_FILE])
 def test_damaged_files(file: str, damage: Callable[[Path], None], with_manifest: bool, tmp_path: Path) -> None:
     """ONNX Runtime alone accepts data of any length."""
-    save(tmp_path, tiny_model())
-    write_graph(tmp_path, tmp_path)
+    save_graph(tmp_path, tiny_model())
     if with_manifest:
         sizes = {name: (tmp_path / name).stat().st_size for name in (GRAPH_FILE, DATA_FILE)}
         files = {name: {"bytes": size, "sha256": ""} for name, size in sizes.items()}
@@ -226,8 +221,7 @@ def link_data_outside(directory: Path) -> None:
     ids=["newer IR", "newer opset", "path upwards", "absolute path", "link"],
 )
 def test_graphs_that_reach_too_far(change: Callable[[Path], None], message: str, tmp_path: Path) -> None:
-    directory = save(tmp_path / "export", tiny_model())
-    write_graph(directory, directory)
+    directory = save_graph(tmp_path / "export", tiny_model())
     (tmp_path / "outside").write_bytes((directory / DATA_FILE).read_bytes())
     change(directory)
     with pytest.raises(ArtifactError, match=message) as caught:
@@ -236,8 +230,7 @@ def test_graphs_that_reach_too_far(change: Callable[[Path], None], message: str,
 
 
 def test_a_graph_of_another_shape_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, tiny_model())
-    write_graph(tmp_path, tmp_path)
+    save_graph(tmp_path, tiny_model())
     save(tmp_path, tiny_model(num_hidden_layers=3))
     with pytest.raises(ArtifactError, match=r"past_key_values\.2\.key.*config\.json"):
         runtime.open(tmp_path, 1)
@@ -245,7 +238,7 @@ def test_a_graph_of_another_shape_is_refused(tmp_path: Path) -> None:
 
 def test_a_runtime_older_than_the_graph_asks_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Older ones may compute another sliding window. A path may be a string."""
-    write_graph(save(tmp_path, tiny_model()), tmp_path)
+    save_graph(tmp_path, tiny_model())
     runtime.open(str(tmp_path))
     monkeypatch.setattr("onnxruntime.__version__", "1.30.2")
     with pytest.raises(ResourceError, match=r"needs onnxruntime 1\.31 or later; 1\.30\.2 is installed"):
@@ -253,7 +246,7 @@ def test_a_runtime_older_than_the_graph_asks_for_is_refused(tmp_path: Path, monk
 
 
 def test_numbers_in_metadata_are_checked(tmp_path: Path) -> None:
-    write_graph(save(tmp_path, tiny_model()), tmp_path)
+    save_graph(tmp_path, tiny_model())
     graph = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False)
     next(entry for entry in graph.metadata_props if entry.key == "data_bytes").value = "../../x"
     (tmp_path / GRAPH_FILE).write_bytes(graph.SerializeToString())

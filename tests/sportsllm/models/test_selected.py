@@ -166,7 +166,7 @@ def test_the_model_gets_no_gradient_from_the_indexer_nor_it_from_the_model() -> 
     assert model.auxiliary_loss() is None
 
 
-def test_what_it_counts() -> None:
+def test_what_it_counts_and_how_its_config_is_written() -> None:
     config = selected_model().config
     full, size = tiny_config(), config.head_dim
     assert config.parameters - tiny_config().parameters == 2 * 64 * (3 * size + size)
@@ -175,10 +175,6 @@ def test_what_it_counts() -> None:
     index = 3 * (size + 1) * 1_000
     assert mixing_macs(config, 1_000) == mixing_macs(full, 24) + index
     assert mixing_macs(config, 1_000, prompt=True) == mixing_macs(full, 1_000) + index
-
-
-def test_its_config_goes_to_a_file_and_back() -> None:
-    config = selected_model().config
     data = to_hf(config)
     assert data["model_type"] == "sportsllm" and data["selection"] == asdict(SELECTION)
     assert config_from_hf(data) == config
