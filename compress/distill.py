@@ -36,7 +36,7 @@ class DistillResult(TrainingResult):
 
 def distill(
     *,
-    teacher: Annotated[str, typer.Option(help="A checkpoint, or a preset's name for runs/<preset>."), options.BY_NAME],
+    teacher: Annotated[str, typer.Option(help="A checkpoint, or PRESET for runs/PRESET."), options.BY_NAME],
     student: Annotated[
         str | None,
         typer.Option(help="A preset, or a checkpoint.", show_default="the teacher with --select-tokens"),
