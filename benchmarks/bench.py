@@ -47,7 +47,7 @@ def bench(
     text: options.Text = None,
     teacher: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The fp32 teacher to compare quality with.", show_default="none"),
+        typer.Option(metavar="DIR", help="Unquantized teacher to compare quality with.", show_default="none"),
         options.BY_NAME,
     ] = None,
     tasks: options.Tasks = None,
@@ -62,9 +62,9 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="NAME[=DIR][,python=PATH]",
-            help="A runtime to measure in turn: genai, openvino, llama.cpp, ik_llama.cpp, optimum, or "
-            "other=DIR for a second export; may be repeated. NAME+LABEL measures one several times, ,KEY=VALUE sets "
-            "its options.",
+            help="Runtime to measure in turns: genai, openvino, llama.cpp, ik_llama.cpp, optimum, or "
+            "other=DIR for a second export; may be repeated. NAME+LABEL adds a runtime again, ,KEY=VALUE sets its "
+            "options.",
             show_default="none",
             rich_help_panel="Measuring",
         ),
@@ -80,7 +80,7 @@ def bench(
     threads: options.Threads = None,
     settings: options.Settings = None,
 ) -> BenchResult:
-    """Latency, memory and size in fresh processes; with --target, the verdict on a device's budget.
+    """Measure latency, memory and size in fresh processes; with --target, judge a device's budget.
 
     Raises:
         UsageError: no such device, `on_device` for another processor than the measured one, settings that the context

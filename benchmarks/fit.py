@@ -68,7 +68,7 @@ class FitResult(Result):
 
 def fit(
     *,
-    teacher: Annotated[Path, typer.Option(metavar="DIR", help="An unquantized checkpoint."), options.BY_NAME],
+    teacher: Annotated[Path, typer.Option(metavar="DIR", help="Unquantized checkpoint to shrink."), options.BY_NAME],
     target: Annotated[str, typer.Option(metavar="NAME|FILE", help="Device budget, for example raspberry-pi-5.")],
     limit: options.Limit = None,
     out: options.Out = Path("runs/fit"),
@@ -99,12 +99,12 @@ def fit(
     ] = None,
     on_device: options.OnDevice = False,
     provider: options.Provider = "cpu",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be tried; needs no text.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the candidates; needs no text.")] = False,
     seed: options.Seed = 0,
     threads: options.Threads = None,
     settings: options.Settings = None,
 ) -> FitResult:
-    """Find and make the best model that fits a device's budget, and explain the choice."""
+    """Search for the best model that fits a device's budget, make it, and explain the choice."""
     from benchmarks.search.recipe import Effort, Source, Target, recovery_tokens
     from benchmarks.search.results import print_fit
     from export.runtime.providers import find_provider

@@ -47,17 +47,17 @@ def inspect(
     ],
     *,
     text: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Which tokens of this text each head attends to.")
+        str | None, typer.Option(metavar="TEXT", help="Show which tokens of this text each head attends to.")
     ] = None,
     experts: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Count the experts that a text is sent to; may be repeated."),
+        typer.Option(metavar="FILE", help="Show how this text's tokens are spread over the experts; may be repeated."),
         options.READS_TEXT,
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Page to write: the parts, and charts.")] = None,
     settings: options.Settings = None,
 ) -> InspectResult:
-    """Draw a model's parts; on a text also show attention maps and the use of experts."""
+    """Draw a model's parts, and show its attention and experts on a text."""
     from benchmarks.inspection import on_text
     from benchmarks.inspection.drawing import describe_model, draw_model
     from benchmarks.plan import read_model

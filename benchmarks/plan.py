@@ -64,11 +64,11 @@ def plan(
     target: options.Target = None,
     limit: options.Limit = None,
     training: Annotated[
-        bool, typer.Option("--training", help="A training step alone: its parts, what fits the target, how long.")
+        bool, typer.Option("--training", help="Plan a training step: its memory, what fits the target, time.")
     ] = False,
     tokens: Annotated[
         int | None,
-        _training(parser=options.count, metavar="N", help="FLOPs, time and energy of this many.", show_default="none"),
+        _training(parser=options.count, metavar="N", help="Training tokens, for time and energy.", show_default="none"),
     ] = None,
     batch_size: Annotated[int, _training(min=1, help="Sequences of one training batch.")] = 4,
     sequence: Annotated[
@@ -77,7 +77,7 @@ def plan(
     shapes: Annotated[bool, typer.Option("--shapes", help="Also list every tensor of a training step.")] = False,
     settings: options.Settings = None,
 ) -> PlanResult:
-    """Parameters, memory, KV cache and predicted speed, or what a training takes. Nothing is run."""
+    """Compute parameters, memory and KV cache, and predict speed or training time. Nothing is run."""
     from benchmarks.console_plan import print_plan
     from benchmarks.devices.load import load_target
     from benchmarks.predict.training import UTILIZATION, Cost, plan_training

@@ -64,7 +64,7 @@ def report(
         typer.Option("--cards", help="Also write the measurements into the model cards of the measured directories."),
     ] = False,
 ) -> ReportResult:
-    """One HTML page that works offline: verdict, stages, trade-offs, measurements, training, samples, provenance.
+    """Write one HTML page that works offline: verdict, stages, trade-offs, measurements, training, samples.
 
     Raises:
         UsageError: an unknown suffix, or a path that is no input.

@@ -51,8 +51,8 @@ def distill(
     start: Annotated[
         str | None,
         typer.Option(
-            help="cut: the most important parts of the teacher; fresh: random weights. A checkpoint given as "
-            "student then gives its shape alone.",
+            help="cut: the teacher, pruned to the student's shape; fresh: random weights. Only the shape of a "
+            "checkpoint student is used then.",
             show_default="the weights of a checkpoint student, else cut if the shape allows it",
             rich_help_panel=_SHAPE,
         ),
@@ -61,8 +61,8 @@ def distill(
         int | None,
         typer.Option(
             min=1,
-            help="Experimental: attend to at most this many tokens, chosen by an indexer in blocks, the first and the "
-            "newest always included.",
+            help="Experimental: each token attends to at most this many tokens, selected in blocks by an indexer. The "
+            "first and the newest tokens are always included.",
             show_default="all tokens",
             rich_help_panel=_SHAPE,
         ),
@@ -71,7 +71,7 @@ def distill(
         str | None,
         typer.Option(
             help="Weight of the divergence, or a range over training such as 0.5:1; the rest is cross-entropy.",
-            show_default="0.5 for a teacher of less than 100 tokens per parameter, else 1; 0.9 for random weights",
+            show_default="0.5 for teachers of less than 100 tokens per parameter, else 1; 0.9 for random weights",
             rich_help_panel=_LOSS,
         ),
     ] = None,

@@ -86,7 +86,7 @@ def prune(
     hidden: Annotated[int | None, _shape(min=1, help="Hidden channels to keep.")] = None,
     intermediate: Annotated[int | None, _shape(min=1, help="FFN neurons of each layer to keep.")] = None,
     heads: Annotated[int | None, _shape(min=1, help="Query heads of each layer to keep.")] = None,
-    kv_heads: Annotated[int | None, _shape(min=1, help="Key/value heads; merged if --heads stays.")] = None,
+    kv_heads: Annotated[int | None, _shape(min=1, help="Key/value heads; merged if --heads is not given.")] = None,
     head_dim: Annotated[int | None, _shape(min=2, help="Channels of each head to keep, an even number.")] = None,
     layers: Annotated[int | None, _shape(min=1, help="Layers to keep; one contiguous run is dropped.")] = None,
     experts: Annotated[
@@ -97,7 +97,7 @@ def prune(
         int | None,
         _shape(
             min=1,
-            help="Tokens to keep in model and tokenizer: those that save the calibration text most tokens. Cut alone.",
+            help="Tokens to keep in model and tokenizer, those that the calibration text needs most. Cut alone.",
         ),
     ] = None,
     calibration: options.Calibration = None,
@@ -105,7 +105,7 @@ def prune(
         int | None,
         _recovery(
             min=0,
-            help="With --params or --size-mb: tokens to recover each finalist on. 0 cuts all widths alike instead.",
+            help="With --params or --size-mb: recovery tokens of each finalist; 0: cut all widths by the same factor.",
             show_default="5% of --recover",
         ),
     ] = None,

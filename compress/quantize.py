@@ -86,14 +86,14 @@ def quantize(
     group_size: Annotated[
         int,
         typer.Option(
-            help="Weights that share a scale: 16, 32, 64, 128 or 256; 0 for a whole row (INT8 only): faster integer "
-            "products, slightly less exact."
+            help="Weights that share a scale: 16, 32, 64, 128 or 256; 0 for a whole row (INT8 only), which reads "
+            "prompts faster and is slightly less exact."
         ),
     ] = 32,
     size_mb: Annotated[
         float | None,
         typer.Option(
-            help="Mix 4 and 8 bits by sensitivity to this size of all packed weights, in MB (10^6 bytes).",
+            help="Mix 4 and 8 bits by sensitivity until all packed weights have this size, in MB (10^6 bytes).",
             show_default="5% more than INT4",
             rich_help_panel="Size",
         ),

@@ -58,12 +58,12 @@ def sample(
         int, typer.Option(parser=options.count, metavar="N", help="Write at least this many tokens.")
     ] = 1_000_000,
     sequence: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a text at most.", show_default="up to 512")
+        int | None, typer.Option(min=2, help="Longest text, in tokens.", show_default="up to 512")
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="Texts to continue: a .txt file's lines, or the first tokens of another file's documents.",
+            help="Texts to continue: the lines of a .txt file, or the first tokens of the documents of another file.",
             show_default="none: from the begin token",
         ),
     ] = None,

@@ -55,7 +55,8 @@ def _option(option: object) -> list[str]:
     names = option.opts + option.secondary_opts if option.param_type_name == "option" else [option.metavar]
     value = f" {option.metavar}" if option.param_type_name == "option" and option.metavar else ""
     shown = option.show_default if isinstance(option.show_default, str) else option.default
-    default = "required" if option.required else "" if shown in (None, False, True) or callable(shown) else str(shown)
+    none = shown is None or isinstance(shown, bool) or callable(shown)
+    default = "required" if option.required else "" if none else str(shown)
     return [", ".join(f"`{name}{value}`" for name in names), option.help or "", default.replace("<", "&lt;")]
 
 

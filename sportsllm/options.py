@@ -55,7 +55,7 @@ Directory = Annotated[Path, typer.Argument(help="A checkpoint or an export.", sh
 Teacher = Annotated[Path | None, typer.Option("--teacher", help="Unquantized checkpoint to learn from."), BY_NAME]
 
 # Text
-CORPUS_HELP = "Training text: .txt, .md, .jsonl, .parquet, .gz files or folders."
+CORPUS_HELP = "Training text: .txt, .md, .jsonl (also .gz) or .parquet files, or folders."
 Corpus = Annotated[
     list[Path] | None,
     typer.Option("--corpus", help=CORPUS_HELP, show_default="the training text of the teacher or checkpoint"),
@@ -74,7 +74,7 @@ Tasks = Annotated[
     typer.Option(
         "--tasks",
         metavar="NAME|FILE.yaml",
-        help="Task of lm-evaluation-harness, or a file of one; may be repeated.",
+        help="Task of lm-evaluation-harness, or a YAML file that defines one; may be repeated.",
         show_default="none",
     ),
 ]
@@ -105,7 +105,7 @@ BatchSize = Annotated[
 Sequence = Annotated[
     int | None, _training("--sequence", min=2, help="Tokens of one training sequence.", show_default="up to 512")
 ]
-_RATE = "by start and model size, or by short trial runs; printed"
+_RATE = "from initial weights and model size, or from short trial runs; printed"
 LearningRate = Annotated[
     float | None, _training("--learning-rate", help="Peak learning rate of AdamW.", show_default=_RATE)
 ]
@@ -113,14 +113,14 @@ _LORA = "Train LoRA adapters of this rank and merge them."
 LoraRank = Annotated[int | None, _training("--lora-rank", min=1, help=_LORA, show_default="all weights are trained")]
 _SET = "A rare setting, for example warmup=100; may be repeated. docs/reference/settings.md lists them."
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=_SET, show_default="none")]
-Resume = Annotated[bool, _training("--resume", help="Continue an interrupted run; without one, start.")]
+Resume = Annotated[bool, _training("--resume", help="Continue an interrupted run, or start if there is none.")]
 RopeScaling = Annotated[
     str | None,
     typer.Option(
         "--rope-scaling",
         metavar="TYPE:FACTOR",
         help="Lengthen the context by a factor: yarn, llama3 or linear, for example yarn:4.",
-        show_default="as the model is",
+        show_default="unchanged",
         rich_help_panel="Shape",
     ),
 ]
@@ -136,15 +136,15 @@ _LIMIT = "Replace a limit of the target, for example file_mb=60; may be repeated
 Limit = Annotated[
     list[str] | None, typer.Option("--limit", metavar="NAME=VALUE", help=_LIMIT, show_default="the target's")
 ]
-_HERE = "This machine is the target: its measurements decide, not predictions."
+_HERE = "This machine is the target: judge measurements, not predictions."
 OnDevice = Annotated[bool, typer.Option("--on-device", help=_HERE)]
 Device = Annotated[str, _runtime("--device", help="Processor: cpu, cuda, cuda:1, or auto.")]
 _KERNELS = "Kernels for exports: native (this program's), portable (ONNX Runtime's), or auto."
 Kernels = Annotated[str, _runtime("--kernels", help=_KERNELS)]
 Provider = Annotated[
-    str, _runtime("--provider", help="Where it runs: cpu, cuda, cuda:1; for exports any provider of ONNX Runtime.")
+    str, _runtime("--provider", help="Where it runs: cpu, cuda or cuda:1; exports take any provider of ONNX Runtime.")
 ]
-_DRAFT = "Smaller export with the same tokenizer; what it proposes is verified, and the text stays the same."
+_DRAFT = "Smaller export with the same tokenizer that proposes tokens; the text stays the same."
 Draft = Annotated[Path | None, _runtime("--draft", metavar="EXPORT", help=_DRAFT, show_default="none")]
 Threads = Annotated[int | None, _runtime("--threads", min=1, help="CPU threads.", show_default="all cores")]
 Seed = Annotated[int, _runtime("--seed", min=0, help="Random seed.")]

@@ -39,7 +39,7 @@ TRAINING: Group = {
         "auto",
         choices=("auto", "fp32", "bf16", "fp16"),
     ),
-    "accumulation": Setting(int, "Batches of one optimizer step", "200 steps or more of --tokens; 4 with --steps", 1),
+    "accumulation": Setting(int, "Batches of one optimizer step", "for 200 steps or more; 4 with --steps", 1),
     "parallel_batches": Setting(int, "Batches computed side by side, each by its share of the threads", "1", 1),
     "optimizer": Setting(str, "Optimizer; muon is Muon and AdamW", "muon if its steps are cheap", choices=OPTIMIZERS),
     "optimizer_bits": Setting(int, "Bits of optimizer states: 32, 16 (gradients too) or 8 (AdamW's)", "32"),
@@ -49,7 +49,7 @@ TRAINING: Group = {
     "decay_fraction": Setting(float, "Fraction of a wsd run in which the rate falls", "0.2", 0, 1),
     "weight_decay": Setting(float, "Weight decay", "0.1; 0 for quantized weights", 0),
     "clip_norm": Setting(float, "Largest gradient norm", "1", 0),
-    "muon_learning_rate": Setting(float, "Peak learning rate of Muon", "by the start, and by trial", 0),
+    "muon_learning_rate": Setting(float, "Peak learning rate of Muon", "from the initial weights and from trials", 0),
     "muon_momentum": Setting(float, "Momentum of Muon", "0.95", 0, 1),
     "muon_nesterov": Setting(bool, "Nesterov momentum in Muon", "true"),
     "muon_steps": Setting(int, "Newton-Schulz steps of Muon", "5", 1),
@@ -58,11 +58,11 @@ TRAINING: Group = {
     "shard": Setting(bool, "Several processes each hold a part of weights, gradients and optimizer states", "false"),
     "tensor_parallel": Setting(int, "With shard: processes that compute each matrix together", "1", 1),
     "pipeline": Setting(int, "Processes that each hold some of the layers and compute one after the other", "1", 1),
-    "validate_every": Setting(int, "Steps between scores of held-out text; 0: at the end only", "2 or 4 a run", 0),
-    "try_rates": Setting(bool, "Choose the learning rate by short trial runs", "true for a good start"),
+    "validate_every": Setting(int, "Steps between scores of held-out text; 0: at the end only", "2 or 4 per run", 0),
+    "try_rates": Setting(bool, "Choose the learning rate by short trial runs", "true, except for random weights"),
     "log_every": Setting(int, "Steps between two lines of metrics.jsonl", "10", 1),
     "documented": Setting(
-        bool, "Take what is not given from the documented set-up: 5,000 steps of 4 x 4 x 512, AdamW 3e-4", "false"
+        bool, "Fixed defaults instead of rules: 5,000 steps of 4 x 4 x 512 tokens, AdamW 3e-4", "false"
     ),
 }
 LORA: Group = {
@@ -70,7 +70,7 @@ LORA: Group = {
     "lora_alpha": Setting(float, "Adapters are scaled by alpha / rank", "32", 0),
 }
 STEPS: Group = {
-    "learning_rate": Setting(float, "Peak learning rate of AdamW", "by the start and the model's size, or by trial", 0),
+    "learning_rate": Setting(float, "Peak learning rate of AdamW", "from start and model size, or from trials", 0),
     "batch_size": Setting(int, "Sequences in memory at once", "up to 4", 1),
     "sequence": Setting(int, "Tokens of one training sequence", "up to 512", 2),
 }
@@ -78,7 +78,7 @@ DISTILLATION: Group = {
     "kl_weight": Setting(
         str,
         "Weight of the divergence in the loss, or a range over training such as 0.5:1; the rest is cross-entropy",
-        "0.5 for a teacher of less than 100 tokens per parameter, else 1; 0.9 for random weights",
+        "0.5 for teachers of less than 100 tokens per parameter, else 1; 0.9 for random weights",
     ),
     "divergence": Setting(
         str, "Divergence", "forward-kl", choices=("forward-kl", "reverse-kl", "skew-kl", "skew-reverse-kl", "js")
@@ -127,7 +127,7 @@ SHAPE: Group = {
     "tied": Setting(bool, "One matrix as embedding and head", "the model's"),
 }
 EXPORT: Group = {
-    "inline": Setting(bool, "Write no functions for this program's kernels, for readers that know none", "false"),
+    "inline": Setting(bool, "Write a graph without ONNX functions, which the kernels cannot run", "false"),
 }
 BENCH: Group = {
     "rounds": Setting(int, "Fresh processes per figure", "5", 1),
@@ -151,8 +151,8 @@ LIMITS: Group = {
 }
 TRAINING_STEP: Group = {
     "optimizer_bits": TRAINING["optimizer_bits"],
-    "utilization": Setting(float, "Model FLOPs divided by the device's peak", "0.3", 0, 1),
-    "cache_tokens": Setting(int, "Also weights and cache together, with this many tokens cached", "not shown", 1),
+    "utilization": Setting(float, "Training speed as a share of the device's peak FLOPs", "0.3", 0, 1),
+    "cache_tokens": Setting(int, "Also show weights and cache together, with this many cached tokens", "not shown", 1),
     "cache_sequences": Setting(int, "Sequences in the cache, for cache_tokens", "1", 1),
     "head_bits": Setting(int, "Bits of embedding and head at int8 and int4", "8"),
     "group_size": Setting(int, "Weights per scale at int8 and int4", "32"),
@@ -161,7 +161,7 @@ TRAINING_STEP: Group = {
     "precision": Setting(
         str, "Compute dtype of training", "bf16; fp32 with --shapes", choices=("auto", "fp32", "bf16", "fp16")
     ),
-    "gpus": Setting(int, "GPUs that train together, each with the batch", "1", 1),
+    "gpus": Setting(int, "GPUs that train together, each with one batch", "1", 1),
     "price_per_hour": Setting(float, "Price of the target, or of each GPU, for an hour of training", "none", 0),
 }
 QUANTIZATION: Group = {
@@ -169,9 +169,9 @@ QUANTIZATION: Group = {
     "head_bits": Setting(int, "Bits of embedding and head: 4, 8, or 32 for float32", "8"),
     "symmetric": Setting(bool, "No zero point in 4-bit blocks", "false at 4 bits"),
     "bits_per_weight": Setting(
-        float, "Mix 4 and 8 bits by sensitivity to this average over the layers", "5% more bytes than INT4", 0
+        float, "Mix 4 and 8 bits by sensitivity until the layers have this average", "5% more bytes than INT4", 0
     ),
-    "uniform": Setting(bool, "Give every matrix of the layers --bits, none 8", "false: 5% more bytes at 4 bits"),
+    "uniform": Setting(bool, "Give every matrix of the layers exactly --bits", "false: 5% more bytes at 4 bits"),
 }
 FIT: Group = {
     "finalists": Setting(int, "Candidates to recover for longer, after each was recovered briefly", "3", 1),
@@ -183,7 +183,7 @@ TEXT: Group = {
     "text_field": Setting(
         str, "Field of .jsonl records, and column of .parquet files, that holds the text", "the model's, or text"
     ),
-    "parse_special": Setting(bool, "Read special tokens in plain text as these tokens", "the model's, or false"),
+    "parse_special": Setting(bool, "Parse special tokens in plain text", "the model's, or false"),
     "loss_on": Setting(
         str,
         "Tokens of conversations that are learned and scored",

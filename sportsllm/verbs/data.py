@@ -72,7 +72,7 @@ def simulate(
     out: options.Out = DEFAULT_CORPUS,
     megabytes: Annotated[float, typer.Option(min=0.01, help="UTF-8 megabytes of training text.")] = SIMULATED_MEGABYTES,
     questions: Annotated[int, typer.Option(min=0, help="Questions about held-out matches.")] = 500,
-    chats: Annotated[int, typer.Option(min=0, help="Conversations about training matches, chats.jsonl.")] = 0,
+    chats: Annotated[int, typer.Option(min=0, help="Conversations about training matches, in chats.jsonl.")] = 0,
     seed: options.Seed = 0,
 ) -> SimulateResult:
     """Write a corpus of simulated matches, and questions about them with known answers."""
@@ -103,7 +103,7 @@ def tokens(
     ],
     files: Annotated[
         list[Path],
-        typer.Argument(help="Text: .txt, .md, .jsonl, .parquet, .gz files or folders.", show_default=False),
+        typer.Argument(help="Text: .txt, .md, .jsonl (also .gz) or .parquet files, or folders.", show_default=False),
         options.READS_TEXT,
     ],
     against: Annotated[
@@ -112,7 +112,7 @@ def tokens(
     show: Annotated[int, typer.Option(min=0, help="Show the first N tokens of the text with their borders.")] = 0,
     settings: options.Settings = None,
 ) -> TokensResult:
-    """Count the tokens of a text: bytes per token, tokens per word, vocabulary in use, and the cost of another one."""
+    """Count the tokens of a text: bytes per token, tokens per word, vocabulary in use; compare two tokenizers."""
     from sportsllm.console import output, table
     from sportsllm.text.conversations import plain_text
     from sportsllm.text.documents import read_documents

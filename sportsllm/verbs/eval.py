@@ -105,7 +105,7 @@ def eval(
     threads: options.Threads = None,
     settings: options.Settings = None,
 ) -> EvalResult:
-    """Perplexity, bits per byte and multiple-choice accuracy of a checkpoint or an export."""
+    """Score perplexity, bits per byte and multiple-choice accuracy of a checkpoint or an export."""
     if not text and not questions and not tasks:
         raise UsageError("give --text FILE, --questions FILE or --tasks NAME")
     if against is not None and not text:

@@ -62,7 +62,7 @@ def generate(
     system: Annotated[
         str | None, typer.Option(help="System message of --chat.", show_default="the chat template's")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 100,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.7,
     top_k: Annotated[int, _sampling(help="Sample from the k most likely tokens; 0 is off.")] = 50,
     top_p: Annotated[
@@ -79,7 +79,7 @@ def generate(
     draft: options.Draft = None,
     threads: options.Threads = None,
 ) -> GenerateResult:
-    """Stream text from a checkpoint or an export, its answer to a message, or a conversation."""
+    """Generate text with a checkpoint or an export, answer a message, or hold a conversation."""
     from sportsllm.inference.decoder import Sampling
 
     if prompt and prompt_file is not None:

@@ -57,14 +57,14 @@ def serve(
     ] = None,
     parallel: Annotated[int, typer.Option(min=1, max=64, help="Requests that run at once, per model.")] = 4,
     context: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens of a request.", show_default="the model's context")
+        int | None, typer.Option(min=2, help="Maximum tokens of a request.", show_default="the model's context")
     ] = None,
-    cache_mb: Annotated[int, typer.Option(min=0, help="Memory for beginnings that prompts share, per model.")] = 128,
+    cache_mb: Annotated[int, typer.Option(min=0, help="Memory for shared beginnings of prompts, per model.")] = 128,
     draft: options.Draft = None,
     kernels: options.Kernels = "auto",
     threads: options.Threads = None,
 ) -> ServeResult:
-    """Serve exports by OpenAI's API, with a page."""
+    """Serve exports through OpenAI's API, with a web page to try them."""
     from sportsllm.inference.decoder import is_onnx_directory, open_draft
 
     names = [path.resolve().name for path in directories]

@@ -39,7 +39,7 @@ class TrainResult(TrainingResult):
 def train(
     checkpoint: Annotated[
         Path | None,
-        typer.Argument(help="Fine-tune this unquantized checkpoint.", show_default="train --model from scratch"),
+        typer.Argument(help="Fine-tune this unquantized checkpoint.", show_default="none: train --model from scratch"),
         options.BY_NAME,
     ] = None,
     *,
@@ -47,7 +47,7 @@ def train(
         str | None,
         typer.Option(
             help="Train from scratch: a preset, or a directory whose config.json is used.",
-            show_default="small if a dimension is given by --set",
+            show_default="small, if --set changes its shape",
         ),
         options.BY_NAME,
     ] = None,
@@ -89,7 +89,7 @@ def train(
     seed: options.Seed = 0,
     threads: options.Threads = None,
 ) -> TrainResult:
-    """Train a tokenizer (unless given one) and a base model, or fine-tune a checkpoint.
+    """Train a model from scratch, with a new tokenizer unless one is given, or fine-tune a checkpoint.
 
     --steps 0 writes the model without training it.
     """
