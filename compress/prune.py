@@ -239,7 +239,7 @@ def prune_checkpoint(
             if known:
                 both = ("tokens", "tokens_per_parameter", "epochs")
                 training |= {name: round(training[name] + known[name], 2) for name in both}
-                training["bits_per_byte_before_recovery"] = known["bits_per_byte_before_recovery"]
+                training["bits_per_byte_before_recovery"] = search[0].bits_per_byte_before
         (directory / _CUT).unlink()
         seconds = time.perf_counter() - started
         save_checkpoint(directory, network, job.checkpoint)
@@ -268,9 +268,9 @@ def _cut(
     """
     from compress.pruning.cut import PrunedModel
     from compress.pruning.scores import MEASURED, SCORES_FILE, save_scores
-    from compress.pruning.search import REFIT_SAMPLES
+    from compress.pruning.search import CUT_WEIGHTS, REFIT_SAMPLES
     from sportsllm.files import atomic_write_text, read_json
-    from sportsllm.formats.checkpoint import load_checkpoint
+    from sportsllm.formats.checkpoint import load_checkpoint, save_tensors
     from sportsllm.formats.manifest import manifest_of
     from sportsllm.models.language_model import SportsLLM
 
@@ -286,9 +286,8 @@ def _cut(
         if (begun / SCORES_FILE).exists():
             shutil.copy(begun / SCORES_FILE, directory)
         return load_checkpoint(begun), cut
-    samples = work.samples
-    if job.recovery is not None and "after" not in job.recovery.reported:  # in a search
-        samples = samples[:REFIT_SAMPLES]
+    in_search = job.recovery is not None and "after" not in job.recovery.reported
+    samples = work.samples[: REFIT_SAMPLES if in_search else None]
     pruned = PrunedModel(work.model, list(range(work.model.config.num_hidden_layers)), [])
     if not job.cuts_experts or shape != Shape.of(work.model.config):
         pruned = work.cut(smaller, samples, job.config.refit)
@@ -299,6 +298,8 @@ def _cut(
         "kept_layers": pruned.layers,
         "layers_tried": [run._asdict() for run in pruned.tried],
     }
+    if in_search:
+        save_tensors(directory / CUT_WEIGHTS, pruned.model.state_dict())
     atomic_write_text(kept, json.dumps(cut))
     return pruned.model, cut
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from safetensors.torch import load_file
+
 from compress.pruning.cut import loss_per_token
 from compress.pruning.job import Calibration
 from compress.pruning.scores import SCORES_FILE
@@ -31,11 +33,15 @@ from sportsllm.errors import UsageError
 from sportsllm.files import atomic_write_text, read_json
 from sportsllm.formats.artifact import Stage, finished_manifest
 from sportsllm.formats.manifest import manifest_of
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.processors import training_device
+from sportsllm.training.state import validation
 
 if TYPE_CHECKING:
     from compress.distillation.student import StudentTraining
 
 LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found
+CUT_WEIGHTS = "cut.safetensors"  # of a finalist, before its brief recovery
 # All shapes read the same text, so little of it tells them apart; a finalist is refitted to the most.
 _SCORING_SAMPLES, _RANKED_SAMPLES, REFIT_SAMPLES = 8, 16, 64
 _LEAST_CUT, _MOST_CUT = 12, 64
@@ -50,13 +56,15 @@ _REFITTED = 8  # of the shapes ranked by their loss right after the cut; ranked 
 class Finalist(NamedTuple):
     """A shape, and nats a token of calibration text right after its cut and, if shapes were ranked by it, its refit.
 
-    `bits_per_byte` is that of held-out text after the brief recovery, None without one.
+    `bits_per_byte` is that of the text for choices after the brief recovery, None without one, and
+    `bits_per_byte_before` the winner's on the text for reports before it.
     """
 
     shape: Shape
     loss_after_cut: float
     loss_after_refit: float | None
     bits_per_byte: float | None = None
+    bits_per_byte_before: float | None = None
 
     def row(self) -> dict[str, Any]:
         """For the results."""
@@ -213,15 +221,16 @@ def recovered_finalists(
     brief, stage = brief_recovery(job.recovery, sought["search"]), job.stage(even)
     identity = Stage("search", {**stage.settings, **sought}, stage.inputs).fingerprint()
     known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
-    if known.get("fingerprint") == identity and (directory / Shape(**known["tried"][0]["shape"]).name).is_dir():
+    winner = known.get("tried", [{}])[0] if known.get("fingerprint") == identity else {}
+    if winner.get("bits_per_byte_before") and (directory / Shape(**winner["shape"]).name).is_dir():
         log(f"{directory}: the shape was found there before")
         found = [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in known["tried"]]
         stored = directory / found[0].shape.name / SCORES_FILE
         calibration.stored = stored if stored.exists() else None
         return found
     finalists = find_finalists(calibration, shapes, [even], sought["finalists"])
-    if calibration.text is not None:
-        calibration.text()  # the log would take its lines
+    assert calibration.text is not None, "a job with a recovery reads its text"
+    text = calibration.text()  # here, since the log would take its lines
     directory.mkdir(parents=True, exist_ok=True)
     started, tried = time.perf_counter(), list[Finalist]()
     for finalist in finalists:
@@ -231,6 +240,11 @@ def recovered_finalists(
             bits = recovered(brief, finalist.shape, directory / finalist.shape.name)
         tried.append(finalist._replace(bits_per_byte=bits))
     tried.sort(key=lambda item: item.bits_per_byte or 0.0)
+    cut = SportsLLM(tried[0].shape.applied_to(job.model_config()))
+    cut.load_state_dict(load_file(str(directory / tried[0].shape.name / CUT_WEIGHTS)))
+    judged = validation(text.split, text.tokenizer, brief.config, keep_start=True)
+    assert judged is not None, "a recovery has steps"
+    tried[0] = tried[0]._replace(bits_per_byte_before=judged.report(cut.to(training_device(quiet=True))))
     figures = ", ".join(f"{finalist.shape.name} {finalist.bits_per_byte:.4f}" for finalist in tried)
     seconds, lines = time.perf_counter() - started, directory / LOG
     log(f"recovered on {brief.tokens:,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
@@ -251,7 +265,7 @@ def brief_recovery(recovery: StudentTraining, tokens: int) -> StudentTraining:
     seed = config.seed + (recovery.distillation.signals is None)
     brief = dataclasses.replace(config, steps=steps, batch_size=batch_size, accumulation=1, warmup=warmup, seed=seed)
     brief = dataclasses.replace(brief, try_rates=False, validate_every=0)
-    return dataclasses.replace(recovery, config=brief, reported=("before",))
+    return dataclasses.replace(recovery, config=brief, reported=())
 
 
 def after_search(recovery: StudentTraining, tokens: int) -> StudentTraining:
