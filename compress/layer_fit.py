@@ -21,14 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.layerwise import after_sublayer, kept_like
+from compress.layerwise import StoredStates, after_sublayer, half_moment, kept_like, mirrored
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, adds_to_residual, input_groups
 from sportsllm.models.language_model import Block, first_positions
 from sportsllm.models.layers import Rope
 from sportsllm.models.parts import Matrix
 
-_KEPT = 2  # hidden sizes: inputs of a matrix that are wider are computed again rather than kept
+_KEPT = 2  # hidden sizes: inputs of a matrix that are wider are computed again rather than kept in memory
 RIDGE = 1e-3
 """Pull towards the given weights, as a share of the inputs' mean square."""
 
@@ -50,9 +50,10 @@ class LeastSquares:
                 zeros = partial(inputs_NI.new_zeros, dtype=torch.float64)
                 width, height = inputs_NI.shape[1], targets_NO.shape[1]
                 sums = LeastSquares(zeros(width, width), zeros(height, width))
-            sums.gram_II.add_(inputs_NI.T @ inputs_NI)
+            half_moment(inputs_NI, sums.gram_II)
             sums.cross_OI.add_(targets_NO.T @ inputs_NI)
         assert sums is not None, "there are samples"
+        mirrored(sums.gram_II)
         return sums
 
     def solve(self, weight_OI: Tensor, ridge: float = RIDGE) -> Tensor:
@@ -157,7 +158,8 @@ def _fit_group(
         ours = inputs(pair.block, streams.changed, pair.own_rope or pair.rope)
         if adds_to_residual(pair.config, matrix):
             bias = 0.0 if linear.bias is None else linear.bias
-            kept = kept_like(streams.changed, ours) if matrix.columns <= _KEPT * pair.config.hidden_size else None
+            keeps = isinstance(streams.changed, StoredStates) or matrix.columns <= _KEPT * pair.config.hidden_size
+            kept = kept_like(streams.changed, ours) if keeps else None
             ends = zip(streams.target, base, strict=True)
             targets = ((after if pair.into is None else after @ pair.into) - before - bias for after, before in ends)
             solve(matrix.name, linear, LeastSquares.over(zip(ours if kept is None else kept, targets, strict=True)))

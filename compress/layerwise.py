@@ -29,7 +29,8 @@ CPU = torch.device("cpu")
 _KNOWN_BYTES = 2**28
 Key = TypeVar("Key")
 Statistic = Callable[[Tensor, Tensor], Tensor]
-"""From the input and the output of one call of a module to the value that is added up."""
+"""From the input and the output of one call of a module to a new tensor, which is added up."""
+_BAND = 1024  # rows of a second moment that are one product
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def summed(watched: Mapping[Key, tuple[nn.Module, Statistic]]) -> Iterator[dict[
     def add_to(key: Key, statistic: Statistic) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             value = statistic(args[0], output)
-            sums[key] = sums[key] + value if key in sums else value
+            sums[key] = sums[key].add_(value) if key in sums else value
 
         return hook
 
@@ -55,15 +56,34 @@ def input_squares(inputs: Tensor, _output: Tensor) -> Tensor:
     return inputs.flatten(0, -2).double().square().sum(dim=0)
 
 
+def half_moment(activations: Tensor, total_UU: Tensor | None = None) -> Tensor:
+    """Sum of a a^T over all tokens, (U, U), by float32 products, added to `total_UU` in place if that is given.
+
+    Far below the diagonal there are zeros, for `mirrored` to fill in.
+    """
+    a_NU = activations.flatten(0, -2).float()
+    width = a_NU.shape[1]
+    total_UU = a_NU.new_zeros(width, width) if total_UU is None else total_UU
+    for start in range(0, width, _BAND):
+        total_UU[start : start + _BAND, start:] += a_NU[:, start : start + _BAND].T @ a_NU[:, start:]
+    return total_UU
+
+
+def mirrored(half_UU: Tensor) -> Tensor:
+    """The whole of a sum of `half_moment`, in place."""
+    for start in range(_BAND, len(half_UU), _BAND):
+        half_UU[start:, start - _BAND : start] = half_UU[start - _BAND : start, start:].T
+    return half_UU
+
+
 def second_moment(activations: Tensor) -> Tensor:
     """Sum of a a^T over all tokens, (U, U), by float32 products."""
-    a_NU = activations.flatten(0, -2).float()
-    return a_NU.T @ a_NU
+    return mirrored(half_moment(activations))
 
 
 def input_moment(inputs: Tensor, _output: Tensor) -> Tensor:
-    """Statistic: `second_moment` of a module's inputs."""
-    return second_moment(inputs)
+    """Statistic: `half_moment` of a module's inputs."""
+    return half_moment(inputs)
 
 
 class StoredStates(Sequence[Tensor]):
@@ -233,11 +253,15 @@ class LayerStates(NamedTuple):
 
 
 class KnownStates:
-    """Residual streams of samples in the layers of a model: each is computed once, up to `_KNOWN_BYTES` in all."""
+    """Residual streams of samples in the layers of a model: each is computed once, up to `_KNOWN_BYTES` in all.
+
+    Of states in files those at the layers' ends are known.
+    """
 
     def __init__(self, model: SportsLLM) -> None:
         self.model, self._left = model, _KNOWN_BYTES
         self._found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._ends: dict[tuple[tuple[int, int], ...], StoredStates] = {}
 
     def of(
         self, layer: int, samples: Sequence[Tensor], states_BTD: Sequence[Tensor], block: Block | None = None
@@ -250,7 +274,12 @@ class KnownStates:
         if all(key in self._found for key in keys):
             between, end = zip(*(self._found[key] for key in keys), strict=True)
             return LayerStates(between, end)
-        states = LayerStates.of(block or block_of(self.model, layer), states_BTD, self.model.rope)
+        block, attention = block or block_of(self.model, layer), next(iter(NORMS))
+        if (ends := self._ends.get(tuple(keys))) is not None:
+            return LayerStates(after_sublayer(block, attention, states_BTD, self.model.rope), ends)
+        states = LayerStates.of(block, states_BTD, self.model.rope)
+        if isinstance(states.end, StoredStates):
+            self._ends[tuple(keys)] = states.end
         if isinstance(states.end, list) and (size := 2 * sum(x_BTD.nbytes for x_BTD in states.end)) <= self._left:
             self._left -= size
             self._found.update(zip(keys, zip(*states, strict=True), strict=True))

@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from compress.layerwise import KnownStates, Statistic, blocks_of, embedded, input_moment, kept_like, summed
+from compress.layerwise import KnownStates, Statistic, blocks_of, embedded, input_moment, kept_like, mirrored, summed
 from compress.pruning.hidden import Directions, directions_from, norm_moment
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
@@ -172,7 +172,7 @@ def _streamed(
             for name, (unit, matrix) in own.items() if importance in MEASURED else ():
                 value = sums.pop(name)
                 if importance == "output":
-                    value = pick_order(value, block.get_parameter(f"{matrix}.weight"), unit.size)
+                    value = pick_order(mirrored(value), block.get_parameter(f"{matrix}.weight"), unit.size)
                 else:
                     value = value.sqrt()
                 found[name, layer] = value.cpu()
@@ -192,51 +192,67 @@ def _streamed(
 def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:
     """(K,) scores of the units, `size` inputs each, side by side: K for the first picked, 1 for the last.
 
-    Of the residual R = G - G_:S G_SS^-1 G_S: a pick reads its own columns, the diagonal blocks and W R. Only these are
-    kept up to date; the whole matrix gets the down-dates of `_PENDING` inputs in one product.
+    Of the residual R = G - G_:S G_SS^-1 G_S: a pick reads its own columns, the diagonal blocks and those of C^T C, with
+    C = W R. Only these are kept up to date. R and C get the down-dates of `_PENDING` inputs in one product, and lose
+    the inputs that are picked.
     """
-    stale_UU = gram_UU.double()
-    stale_UU = stale_UU + _RIDGE * stale_UU.diagonal().mean() * torch.eye(len(stale_UU), device=stale_UU.device)
-    cross_OU = weight_OU.double() @ stale_UU
-    scratch_OU = torch.empty_like(cross_OU)  # fresh memory in every step takes longer than the products
-    count = len(stale_UU) // size
-    blocks_KSS = stale_UU.view(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone()
-    scores, left = torch.zeros(count), torch.ones(count, dtype=torch.bool, device=stale_UU.device)
-    at_once, place = -(-count // _STEPS), count
-    columns_UP, into_PU = stale_UU.new_zeros(len(stale_UU), 0), stale_UU.new_zeros(0, len(stale_UU))
-    while place:
-        picked = _explained(blocks_KSS, cross_OU, left, scratch_OU).topk(min(at_once, place)).indices
-        scores[picked.cpu()] = torch.arange(place, place - len(picked), -1.0)
-        left[picked] = False
-        place -= len(picked)
-        own = (picked[:, None] * size + torch.arange(size, device=picked.device)).flatten()
-        residual_UC = stale_UU[:, own] - columns_UP @ into_PU[:, own]
-        into_CU = torch.linalg.solve(_damped(residual_UC[own]), residual_UC.T)
-        cross_OU -= torch.mm(cross_OU[:, own], into_CU, out=scratch_OU)
-        if size == 1:
-            blocks_KSS -= (residual_UC * into_CU.T).sum(dim=1).view(-1, 1, 1)
-        else:
-            blocks_KSS -= residual_UC.view(count, size, -1) @ into_CU.view(-1, count, size).transpose(0, 1)
-        columns_UP, into_PU = torch.cat([columns_UP, residual_UC], dim=1), torch.cat([into_PU, into_CU])
-        if len(into_PU) >= _PENDING:
-            stale_UU -= columns_UP @ into_PU
-            columns_UP, into_PU = columns_UP[:, :0], into_PU[:0]
+    residual_UU = gram_UU.to(torch.float64, copy=True)
+    residual_UU.diagonal().add_(_RIDGE * residual_UU.diagonal().mean())
+    cross_OU, count = weight_OU.double() @ residual_UU, len(residual_UU) // size
+    scores, units = torch.zeros(count), torch.arange(count)
+    while len(units):
+        most = -(-count // _STEPS)
+        picked, residual_UU, cross_OU = _pick_some(residual_UU, cross_OU, size, most)
+        scores[units[picked]] = torch.arange(len(units), len(units) - len(picked), -1.0)
+        units = units[~torch.isin(torch.arange(len(units)), picked)]
     return scores
 
 
-def _explained(blocks_KSS: Tensor, cross_OU: Tensor, left_K: Tensor, scratch_OU: Tensor) -> Tensor:
-    """(K,) by how much each unit that is left would lower the error, tr C_S R_SS^-1 C_S^T; -inf for picked ones."""
-    units, size = blocks_KSS.shape[:2]
-    gain = cross_OU.new_full((units,), -torch.inf)
+def _pick_some(residual_UU: Tensor, cross_OU: Tensor, size: int, at_once: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The next units, `_PENDING` inputs or all that are left, in their order; and both matrices without them."""
+    count, picked = len(residual_UU) // size, list[Tensor]()
+    left = torch.ones(count, dtype=torch.bool, device=residual_UU.device)
+    blocks_KSS = residual_UU.view(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone()
+    squares_KSS = _unit_products(cross_OU, cross_OU, size)
+    columns_UP, into_PU = residual_UU[:, :0], residual_UU[:0]
+    read_OP = cross_OU[:, :0]
+    while left.any() and len(into_PU) < _PENDING:
+        among = left.nonzero().flatten()
+        gain = _explained(blocks_KSS[among], squares_KSS[among])
+        chosen = among[gain.topk(min(at_once, len(among))).indices]
+        picked.append(chosen.cpu())
+        left[chosen] = False
+        own = (chosen[:, None] * size + torch.arange(size, device=chosen.device)).flatten()
+        residual_UC = residual_UU[:, own] - columns_UP @ into_PU[:, own]
+        read_OC = cross_OU[:, own] - read_OP @ into_PU[:, own]
+        into_CU = torch.linalg.solve(_damped(residual_UC[own]), residual_UC.T)
+        # C becomes C - C_S into, so that C^T C loses I^T H + H^T I.
+        half_CU = read_OC.T @ cross_OU - (read_OC.T @ read_OP) @ into_PU - read_OC.T @ read_OC @ into_CU / 2
+        change_KSS = _unit_products(into_CU, half_CU, size)
+        squares_KSS -= change_KSS + change_KSS.mT
+        blocks_KSS -= _unit_products(residual_UC.T, into_CU, size)
+        columns_UP, into_PU = torch.cat([columns_UP, residual_UC], dim=1), torch.cat([into_PU, into_CU])
+        read_OP = torch.cat([read_OP, read_OC], dim=1)
+    rest = left.repeat_interleave(size).nonzero().flatten()
+    into_PL = into_PU[:, rest]
+    residual_LL = residual_UU[rest[:, None], rest].addmm_(columns_UP[rest], into_PL, alpha=-1)
+    return torch.cat(picked), residual_LL, cross_OU[:, rest].addmm_(read_OP, into_PL, alpha=-1)
+
+
+def _unit_products(a_NU: Tensor, b_NU: Tensor, size: int) -> Tensor:
+    """(K, S, S) a_k^T b_k of the columns of each unit."""
     if size == 1:
-        least = torch.finfo(cross_OU.dtype).tiny
-        squares_OU = torch.square(cross_OU, out=scratch_OU)
-        gain[left_K] = (squares_OU.sum(dim=0) / blocks_KSS.flatten().clamp(min=least))[left_K]
-        return gain
-    crosses_KOS = cross_OU.view(-1, units, size).transpose(0, 1)[left_K]
-    solved = torch.linalg.solve(_damped(blocks_KSS[left_K]), crosses_KOS.mT)
-    gain[left_K] = (crosses_KOS.mT * solved).sum(dim=(1, 2))
-    return gain
+        return (a_NU * b_NU).sum(dim=0).view(-1, 1, 1)
+    a_NKS, b_NKS = (each.view(len(each), -1, size) for each in (a_NU, b_NU))
+    return a_NKS.permute(1, 2, 0) @ b_NKS.transpose(0, 1)
+
+
+def _explained(blocks_KSS: Tensor, squares_KSS: Tensor) -> Tensor:
+    """(K,) by how much each unit would lower the error, tr R_SS^-1 C_S^T C_S."""
+    if blocks_KSS.shape[1] == 1:
+        return squares_KSS.flatten() / blocks_KSS.flatten().clamp(min=torch.finfo(blocks_KSS.dtype).tiny)
+    solved_KSS: Tensor = torch.linalg.solve(_damped(blocks_KSS), squares_KSS)
+    return solved_KSS.diagonal(dim1=1, dim2=2).sum(dim=1)
 
 
 def _damped(blocks_SS: Tensor) -> Tensor:

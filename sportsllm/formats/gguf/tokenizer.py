@@ -36,6 +36,7 @@ PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     "refact": BY_DIGITS["single"],
     "llama-bpe": _llama3("\\p{N}{1,3}"),
     "qwen2": _llama3("\\p{N}"),
+    "deepseek-r1-qwen": _llama3("\\p{N}"),
 }
 """The rules that split a text into words, by the names that llama.cpp gives them."""
 
