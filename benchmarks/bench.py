@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +31,7 @@ class BenchResult(Result):
     """
 
     measured: Bench
-    figures: dict[str, Any]
+    figures: dict[str, Any] = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """The figures."""

@@ -52,7 +52,7 @@ class FitResult(Result):
     decided_by: str
     uncertain: bool
     limits: dict[str, float]
-    candidates: list[dict[str, Any]]
+    candidates: list[dict[str, Any]] = field(repr=False)
     chosen: str
     whole_teacher: bool
     band: dict[str, float]
@@ -60,7 +60,7 @@ class FitResult(Result):
     documents: dict[str, int] = field(default_factory=dict)
     out: Path | None = None
     line: str | None = None
-    bench: dict[str, Any] | None = None
+    bench: dict[str, Any] | None = field(default=None, repr=False)
     stages: list[dict[str, Any]] = field(default_factory=list)
     gave_up: dict[str, list[str]] = field(default_factory=dict)
     seconds: float = 0.0
@@ -68,7 +68,12 @@ class FitResult(Result):
 
 def fit(
     *,
-    teacher: Annotated[Path, typer.Option(metavar="DIR", help="Unquantized checkpoint to shrink."), options.BY_NAME],
+    teacher: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Unquantized checkpoint to shrink."),
+        options.BY_NAME,
+        options.TRAINABLE,
+    ],
     target: Annotated[str, typer.Option(metavar="NAME|FILE", help="Device budget, for example raspberry-pi-5.")],
     limit: options.Limit = None,
     out: options.Out = Path("runs/fit"),

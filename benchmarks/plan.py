@@ -47,7 +47,7 @@ class PlanResult(Result):
     kv_cache_bytes_per_token: dict[str, int] | None = None
     training_memory_bytes: int | None = None
     predicted: list[dict[str, Any]] | None = None
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """All figures."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})  # notebooks complete these names
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])  # notebooks complete these names
 
 
 def __getattr__(name: str) -> Any:
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
 
         return load
     if name in _COMMANDS:
-        from sportsllm.commands import load_command
+        from sportsllm.commands import python_command
 
-        return load_command(name)
+        return python_command(name)
     raise AttributeError(f"module 'sportsllm' has no attribute {name!r}")

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast, get_args
 
-from sportsllm.errors import ArtifactError, ResourceError
+import typer
+
+from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.files import require_directory
-from sportsllm.options import BY_NAME, READS_TEXT
+from sportsllm.options import BY_NAME, READS_TEXT, TRAINABLE
 
 
 class Entry(NamedTuple):
@@ -70,6 +72,21 @@ def load_command(name: str) -> Command:
     return _converting(load_function(COMMANDS[name].module, name.rpartition(" ")[2]))
 
 
+def python_command(name: str) -> Command:
+    """`load_command` for callers in Python: plain types in its signature, the options' help in its documentation."""
+    function = load_command(name)
+    signature = inspect.signature(function, eval_str=True)
+    plain_ones, lines = [], [inspect.getdoc(function) or "", "", "Args:"]
+    for parameter in signature.parameters.values():
+        kind, option, *_ = get_args(parameter.annotation)
+        default = f" By default: {option.show_default}." if isinstance(option.show_default, str) else ""
+        lines.append(f"    {parameter.name}: {option.help}{default}")
+        plain_ones.append(parameter.replace(annotation=kind))
+    function.__doc__ = "\n".join(lines)
+    function.__signature__ = signature.replace(parameters=plain_ones)  # type: ignore[attr-defined]
+    return function
+
+
 def load_function(module: str, name: str) -> Command:
     """A function by its module and name, from a package that the caller's may not import.
 
@@ -116,11 +133,34 @@ def _converted(annotation: object, value: object) -> object:
         value = found if Path in kinds else str(found)
         if Path in kinds:  # refused before a command's imports
             require_directory(found, "a checkpoint or an export")
+            if _marked(annotation, TRAINABLE):
+                _refuse_export(found)
     if Path in kinds and isinstance(value, str):
         return [Path(value)] if list in kinds else Path(value)
     if list in kinds and Path in kinds and isinstance(value, list | tuple):
         return [Path(item) for item in value]
-    return value
+    return parsed(annotation, value)
+
+
+def parsed(annotation: object, value: object) -> object:
+    """A text in the form that an option of this type has on the command line, such as 100k, as its value.
+
+    Raises:
+        UsageError: it has another form.
+    """
+    found = (getattr(mark, "parser", None) for mark in getattr(annotation, "__metadata__", ()))
+    parser = next(filter(None, found), None) if isinstance(value, str) else None
+    try:
+        return value if parser is None else parser(value)
+    except typer.BadParameter as error:
+        raise UsageError(str(error)) from None
+
+
+def _refuse_export(directory: Path) -> None:
+    from sportsllm.inference.decoder import is_onnx_directory
+
+    if is_onnx_directory(directory) and not any(directory.glob("*.safetensors")):
+        raise ArtifactError(f"{directory}: is an export; give the checkpoint that it was made from")
 
 
 def find_model(text: str | Path) -> Path:
@@ -264,6 +304,8 @@ class TrainingResult(StageResult):
 
     def line(self) -> str:
         """The result in a line."""
+        if not self.tokens:
+            return f"{self.out}: {self.parameters:,} parameters, {self.size_bytes / 1e6:.1f} MB, not trained"
         quality = "not measured" if self.valid_bits_per_byte is None else f"{self.valid_bits_per_byte:.4f}"
         before = "" if self.bits_per_byte_before is None else f" (before {self.bits_per_byte_before:.4f})"
         return (

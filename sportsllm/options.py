@@ -17,6 +17,14 @@ BY_NAME = _ByName()
 """Beside the typer option in `Annotated`; see `sportsllm.commands.find_model`."""
 
 
+class _Trainable:
+    """Marks a checkpoint that cannot be an export."""
+
+
+TRAINABLE = _Trainable()
+"""Beside BY_NAME."""
+
+
 class _ReadsText:
     """Marks files of documents, which must be there."""
 
@@ -50,6 +58,7 @@ Checkpoint = Annotated[
     Path,
     typer.Argument(help="A checkpoint directory, a GGUF file, or ORG/NAME in the model hub.", show_default=False),
     BY_NAME,
+    TRAINABLE,
 ]
 Directory = Annotated[Path, typer.Argument(help="A checkpoint or an export.", show_default=False), BY_NAME]
 Teacher = Annotated[Path | None, typer.Option("--teacher", help="Unquantized checkpoint to learn from."), BY_NAME]

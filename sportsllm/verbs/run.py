@@ -35,7 +35,7 @@ from typing import Annotated, Any
 import typer
 
 from sportsllm import __version__, options
-from sportsllm.commands import COMMANDS, Command, Result, load_command
+from sportsllm.commands import COMMANDS, Command, Result, load_command, parsed
 from sportsllm.errors import ConflictError, SportsLLMError, UsageError, did_you_mean
 from sportsllm.files import JsonObject, atomic_write_text, read_json, read_toml
 
@@ -252,7 +252,9 @@ def _settings(
         kind = kind if least is None else Annotated[kind, Field(ge=least)]
         try:
             adapter = TypeAdapter[object](kind, config=ConfigDict(coerce_numbers_to_str=True))
-            checked[name] = adapter.validate_python(resolved(given[name]))
+            checked[name] = adapter.validate_python(parsed(parameter.annotation, resolved(given[name])))
+        except UsageError as error:
+            errors.append(f"setting {name!r}: {error}")
         except ValidationError as error:
             errors.append(f"setting {name!r}: {error.errors()[0]['msg'].lower()}")
     return checked, errors, needs - {_FOLDER}

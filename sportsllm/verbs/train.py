@@ -41,6 +41,7 @@ def train(
         Path | None,
         typer.Argument(help="Fine-tune this unquantized checkpoint.", show_default="none: train --model from scratch"),
         options.BY_NAME,
+        options.TRAINABLE,
     ] = None,
     *,
     model: Annotated[

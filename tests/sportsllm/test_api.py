@@ -1,5 +1,6 @@
 """The Python API: `import sportsllm`."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,11 @@ def test_commands_are_functions_with_typed_results_that_take_strings_as_paths() 
     assert set(sportsllm.__all__) <= set(dir(sportsllm))
     for name in sportsllm.__all__:
         assert callable(getattr(sportsllm, name)), name
+    signature = inspect.signature(sportsllm.train)
+    assert signature.parameters["tokens"].annotation == int | None
+    assert "tokens: Tokens to train on" in str(sportsllm.train.__doc__)
+    with pytest.raises(UsageError, match="'10x' is not a positive whole number"):
+        sportsllm.train(model="tiny-300k", tokens="10x")
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         sportsllm.trian  # noqa: B018
 

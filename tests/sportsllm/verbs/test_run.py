@@ -48,6 +48,13 @@ def test_shipped_recipes_are_valid(recipe: Path) -> None:
     assert load_recipe(recipe).stages
 
 
+def test_counts_are_written_as_on_the_command_line(tmp_path: Path) -> None:
+    recipe = GOOD.replace("steps = 1\n", 'tokens = "2k"\n')
+    assert load_recipe(write(tmp_path, recipe)).stages[1].settings["tokens"] == 2_000
+    with pytest.raises(UsageError, match="setting 'tokens': '2x' is not a positive whole number"):
+        load_recipe(write(tmp_path, recipe.replace("2k", "2x")))
+
+
 def test_stages_run_once_are_kept_and_told_apart_when_changed(tmp_path: Path) -> None:
     path, out = write(tmp_path, GOOD), tmp_path / "out"
     alone = run(path, out, only="corpus")
