@@ -54,7 +54,7 @@ class Chunk(NamedTuple):
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
-    """All readable files in `paths`, folders walked in sorted order. A folder's README or LICENSE is not read.
+    """All readable files in `paths`, folders in sorted order. Their hidden files, README and LICENSE are not read.
 
     Raises:
         ArtifactError: a path is missing, a file's kind is not known, or a folder has nothing to read.
@@ -87,7 +87,9 @@ def log_files(paths: Sequence[Path]) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    return [item for item in sorted(folder.rglob("*")) if item.is_file()]
+    """All files but hidden ones, which are other programs' (macOS' ._name, .ipynb_checkpoints)."""
+    found = [item for item in sorted(folder.rglob("*")) if item.is_file()]
+    return [item for item in found if not any(part.startswith(".") for part in item.relative_to(folder).parts)]
 
 
 def _names(files: Sequence[Path], folder: Path) -> str:

@@ -47,6 +47,7 @@ def test_every_kind_of_file_and_folders(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "sub").mkdir()
     pyarrow.parquet.write_table(table, tmp_path / "sub" / "f.parquet")
     (tmp_path / "ignored.png").write_bytes(b"\x89PNG")
+    (tmp_path / "._b.txt").write_bytes(b"\x00\x05\x16\x07 of macOS")
     (tmp_path / "README.md").write_text("About these files", encoding="utf-8")
     assert list(read_documents([tmp_path])) == ["plain", "# marked", "one", "two", "zipped", "column"]
     log_files([tmp_path, tmp_path / "b.txt"])
