@@ -226,9 +226,19 @@ def _usage(error: TyperException, arguments: list[str]) -> str:
     given = getattr(error, "option_name", None)
     if message.startswith("No such option") and context is not None:  # it names every option that begins alike
         near = did_you_mean(str(given), [name for each in context.command.params for name in each.opts])
-        message = f"no option {given}" + (f"; {near}" if near else "")
+        message = f"no option {given}" + (f"; {near}" if near else _owners(str(given)))
     where = context.command_path if context is not None else "sportsllm-compress"
     return f"{message} (see {where} --help)"
+
+
+def _owners(option: str) -> str:
+    """The commands that have an option, for an error of one that has not."""
+    program: Any = typer.main.get_command(build_app())
+    leaves = {
+        name: functools.reduce(lambda part, word: part.commands[word], name.split(), program) for name in COMMANDS
+    }
+    names = [name for name, leaf in leaves.items() if any(option in each.opts for each in leaf.params)]
+    return f"; {' and '.join(names[:3])} {'have' if names[1:] else 'has'} it" if names else ""
 
 
 def _missing_module(error: ModuleNotFoundError) -> int:

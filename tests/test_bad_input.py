@@ -66,6 +66,11 @@ CASES: list[tuple[str, int, str]] = [
         "forward-kl",
     ),
     (f"prune {MODEL} --out {NEW} --params 0.5 --set importance=outptu --calibration {TEXT}", USAGE, "output"),
+    # options of another command, and directories of another kind
+    (f"export {MODEL} --out {NEW} --bits 4", USAGE, "no option --bits; quantize has it"),
+    (f"serve {MODEL}", ARTIFACT, "not an ONNX export"),
+    (f"verify {TAKEN}", ARTIFACT, "has no manifest.json"),
+    (f"report {TAKEN}", ARTIFACT, "holds no model"),
     # options that exclude each other
     (f"train --model tiny-300k --corpus {TEXT} --out {NEW} --steps 1 --tokens 5", USAGE, "--tokens"),
     (f"prune {MODEL} --out {NEW} --params 0.5 --size-mb 1 --calibration {TEXT}", USAGE, "--size-mb"),
@@ -114,3 +119,8 @@ def test_every_command_has_a_case() -> None:
     tried = {line.partition(" -")[0] for line, _, _ in CASES}
     for name in COMMANDS:
         assert name == "devices list" or any(line.startswith(name) for line in tried), name
+
+
+@pytest.mark.parametrize("command", ["train", "prune", "quantize", "export", "data sample"])
+def test_an_export_is_no_checkpoint(command: str, cli: CommandLine, exported: Path, tmp_path: Path) -> None:
+    cli.refuses(ARTIFACT, "is an export; give the checkpoint", *command.split(), exported, "--out", tmp_path / "new")

@@ -14,7 +14,7 @@ from benchmarks.reporting.measured import Bench, Scored, read_bench
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import read_json_lines
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.manifest import Manifest, directory_bytes, manifest_of
+from sportsllm.formats.manifest import MANIFEST, Manifest, directory_bytes, manifest_of
 from sportsllm.models.config import ModelConfig
 
 Record = dict[str, Any]
@@ -156,6 +156,8 @@ def summarize(directory: Path | None, bench: Bench | None = None) -> StageSummar
         )
     if not directory.is_dir():
         raise ArtifactError(f"{directory}: no such directory; give directories that the stages wrote")
+    if not any((directory / name).exists() for name in (MANIFEST, "config.json")):
+        raise ArtifactError(f"{directory}: holds no model and no other stage's output; give directories that have one")
     manifest = manifest_of(directory)
     config = load_config(directory) if (directory / "config.json").exists() else None
     parameters, tokens = manifest.figure("parameters"), manifest.figure("tokens")

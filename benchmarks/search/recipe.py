@@ -239,7 +239,7 @@ def recovery_tokens(teacher: Path) -> int:
     trained = manifest_of(teacher).results.get("tokens")
     tokens = round(_SHARE_OF_TEACHER * trained) if trained else _UNKNOWN_TOKENS
     why = "5% of the teacher's" if trained else "the teacher's own are not known"
-    log(f"no --tokens given: the winner is recovered on {tokens:,} ({why})")
+    log(f"no --tokens given: the winner is recovered on {tokens:,} tokens ({why})")
     return max(1, tokens)
 
 

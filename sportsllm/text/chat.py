@@ -123,7 +123,7 @@ def _header(directory: Path, special: Sequence[str] | None = None) -> JsonObject
         raise ArtifactError(
             f"{directory}: has no chat template, so the model was not trained to chat; leave --chat out"
             if special is None
-            else f"{directory}: has no chat template, which conversations are written by; give plain text"
+            else f"{directory}: has no chat template; give plain text, or give it one with train --chat-template chatml"
         )
     if importlib.util.find_spec("jinja2") is None:
         raise ModuleNotFoundError("jinja2", name="jinja2")

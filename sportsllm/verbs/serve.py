@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from sportsllm import options
-from sportsllm.commands import Result, load_function
+from sportsllm.commands import Result, find_gguf, load_function
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
+from sportsllm.files import require_directory
 
 if TYPE_CHECKING:
     from sportsllm.inference.decoder import Decoder
@@ -73,8 +74,10 @@ def serve(
     if api_key == "":
         raise UsageError("--api-key is empty; give a secret")
     for path in directories:
+        require_directory(path, "an export")
         if not is_onnx_directory(path):
-            raise ArtifactError(f"{path}: not an export; make one of a checkpoint with `export`")
+            kind = "a GGUF file, which llama.cpp's server serves" if find_gguf(path) else "not an ONNX export"
+            raise ArtifactError(f"{path}: {kind}; make one of the checkpoint with `export`")
     import uvicorn
 
     from sportsllm.console import log

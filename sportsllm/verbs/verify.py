@@ -58,10 +58,12 @@ def verify(
     from sportsllm.console import output
     from sportsllm.files import require_directory
     from sportsllm.formats.huggingface import load_config
-    from sportsllm.formats.manifest import verify_directory
+    from sportsllm.formats.manifest import MANIFEST, verify_directory
     from sportsllm.inference.decoder import is_onnx_directory
 
     require_directory(directory, "a finished checkpoint or export")
+    if not (directory / MANIFEST).exists():
+        raise ArtifactError(f"{directory}: has no {MANIFEST} to check it against; only what this program made has one")
     exported = is_onnx_directory(directory)
     if provider != "cpu" and not exported:
         raise UsageError(f"--provider {provider}: {directory} is a checkpoint, which PyTorch runs; export it first")
