@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import layer_fit, layerwise
-from compress.layer_fit import RIDGE, LayerPair, LeastSquares, ResidualPair
+from compress.layer_fit import LayerPair, LeastSquares, ResidualPair
 from compress.layerwise import KnownStates
 from compress.pruning.experts import dense_config, dense_model
 from compress.pruning.heads import HEADS, reduce_heads
@@ -283,7 +283,6 @@ def refit_layers(
     samples: Sequence[Tensor],
     reduced: SportsLLM | None = None,
     into: Tensor | None = None,
-    ridge: float = RIDGE,
     known: KnownStates | None = None,
 ) -> None:
     """Fit the matrices of `pruned`, which has the units `kept`, to the full model in place, without gradients.
@@ -298,13 +297,12 @@ def refit_layers(
         samples: calibration token ids, (B, T) each, several times more than the widest input.
         reduced: `model` with other heads, if they were changed before; `kept` counts its units.
         into: (D, K) map of the full model's residual stream to the cut one's, if they differ.
-        ridge: the pull towards the pruned weights, as a share of the inputs' mean square.
         known: states of the full model at some samples.
     """
     known = known or KnownStates(model)
 
     def solve(_name: str, linear: nn.Linear, sums: LeastSquares) -> None:
-        linear.weight.data = sums.solve(linear.weight, ridge)
+        linear.weight.data = sums.solve(linear.weight)
 
     rope, cut_rope, count = model.rope, pruned.rope, model.config.num_hidden_layers
     full_BTD, cut_BTD = layerwise.embedded(model, samples), layerwise.embedded(pruned, samples)
