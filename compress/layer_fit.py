@@ -63,9 +63,11 @@ class LeastSquares:
         """
         if not self.gram_II.any():
             return weight_OI.detach().float()
-        weight, damped = weight_OI.detach().double(), self.gram_II.clone()
-        damped.diagonal().add_(ridge * self.gram_II.diagonal().mean())
-        change = torch.linalg.solve(damped, (self.cross_OI - weight @ self.gram_II).T).T
+        weight, diagonal = weight_OI.detach().double(), self.gram_II.diagonal()
+        missed_OI, given = self.cross_OI - weight @ self.gram_II, diagonal.clone()
+        diagonal.add_(ridge * diagonal.mean())  # in place: a copy of a wide one is gigabytes
+        change = torch.linalg.solve(self.gram_II, missed_OI.T).T
+        diagonal.copy_(given)
         solved: Tensor = (weight + change).float()
         return solved
 

@@ -178,7 +178,7 @@ def inverse_factor(gram_KK: Tensor, order: Tensor | None = None) -> Tensor:
     diagonal, more = gram_KK.diagonal()[order].double(), DAMPING
     while True:
         try:
-            gram = gram_KK[order][:, order].double()
+            gram = gram_KK[order[:, None], order].double()
             gram.diagonal().copy_(diagonal)
             factor = torch.linalg.cholesky(gram)
             del gram  # two matrices of this size are the peak
