@@ -90,7 +90,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
     Raises:
         ArtifactError: one of the two is damaged, or they do not belong together.
     """
-    decoder = OnnxDecoder(export, threads, kernels="portable")
+    OnnxDecoder(export, threads, kernels="portable")  # refuses a damaged graph; kept, it would lie beside the reference
     config, graph = load_config(export), ir.load(find_files(export).graph)
     if config != load_config(checkpoint):
         raise ArtifactError(f"{export / 'config.json'}: is not that of {checkpoint}; compare an export with its source")
@@ -113,6 +113,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
             del model  # frees its weights for the sessions
         deployed_limits = _deployed_limits(graph, config, precision) if rounds else DEPLOYED["fp16"]
         limits = deployed_limits if rounds else exact_limits
+        decoder = OnnxDecoder(export, threads, kernels="portable")
         passes = _passes("deployed" if rounds else "exact", decoder, sequences, expected, limits)
         del decoder
         if native_library(export) is not None:
