@@ -201,8 +201,7 @@ def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:
     cross_OU, count = weight_OU.double() @ residual_UU, len(residual_UU) // size
     scores, units = torch.zeros(count), torch.arange(count)
     while len(units):
-        most = -(-count // _STEPS)
-        picked, residual_UU, cross_OU = _pick_some(residual_UU, cross_OU, size, most)
+        picked, residual_UU, cross_OU = _pick_some(residual_UU, cross_OU, size, -(-count // _STEPS))
         scores[units[picked]] = torch.arange(len(units), len(units) - len(picked), -1.0)
         units = units[~torch.isin(torch.arange(len(units)), picked)]
     return scores
@@ -214,8 +213,7 @@ def _pick_some(residual_UU: Tensor, cross_OU: Tensor, size: int, at_once: int) -
     left = torch.ones(count, dtype=torch.bool, device=residual_UU.device)
     blocks_KSS = residual_UU.view(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone()
     squares_KSS = _unit_products(cross_OU, cross_OU, size)
-    columns_UP, into_PU = residual_UU[:, :0], residual_UU[:0]
-    read_OP = cross_OU[:, :0]
+    columns_UP, into_PU, read_OP = residual_UU[:, :0], residual_UU[:0], cross_OU[:, :0]
     while left.any() and len(into_PU) < _PENDING:
         among = left.nonzero().flatten()
         gain = _explained(blocks_KSS[among], squares_KSS[among])
