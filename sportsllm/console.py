@@ -97,13 +97,14 @@ def table(
         rows: cells as text.
         texts: the columns that are text; the others are numbers.
         title: a line above it.
-        ratios: the columns' shares of the width, for long texts; else the first column keeps to one line.
+        ratios: the columns' shares of the width, for long texts; else names, in the first column or behind its
+            numbers `#`, keep to one line.
     """
     table = Table(title=title and f"\n{title}", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for index, header in enumerate(headers):
         justify: Literal["left", "right"] = "left" if index in texts else "right"
-        ratio, first = ratios[index] if ratios else None, index == 0 and not ratios
-        table.add_column(header, justify=justify, overflow="fold", no_wrap=first, ratio=ratio)
+        ratio, named = ratios[index] if ratios else None, not ratios and index == int(headers[0] == "#")
+        table.add_column(header, justify=justify, overflow="fold", no_wrap=named, ratio=ratio)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table

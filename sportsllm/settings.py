@@ -223,7 +223,9 @@ def parse_settings(
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name not in known:
-            advice = did_you_mean(name, known) or f"this command has {', '.join(known)}"
+            owners = [commands for commands, group in GROUPS.values() if name in group]
+            advice = did_you_mean(name, known) or (owners and f"it is for {owners[0]}")
+            advice = advice or f"this command has {', '.join(known)}"
             raise UsageError(f"{option} {name}={value}: there is no {name!r}; {advice}")
         found[name] = _parse(f"{option} {name}={value}", value, known[name])
     return found

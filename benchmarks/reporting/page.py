@@ -19,7 +19,7 @@ from benchmarks.reporting.plots import trade_off_charts, training_charts
 
 _HEADERS = (
     *("#", "stage", "command", "parameters", "tokens", "FLOPs", "size", "bits/byte"),
-    *("first token", "per token", "peak memory", "budget"),
+    *("first token", "per token", "memory", "budget"),
 )
 
 

@@ -103,7 +103,7 @@ def _choice(result: Mapping[str, Any], chosen: Mapping[str, Any], others: Sequen
     """Why the winner won, and what was next best and why not."""
     name = chosen["name"]
     if result.get("dry_run"):
-        return f"{name} would be tried first, and each of the others."
+        return f"Nothing was tried. A search would try {'all of them' if others else 'it'}, {name} first."
     cut = "; nothing is cut" if result["whole_teacher"] else ""
     bound = f"; more misses {', '.join(chosen['bound_by'])}" if chosen["bound_by"] else ""
     rivals = [one for one in others if one["tried_tokens"] is not None and one["within"]]

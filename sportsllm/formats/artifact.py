@@ -95,10 +95,15 @@ def _differences(made: Manifest, stage: Stage) -> str:
     """The first settings of a finished directory that this run has other values of, in brackets."""
     if made.command != stage.command:
         return ""
-    there, wanted = made.settings | {"seed": made.seed}, _as_json(stage.settings) | {"seed": stage.seed}
+    there, wanted = _flat(made.settings | {"seed": made.seed}), _flat(_as_json(stage.settings) | {"seed": stage.seed})
     names = [name for name in {**wanted, **there} if there.get(name) != wanted.get(name)]
     found = [f"{name} {clip(there.get(name))}, not {clip(wanted.get(name))}" for name in names[:_SHOWN_DIFFERENCES]]
     return f" ({'; '.join(found) or 'the content of an input'})"
+
+
+def _flat(settings: JsonObject) -> JsonObject:
+    groups = {name: value if isinstance(value, dict) else {"": value} for name, value in settings.items()}
+    return {f"{name} {key}".strip(): value for name, group in groups.items() for key, value in group.items()}
 
 
 def _as_json(values: Mapping[str, object]) -> JsonObject:

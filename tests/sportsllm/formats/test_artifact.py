@@ -28,6 +28,9 @@ def test_finished_directory_has_a_manifest_that_verifies(tmp_path: Path) -> None
 
 def test_same_inputs_are_up_to_date_and_others_conflict(tmp_path: Path) -> None:
     make(tmp_path / "out", Stage("train", {"steps": 1}))
+    make(tmp_path / "cut", Stage("prune", {"recover": {"steps": 1, "sequence": 8}}))
+    with pytest.raises(ConflictError, match=r"\(recover steps 1, not 2\)"):
+        finished_manifest(tmp_path / "cut", Stage("prune", {"recover": {"steps": 2, "sequence": 8}}))
     assert finished_manifest(tmp_path / "out", Stage("train", {"steps": 1})) is not None
     assert finished_manifest(tmp_path / "free", Stage("train", {"steps": 1})) is None
     with pytest.raises(ConflictError, match=r"other settings or inputs \(steps 1, not 2; seed None, not 3\)"):
