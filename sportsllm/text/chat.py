@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ _LONGEST_S = 120  # that a process is waited for, on a busy machine
 _MOST_STEPS = 300_000  # lines of the template's code, and of filters, that run for a conversation
 _MOST_CHARACTERS = 1_000_000  # or three times those of the messages
 _MOST_BYTES = 1 << 30
+_AT_ONCE = 200  # conversations that a process is sent before it is waited for
 _BEGIN, _END = (f"\ufdd0{secrets.token_hex(8)}{side}\ufdd1" for side in "<>")  # marks that no message holds
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -109,9 +111,12 @@ def render_conversations(
 def _answers(
     directory: Path, conversations: Sequence[Messages], special: Sequence[str] | None = None
 ) -> Iterator[JsonObject]:
-    renderer = ChatRenderer(directory, special)
+    renderer, done = ChatRenderer(directory, special), 0
     try:
-        yield from map(renderer.ask, conversations)
+        while done < len(conversations):
+            answers = renderer.ask(conversations[done : done + _AT_ONCE])
+            yield from answers
+            done += len(answers)
     finally:
         renderer.close()
 
@@ -149,37 +154,45 @@ class ChatRenderer:
         Raises:
             ArtifactError: the template fails, exceeds the bounds or refuses these messages.
         """
-        answer = self.ask(messages)
+        (answer,) = self.ask([messages])
         if "problem" in answer:
             raise ArtifactError(f"the chat template fails ({clip(answer['problem'], 200)})")
         return str(answer["text"])
 
-    def ask(self, messages: Messages) -> JsonObject:
-        """What the child process says of a conversation: `text` (and `replies`, given `special`), or a `problem`."""
+    def ask(self, conversations: Sequence[Messages]) -> list[JsonObject]:
+        """What the child process says of each conversation: `text` (and `replies`, given `special`), or a `problem`.
+
+        If the child ends or takes too long, only the first conversations are answered, the very first one at least.
+        """
         child = self._child
         if child is None or child.poll() is not None:
             pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
             child = self._child = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, stderr=nowhere, cwd=_ROOT)
-            self._send(child, self._header)
+            self._send(child, [self._header])
+        requests, lines = [[dict(message) for message in messages] for messages in conversations], list[bytes]()
         late, began = Timer(_LONGEST_S, child.kill), time.monotonic()
+        sender = Thread(target=self._send, args=(child, requests))  # both pipes may be full at the same time
         late.start()
+        sender.start()
         try:
-            self._send(child, [dict(message) for message in messages])
-            line = child.stdout.readline() if child.stdout else b""
+            assert child.stdout is not None
+            lines.extend(line for line in islice(child.stdout, len(requests)) if line.endswith(b"\n"))
         finally:
             late.cancel()
-        if line.endswith(b"\n"):
-            answer: JsonObject = parse_json(line, self._directory)
-            return answer
-        self.close()  # its pipes close before it is seen to have ended
+            if len(lines) < len(requests):  # its pipes close before it is seen to have ended
+                child.kill()
+                sender.join()
+                self.close()
+        if lines:
+            return [parse_json(line, self._directory) for line in lines]
         too_long = child.returncode == -getattr(signal, "SIGXCPU", 0) or time.monotonic() - began >= _LONGEST_S
-        return {"problem": f"it takes longer than {_MOST_SECONDS} s" if too_long else "it ended its process"}
+        return [{"problem": f"it takes longer than {_MOST_SECONDS} s" if too_long else "it ended its process"}]
 
     @staticmethod
-    def _send(child: subprocess.Popen[bytes], data: object) -> None:
+    def _send(child: subprocess.Popen[bytes], requests: Sequence[object]) -> None:
         with suppress(BrokenPipeError):
             assert child.stdin is not None
-            child.stdin.write(json.dumps(data).encode() + b"\n")
+            child.stdin.writelines(json.dumps(request).encode() + b"\n" for request in requests)
             child.stdin.flush()
 
     def close(self) -> None:

@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import transformers
 
 from sportsllm.errors import ArtifactError
-from sportsllm.text.chat import render_chat
+from sportsllm.text import chat
+from sportsllm.text.chat import ChatRenderer, render_chat, render_chats
 from sportsllm.text.tokenizer import load_tokenizer
 
 CHATML = """{%- if not messages -%}
@@ -96,3 +99,33 @@ def test_templates_that_do_not_end_are_stopped(
     with pytest.raises(ArtifactError, match=problem) as error:
         render_chat(directory, MESSAGES)
     assert len(str(error.value)) < 400
+
+
+def test_long_conversations_are_sent_before_answers_are_read(
+    tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than both pipes hold, in one wait a batch."""
+    directory = with_template(tokenizer_directory, tmp_path / "model", "{{ messages[0].content }}")
+    waits, timer = list[float](), chat.Timer
+
+    def counted(seconds: float, function: Callable[[], None]) -> Timer:
+        waits.append(seconds)
+        return timer(seconds, function)
+
+    monkeypatch.setattr(chat, "Timer", counted)
+    texts = [f"{number}" + "x" * 20_000 for number in range(chat._AT_ONCE + 3)]
+    assert list(render_chats(directory, [[{"role": "user", "content": text}] for text in texts])) == texts
+    assert len(waits) == 2
+
+
+def test_a_child_that_ends_has_answered_the_first_conversations(
+    tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "_MOST_SECONDS", 1)
+    template = "{{ 7 ** (7 ** (8 + messages | length)) if messages[0].content == 'long' else messages[0].content }}"
+    renderer = ChatRenderer(with_template(tokenizer_directory, tmp_path / "model", template))
+    first, long, last = ([{"role": "user", "content": text}] for text in ("first", "long", "last"))
+    assert renderer.ask([first, long, last]) == [{"text": "first"}]
+    assert renderer.ask([long, last]) == [{"problem": "it takes longer than 1 s"}]
+    assert renderer.ask([last, first]) == [{"text": "last"}, {"text": "first"}]
+    renderer.close()
