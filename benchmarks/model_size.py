@@ -192,7 +192,7 @@ def stored_format(directory: Path) -> ModelFormat:
     cache = settings.get("kv_cache") or "fp32"
     if packed_by_bitsandbytes(packed) is not None:
         return ModelFormat("fp32", cache=cache)  # read as dense: the file's size says nothing of what is moved
-    size, standard = directory_bytes(directory), settings.get("format") == "standard"
+    size, standard = directory_bytes(directory) or None, settings.get("format") == "standard"
     if not packed:
         precision = "fp16" if settings.get("dtype") == "fp16" else "fp32"
         return ModelFormat(precision, cache=cache, file_bytes=size, standard=standard)

@@ -16,7 +16,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject, require_directory
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.manifest import Ancestor, ancestors, manifest_of
+from sportsllm.formats.manifest import GGUF_RECORD, Ancestor, ancestors, manifest_of
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.calibration import calibration_samples, usual_samples
 from sportsllm.inference.decoder import is_onnx_directory
@@ -202,7 +202,8 @@ def choose_start(student: str, start: str | None, teacher: Path) -> Fresh:
     if start not in (None, "fresh", "cut"):
         raise UsageError(f"--start {start!r} is not known; use cut or fresh, or leave it out")
     # A directory may hold a shape alone.
-    has_weights = start is None and any([*Path(student).glob("*.safetensors"), *Path(student).glob("*.index.json")])
+    patterns = ("*.safetensors", "*.index.json", GGUF_RECORD)
+    has_weights = start is None and any(any(Path(student).glob(pattern)) for pattern in patterns)
     if has_weights:
         path = Path(student)
         begin = Checkpoint(_checkpoint_shape(path, teacher), [path])

@@ -16,6 +16,8 @@ from sportsllm.files import JsonObject, atomic_write_text, clip, read_json, vali
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
+GGUF_RECORD = "gguf.json"
+"""In place of a checkpoint's weights: size and SHA-256 of the GGUF file that holds them, which the manifest names."""
 _STARTS = ("init", "checkpoint", "teacher")  # settings that name the model a stage starts from, the nearest first
 _LONGEST_CHAIN = 64
 _LONGEST_NAME = 1_000
@@ -135,6 +137,34 @@ def digest(path: Path) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
+def linked_gguf(directory: Path) -> Parent | None:
+    """The GGUF file that holds the weights of a checkpoint; None if they are in the directory.
+
+    Raises:
+        ArtifactError: the manifest is damaged.
+    """
+    if not (directory / GGUF_RECORD).exists():
+        return None
+    parents = read_manifest(directory).parents
+    if not parents:
+        raise ArtifactError(f"{directory / MANIFEST}: names no GGUF file; give the GGUF file instead")
+    return parents[0]
+
+
+def link_problem(directory: Path, gguf: Parent, in_full: bool = False) -> str | None:
+    """What is wrong with the GGUF file of `linked_gguf`; None if nothing is.
+
+    It is read `in_full` if it is newer than the manifest, which `convert_gguf` writes again after reading it.
+    """
+    file, size = Path(gguf.path), read_json(directory / GGUF_RECORD).get("bytes")
+    if not file.is_file():
+        return "not found"
+    found = file.stat()
+    in_full |= found.st_mtime > (directory / MANIFEST).stat().st_mtime
+    changed = size not in (None, found.st_size) or (in_full and file_sha256(file) != gguf.sha256)
+    return "its content was changed" if changed else None
+
+
 def verify_directory(directory: Path) -> tuple[int, list[str]]:
     """Compare a finished directory with its manifest.
 
@@ -151,6 +181,8 @@ def verify_directory(directory: Path) -> tuple[int, list[str]]:
             problems.append(f"{name}: {path.stat().st_size} bytes, the manifest says {entry.bytes}")
         elif file_sha256(path) != entry.sha256:
             problems.append(f"{name}: content differs from the manifest's SHA-256")
+    if (gguf := linked_gguf(directory)) is not None and (problem := link_problem(directory, gguf, in_full=True)):
+        problems.append(f"{gguf.path}: {problem}")
     found = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
     return len(files), problems + [f"{name}: not in the manifest" for name in sorted(found - {*files, MANIFEST})]
 

@@ -23,12 +23,10 @@ from sportsllm.files import JsonObject, as_object, clip, read_json, require_dire
 from sportsllm.formats.bitsandbytes import companions, read_dense
 from sportsllm.formats.huggingface import load_config, packed_by_bitsandbytes
 from sportsllm.formats.layouts import LAYOUTS, Part, UnlikeTensor, is_buffer, layout_name, parts_of
-from sportsllm.formats.manifest import MANIFEST, read_manifest
+from sportsllm.formats.manifest import GGUF_RECORD, MANIFEST, link_problem, linked_gguf, read_manifest
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-GGUF_RECORD = "gguf.json"
-"""In place of weights: the SHA-256 of the GGUF file that holds them, which the manifest names."""
 QUANT_METHOD = "sportsllm-nbits"
 REOPEN_BYTES = 64_000_000
 _LONGEST_NAME = 200
@@ -117,14 +115,15 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._files = {path: _open(path) for path in _weight_files(directory)}
+        self._in_gguf = (directory / GGUF_RECORD).exists()
+        self._files = {path: _open(path, self._in_gguf) for path in _weight_files(directory)}
         self._where = {name: path for path, file in self._files.items() for name in list(file.keys())}
         self._bytes = 0  # read since the files were opened
         self._packed = bitsandbytes_kind(directory) is not None
         self._beside = companions(self._where) if self._packed else frozenset()
         stored = [name for name in self._where if name not in self._beside]
         self._names, self._layout = dict.fromkeys(stored), dict[str, Part]()
-        data, self._in_gguf = read_json(directory / "config.json"), (directory / GGUF_RECORD).exists()
+        data = read_json(directory / "config.json")
         if data.get("model_type") in LAYOUTS and not self._in_gguf and quantization_config(directory) is None:
             layout = layout_name(data)
             self._layout = parts_of(layout, load_config(directory), stored, data)
@@ -177,8 +176,8 @@ def _finite(tensor: Tensor) -> bool:
     return bool(ends.isfinite().all())
 
 
-def _open(path: Path) -> _File:
-    if path.suffix.lower() == ".gguf":
+def _open(path: Path, gguf: bool = False) -> _File:
+    if gguf:
         from sportsllm.formats.gguf.config import open_gguf, read_config
         from sportsllm.formats.gguf.weights import GGUFTensors
 
@@ -208,11 +207,12 @@ def _weight_files(directory: Path) -> list[Path]:
             if size != entry.bytes:
                 found = "missing" if size < 0 else f"{size} bytes instead of {entry.bytes}"
                 raise ArtifactError(f"{path}: {found}; the directory is damaged, copy or make it again")
-    if (directory / GGUF_RECORD).exists():
-        path = Path(read_manifest(directory).parents[0].path)
-        if not path.exists():
-            raise ArtifactError(f"{path}: not found, it holds the weights of {directory}; give the GGUF file instead")
-        return [path]
+    if (gguf := linked_gguf(directory)) is not None:
+        if problem := link_problem(directory, gguf):
+            raise ArtifactError(
+                f"{gguf.path}: {problem}, it holds the weights of {directory}; give the GGUF file instead"
+            )
+        return [Path(gguf.path)]
     if (index := directory / INDEX).exists():
         names = sorted(set(validate(_Index, read_json(index), index).weight_map.values()))
         for name in names or ["no shard"]:

@@ -14,8 +14,7 @@ from sportsllm.formats.checkpoint import stream_checkpoint, write_config
 from sportsllm.formats.gguf.config import architecture, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import GGUFTensors
-from sportsllm.formats.manifest import read_manifest
-from sportsllm.formats.safetensors import GGUF_RECORD
+from sportsllm.formats.manifest import GGUF_RECORD, MANIFEST, read_manifest
 from sportsllm.text.tokenizer import load_tokenizer
 
 _READER = 1  # changes when the same file gives another checkpoint
@@ -38,14 +37,14 @@ def convert_gguf(source: Path, out: Path) -> JsonObject:
     file = open_gguf(source)
     config, started = read_config(file), time.perf_counter()
     linked = 4 * config.parameters > _LARGE
-    stage = Stage("gguf", {"source": source.name, "reader": _READER}, [source.resolve() if linked else source])
+    stage = Stage("gguf", {"source": source.name, "reader": _READER}, [source.absolute() if linked else source])
 
     def make(directory: Path) -> JsonObject:
         tensors = GGUFTensors(file, config)
         write_tokenizer(file, directory)
         load_tokenizer(directory, config)
         if linked:
-            write_json(directory / GGUF_RECORD, {"sha256": stage.input_digests[0]})
+            write_json(directory / GGUF_RECORD, {"sha256": stage.input_digests[0], "bytes": source.stat().st_size})
             write_config(directory, config)
         else:
             stream_checkpoint(directory, config, tensors.items())
@@ -62,12 +61,18 @@ def convert_gguf(source: Path, out: Path) -> JsonObject:
         }
 
     result = run_stage(out, stage, make)
-    if linked and result["cached"]:  # the file may have been moved
-        manifest = read_manifest(out)
-        replace(manifest, parents=(replace(manifest.parents[0], path=str(source.resolve())),)).write(out)
+    if linked and result["cached"]:
+        _link_again(out, source.absolute())
     elif not result["cached"]:
         how = (
             "each tensor is read from it when it is needed" if linked else f"converted to the float32 checkpoint {out}"
         )
         log(f"{source}: {', '.join(result['formats'])}, {how}")
     return result
+
+
+def _link_again(out: Path, source: Path) -> None:
+    """Name the file that was read just now, which may have been moved, or written after the manifest."""
+    manifest = read_manifest(out)
+    if manifest.parents[0].path != str(source) or source.stat().st_mtime > (out / MANIFEST).stat().st_mtime:
+        replace(manifest, parents=(replace(manifest.parents[0], path=str(source)),)).write(out)

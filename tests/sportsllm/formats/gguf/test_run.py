@@ -2,7 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import torch
 import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from benchmarks.model_size import stored_format
+from compress.distillation.starts import Checkpoint, choose_start
 from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from sportsllm.commands import find_model
@@ -21,7 +26,7 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.convert import convert_gguf
 from sportsllm.formats.gguf.weights import rows_in_halves
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.manifest import verify_directory
+from sportsllm.formats.manifest import read_manifest, verify_directory
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support import llama_cpp_converter
@@ -173,6 +178,34 @@ def test_the_weights_of_a_large_model_stay_in_the_file(
         TensorFiles(out)
     convert_gguf(moved / file.name, out)
     same_logits(out, load_checkpoint(tmp_path / "whole"))
+
+
+def test_a_file_that_weights_stay_in_may_be_a_link_but_not_another(
+    llama: Any, tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's cache links `model.gguf` to a file without a suffix."""
+    monkeypatch.setattr("sportsllm.formats.gguf.convert._LARGE", 0)
+    file = write_model(tmp_path / "blob", llama, byte_level(tokenizer_directory))
+    (tmp_path / "model.gguf").symlink_to(file)
+    convert_gguf(tmp_path / "model.gguf", out := tmp_path / "out")
+    same_logits(shutil.copytree(out, tmp_path / "copy"), llama)
+    config = load_config(out)
+    assert choose_start(str(out), None, out) == Checkpoint(config, [out])
+    assert stored_format(out).file_bytes is None
+    whole = file.read_bytes()
+    for changed, age in ((whole[:-1] + b"\x01", 60), (whole + b"\x01", -60)):
+        file.write_bytes(changed)
+        os.utime(file, (time.time() + age,) * 2)
+        with pytest.raises(ArtifactError, match=r"model\.gguf: its content was changed, it holds the weights of"):
+            TensorFiles(out)
+        assert verify_directory(out)[1] == [f"{tmp_path / 'model.gguf'}: its content was changed"]
+    file.write_bytes(whole)
+    convert_gguf(tmp_path / "model.gguf", out)
+    file.unlink()
+    assert verify_directory(out)[1] == [f"{tmp_path / 'model.gguf'}: not found"]
+    replace(read_manifest(out), parents=()).write(out)
+    with pytest.raises(ArtifactError, match="names no GGUF file"):
+        TensorFiles(out)
 
 
 def refused(file: Path, message: str, out: Path) -> None:
