@@ -64,6 +64,7 @@ COMMON_FIELDS = (
     "attention_bias", "mlp_bias", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 """Fields of `ModelConfig` that have the same name and meaning in the files of most families."""
+_SWITCHES = tuple(field.name for field in fields(ModelConfig) if field.type == "bool")
 _SIZES = ("num_attention_heads", "hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers")
 OWN_MODEL_TYPE = "sportsllm"
 """For models that are of no family of Hugging Face's: every field under its own name."""
@@ -124,7 +125,9 @@ def _parse(data: JsonObject, where: str) -> ModelConfig:
     values |= {key: rest.pop(key) for key in optional & rest.keys()}
     if rest:
         raise ArtifactError(f"{where}: unknown field {sorted(rest)[0]!r}; remove it or use a supported model")
-    return ModelConfig(**values | own)
+    values |= own
+    values |= {name: bool(values[name]) for name in _SWITCHES if values.get(name, "") in (None, 0, 1)}  # old files
+    return ModelConfig(**values)
 
 
 def _partial_rotation(data: JsonObject) -> JsonObject:

@@ -38,7 +38,7 @@ class Fields(dict[str, Any]):
 
     def biases(self) -> JsonObject:
         """`attention_bias` of all of attention's matrices."""
-        bias = self.pop("attention_bias", None) or False
+        bias = self.pop("attention_bias", False)
         return {"attention_bias": bias, "attention_output_bias": bias}
 
     def full_only(self) -> None:

@@ -138,6 +138,14 @@ def test_stablelm_has_the_biases_of_its_own_field_alone() -> None:
     assert not config_from_hf(data | {"attention_bias": True}).attention_bias
 
 
+@pytest.mark.parametrize("value", [None, 0, 1])
+@pytest.mark.parametrize("switch", ["attention_bias", "mlp_bias", "tie_word_embeddings", "use_qkv_bias"])
+def test_null_and_numbers_are_switches_as_in_transformers(switch: str, value: int | None) -> None:
+    config = families.CONFIGS["stablelm"] if switch == "use_qkv_bias" else families.PLAIN["llama"]
+    data = json.loads(config.to_json_string())
+    assert config_from_hf(data | {switch: value}) == config_from_hf(data | {switch: bool(value)})
+
+
 def test_rotary_bases_as_transformers_5_keeps_them() -> None:
     data = json.loads(families.CONFIGS["gemma3"].to_json_string())
     del data["rope_local_base_freq"], data["rope_theta"]
@@ -221,7 +229,7 @@ def test_a_missing_tensor_is_named_as_in_the_file(name: str, tensor: str, said: 
         ("mistral", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be"),
         ("gemma3", {"layer_types": None, "num_hidden_layers": 0}, "it must be a whole number from 1 to 4,096"),
         ("gpt-neox", {"use_parallel_residual": "no"}, "parallel_residual is 'no'; it must be true or false"),
-        ("stablelm", {"use_qkv_bias": 1}, "attention_bias is 1; it must be true or false"),
+        ("stablelm", {"use_qkv_bias": 2}, "attention_bias is 2; it must be true or false"),
         ("mistral", {"use_sliding_window": True}, "use_sliding_window is True"),
     ],
 )
