@@ -79,7 +79,7 @@ def quantize(
         str | None,
         typer.Option(
             help="rtn (round to nearest) or mse (grid of least squared error); with calibration text balance (scale "
-            "channels first) or gptq (balance, then error-compensated rounding).",
+            "channels, then one pass of error-compensated rounding) or gptq (fitted and refined too).",
             show_default="gptq for 4 bits and for whole rows, balance for 8; mse for untrained weights",
         ),
     ] = None,

@@ -41,7 +41,13 @@ def output_error(difference_NK: Tensor, gram_KK: Tensor) -> float:
 
 
 def gptq_weight(
-    weight_NK: Tensor, gram_KK: Tensor, bits: int, block_size: int, symmetric: bool, damping: float = DAMPING
+    weight_NK: Tensor,
+    gram_KK: Tensor,
+    bits: int,
+    block_size: int,
+    symmetric: bool,
+    damping: float = DAMPING,
+    refine: bool = True,
 ) -> QuantizedWeight:
     """Quantize a matrix for inputs with second moment `gram_KK`.
 
@@ -53,9 +59,13 @@ def gptq_weight(
         gram_KK: sum of x x^T, any scale.
         bits, block_size, symmetric: of the runtime's grid.
         damping: added to H's diagonal, as a share of its mean.
+        refine: else one pass in act-order is all.
     """
     damped = damped_gram(gram_KK, damping)
     first = fit_grid(weight_NK, bits, block_size, symmetric, search=True, weights_K=damped.diagonal())
+    if not refine:
+        grid, quants_NK = gptq(weight_NK, damped, first, act_order=True)
+        return grid.pack(quants_NK)
 
     def fitted(grid: Grid, quants_NK: Tensor) -> tuple[Grid, Tensor]:
         return fit_scales(weight_NK, damped, grid, quants_NK), quants_NK

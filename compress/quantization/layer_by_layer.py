@@ -15,23 +15,33 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from compress.layer_fit import LayerPair, LeastSquares, ResidualPair, fit_block
-from compress.layerwise import CPU, LayerStates, first_states, input_squares, run_layer, second_moment, summed
+from compress.layerwise import (
+    CPU,
+    LayerStates,
+    first_states,
+    input_moment,
+    input_squares,
+    run_layer,
+    second_moment,
+    summed,
+)
 from compress.quantization.channel_scaling import scale_block
 from compress.quantization.config import UNPACKED, QuantizationConfig
-from compress.quantization.packed_checkpoint import ROWS, PackedCheckpoint, round_weight, stack_rows
+from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_block, load_last_norm, load_positions, read_ends
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.calibration import JUDGED_SAMPLES, check_familiar
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, HEAD, POSITIONS, block_matrices
+from sportsllm.models.kinds import EMBEDDING, HEAD, POSITIONS, block_matrices, input_groups
 from sportsllm.models.language_model import Block, rope_of
 from sportsllm.models.layers import ResidualNorm, Rope
 from sportsllm.models.parts import routed_names, unused_line
@@ -132,11 +142,12 @@ def quantize_calibrated(
         model: its shape.
         packed: empty.
         samples: calibration token ids, each (B, T).
-        gptq: fit and round by GPTQ; else each matrix by itself on the grid of least squared error, columns counting as
-            their inputs in the full model are strong. Both scale channels first.
+        gptq: fit each matrix and round it by GPTQ; else one pass of GPTQ for its inputs in the full model, and routed
+            experts without it, columns counting as their inputs are strong. Both scale channels first.
         originals: where given, gets the layers' matrices as they were before rounding, scaled, by module.
         device: to compute on.
     """
+    packed.refine = gptq
     pull = PULL / sum(tokens.numel() for tokens in samples)
     rope, tensors = rope_of(model, device), TensorFiles(checkpoint)
     ends, norm = dict(read_ends(tensors, model)), load_last_norm(tensors, model).to(device)
@@ -202,16 +213,14 @@ def quantize_calibrated(
 
 
 def _round_table(packed: PackedCheckpoint, module: str, weight_VD: Tensor, read_BTD: Iterable[Tensor]) -> None:
-    """Round the head by itself, columns counting as what it reads is strong; in a tied one as embedding alike."""
+    """Round the head for what it reads, a tied one as embedding too."""
     if packed.config.bits_for(module) == UNPACKED:
         packed.add_matrix(module, weight_VD, search=True)
         return
-    strong_D = torch.stack([x_BTD.flatten(0, -2).square().sum(dim=0) for x_BTD in read_BTD]).sum(dim=0)
-    _check_finite(module, strong_D)
-    strong_D = strong_D / strong_D.mean() + TABLE_SHARE * (module == EMBEDDING)
-    spec = packed.config.grid_for(module, weight_VD.shape[1])
-    parts = (round_weight(rows, spec, search=True, weights_K=strong_D) for rows in torch.split(weight_VD, ROWS))
-    packed.add_packed(module, stack_rows(parts, len(weight_VD)))
+    gram_DD = reduce(Tensor.add_, map(second_moment, read_BTD))
+    if module == EMBEDDING:
+        gram_DD = _tied(gram_DD)
+    _round_by_gptq(packed, module, weight_VD, gram_DD)
 
 
 def _fit_and_round(
@@ -243,22 +252,36 @@ def _fit_and_round(
 def _round_alone(
     packed: PackedCheckpoint, prefix: str, block: Block, model: ModelConfig, states_BTD: Sequence[Tensor], rope: Rope
 ) -> tuple[Sequence[Tensor], set[str]]:
-    """Round each matrix of a layer by itself, columns counting as their inputs are strong.
+    """Round the matrices of a layer by one pass of GPTQ for what they read in the full model.
+
+    Of routed experts, whose second moments would take the memory of the layer again, columns count as their inputs are
+    strong.
 
     Returns:
         See `_fit_and_round`.
     """
-    names = [matrix.name for matrix in block_matrices(model)]
-    with summed({name: (block.get_submodule(name), input_squares) for name in names}) as found:
+    read = set[str]()
+
+    def routed(name: str) -> bool:
+        return model.experts is not None and name.startswith("mlp.")
+
+    sources = {m.name: m.name if routed(m.name) else group[0].name for group in input_groups(model) for m in group}
+    statistics = {name: input_squares if routed(name) else input_moment for name in sources.values()}
+    with summed({name: (block.get_submodule(name), each) for name, each in statistics.items()}) as found:
         following = run_layer(block, states_BTD, rope)
-    strong = {name: squares_K.float() for name, squares_K in found.items() if squares_K.any()}
-    for name in names:
-        weight_NK, module = block.get_parameter(f"{name}.weight"), f"{prefix}.{name}"
-        spec = packed.config.grid_for(module, weight_NK.shape[1])
-        if name in strong:
-            _check_finite(module, strong[name])
-        packed.add_packed(module, round_weight(weight_NK, spec, search=True, weights_K=strong.get(name)))
-    return following, set(strong)
+    for name, source in sources.items():
+        weight_NK, module, moments = block.get_parameter(f"{name}.weight"), f"{prefix}.{name}", found.get(source)
+        if moments is None or not moments.any():
+            packed.add_matrix(module, weight_NK, search=True)
+            continue
+        read.add(name)
+        if moments.ndim > 1:
+            _round_by_gptq(packed, module, weight_NK, moments)
+        else:
+            _check_finite(module, moments)
+            spec = packed.config.grid_for(module, weight_NK.shape[1])
+            packed.add_packed(module, round_weight(weight_NK, spec, search=True, weights_K=moments.float()))
+    return following, read
 
 
 def _check_text(
@@ -292,7 +315,11 @@ def _tied_gram(
     states_BTD = first_states(model, embedding, samples[:count], positions, packed.scratch, device)
     for layer in range(model.num_hidden_layers):
         states_BTD = run_layer(load_block(tensors, model, layer).to(device), states_BTD, rope)
-    gram_DD = torch.stack([second_moment(norm(x_BTD)) for x_BTD in states_BTD]).sum(dim=0)
+    return _tied(torch.stack([second_moment(norm(x_BTD)) for x_BTD in states_BTD]).sum(dim=0))
+
+
+def _tied(gram_DD: Tensor) -> Tensor:
+    """What an error of a tied table counts, given the second moment of what it reads as head."""
     return gram_DD / gram_DD.diagonal().mean() + TABLE_SHARE * torch.eye(len(gram_DD), device=gram_DD.device)
 
 

@@ -69,11 +69,11 @@ def stored_kinds(model: ModelConfig, config: QuantizationConfig) -> dict[str, Ki
 class PackedCheckpoint:
     """Collects the tensors of a quantized checkpoint, and what its quantization_config records.
 
-    The tensors are in memory, or in the file `path` of the directory that is being made.
+    The tensors are in memory, or in the file `path` of the directory that is being made. `refine` as in `gptq_weight`.
     """
 
     def __init__(self, model: ModelConfig, config: QuantizationConfig, path: Path | None = None) -> None:
-        self.config = config
+        self.config, self.refine = config, True
         self.scratch = None if path is None else path.parent
         self.tensors: MutableMapping[str, Tensor] = {}
         if path is not None:
@@ -127,7 +127,9 @@ class PackedCheckpoint:
     def add_by_gptq(self, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
         """A module's matrix, rounded for inputs with second moment `gram_KK`."""
         spec = self.config.grid_for(module, weight_NK.shape[1])
-        parts = (gptq_weight(rows.to(gram_KK), gram_KK, *spec) for rows in torch.split(weight_NK, ROWS))
+        parts = (
+            gptq_weight(rows.to(gram_KK), gram_KK, *spec, refine=self.refine) for rows in torch.split(weight_NK, ROWS)
+        )
         self.add_packed(module, stack_rows(parts, len(weight_NK)))
 
     def matrix(self, module: str, rows_N: Tensor | None = None) -> Tensor:

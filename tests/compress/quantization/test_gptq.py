@@ -210,3 +210,6 @@ def test_each_row_takes_the_better_order() -> None:
     left = (weight - torch.from_numpy(packed.dequantize())).double().numpy()
     # Refinement never adds to a row's error; 1e-4 for its float32 sums.
     assert (np.einsum("nk,kj,nj->n", left, gram.double().numpy(), left) <= errors.min(axis=0) * (1 + 1e-4)).all()
+    plain = gptq_weight(weight, gram, 4, 32, True, damping=0.0, refine=False)
+    grid, quants = tried[1]
+    assert np.isclose(plain.dequantize(), grid.values(quants).numpy()).mean() > 0.99  # ties aside
