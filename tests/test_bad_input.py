@@ -68,7 +68,7 @@ CASES: list[tuple[str, int, str]] = [
     (f"prune {MODEL} --out {NEW} --params 0.5 --set importance=outptu --calibration {TEXT}", USAGE, "output"),
     # options of another command, and directories of another kind
     (f"export {MODEL} --out {NEW} --bits 4", USAGE, "no option --bits; quantize has it"),
-    (f"serve {MODEL}", ARTIFACT, "not an ONNX export"),
+    (f"serve {MODEL}", ARTIFACT, "not an export"),
     (f"verify {TAKEN}", ARTIFACT, "has no manifest.json"),
     (f"report {TAKEN}", ARTIFACT, "holds no model"),
     # options that exclude each other

@@ -69,7 +69,8 @@ def calibration_samples(
     length = min(length, config.max_position_embeddings)
     if most is None:
         most = usual_samples(config, length)
-    documents = training_side(files, valid, tokenizer.reading.text_field, checkpoints) if files else []
+    field = USUAL.text_field if list(files) == [GENERAL_TEXT] else tokenizer.reading.text_field
+    documents = training_side(files, valid, field, checkpoints) if files else []
     samples: list[Tensor] = []
     tokens, rng = 0, np.random.default_rng(seed)
     reservoir = max(_RESERVOIR_CHARACTERS, _CHARACTERS_A_TOKEN * length * (count or most))

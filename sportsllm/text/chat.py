@@ -167,7 +167,8 @@ class ChatRenderer:
         child = self._child
         if child is None or child.poll() is not None:
             pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-            child = self._child = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, stderr=nowhere, cwd=_ROOT)
+            own: dict[str, Any] = {"cwd": _ROOT, "start_new_session": True}  # Ctrl-C is for the parent, which saves
+            child = self._child = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, stderr=nowhere, **own)
             self._send(child, [self._header])
         requests, lines = [[dict(message) for message in messages] for messages in conversations], list[bytes]()
         late, began = Timer(_LONGEST_S, child.kill), time.monotonic()

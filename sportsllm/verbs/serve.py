@@ -76,8 +76,8 @@ def serve(
     for path in directories:
         require_directory(path, "an export")
         if not is_onnx_directory(path):
-            kind = "a GGUF file, which llama.cpp's server serves" if find_gguf(path) else "not an ONNX export"
-            raise ArtifactError(f"{path}: {kind}; make one of the checkpoint with `export`")
+            kind = "a GGUF file, which llama.cpp's server serves" if find_gguf(path) else "not an export"
+            raise ArtifactError(f"{path}: {kind}; make one of a checkpoint with `export`")
     import uvicorn
 
     from sportsllm.console import log

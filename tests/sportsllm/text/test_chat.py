@@ -1,6 +1,7 @@
 """Chat templates against those of `transformers`."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,16 @@ def test_texts_are_those_of_transformers(
     ids = load_tokenizer(directory).encode(text, special=True)
     assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True)
     assert {0, 1} & set(ids) and not {0, 1} & set(load_tokenizer(directory).encode(text))
+
+
+def test_ctrl_c_reaches_the_parent_alone(tokenizer_directory: Path, tmp_path: Path) -> None:
+    """A training that is interrupted saves its state; a template that ended with it would be blamed for a row."""
+    renderer = ChatRenderer(with_template(tokenizer_directory, tmp_path / "model", CHATML))
+    try:
+        assert renderer(MESSAGES)
+        assert renderer._child is not None and os.getpgid(renderer._child.pid) != os.getpgid(0)
+    finally:
+        renderer.close()
 
 
 def test_a_template_in_its_own_file_or_by_name(tokenizer_directory: Path, tmp_path: Path) -> None:
