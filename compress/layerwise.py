@@ -7,6 +7,7 @@ Shape suffixes: B sequences, T tokens of one, D hidden_size, U channels, N token
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from sportsllm.models.language_model import Block, SportsLLM, embed, first_posit
 from sportsllm.models.layers import Rope
 
 CPU = torch.device("cpu")
-_KNOWN_BYTES = 2**28
+_KNOWN_BYTES, _KNOWN_SHARE = 2**28, 0.25  # of memory, and of the free disk for states in files
 Key = TypeVar("Key")
 Statistic = Callable[[Tensor, Tensor], Tensor]
 """From the input and the output of one call of a module to a new tensor, which is added up."""
@@ -107,6 +108,11 @@ class StoredStates(Sequence[Tensor]):
     def like(self, states: Iterable[Tensor]) -> StoredStates:
         """Others in a file of the same directory."""
         return StoredStates(self._directory, states)
+
+    @property
+    def nbytes(self) -> int:
+        """The file's size."""
+        return self._starts[-1]
 
     def __len__(self) -> int:
         return len(self._shapes)
@@ -255,11 +261,13 @@ class LayerStates(NamedTuple):
 class KnownStates:
     """Residual streams of samples in the layers of a model: each is computed once, up to `_KNOWN_BYTES` in all.
 
-    Of states in files those at the layers' ends are known.
+    Of states in files those at the layers' ends are known, up to `_KNOWN_SHARE` of the disk.
     """
 
     def __init__(self, model: SportsLLM) -> None:
-        self.model, self._left = model, _KNOWN_BYTES
+        scratch = scratch_of(model)
+        self._left = _KNOWN_BYTES if scratch is None else int(_KNOWN_SHARE * shutil.disk_usage(scratch).free)
+        self.model = model
         self._found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._ends: dict[tuple[tuple[int, int], ...], StoredStates] = {}
 
@@ -278,9 +286,11 @@ class KnownStates:
         if (ends := self._ends.get(tuple(keys))) is not None:
             return LayerStates(after_sublayer(block, attention, states_BTD, self.model.rope), ends)
         states = LayerStates.of(block, states_BTD, self.model.rope)
-        if isinstance(states.end, StoredStates):
-            self._ends[tuple(keys)] = states.end
-        if isinstance(states.end, list) and (size := 2 * sum(x_BTD.nbytes for x_BTD in states.end)) <= self._left:
+        size = states.end.nbytes if isinstance(states.end, StoredStates) else 2 * sum(x.nbytes for x in states.end)
+        if size <= self._left:
             self._left -= size
-            self._found.update(zip(keys, zip(*states, strict=True), strict=True))
+            if isinstance(states.end, StoredStates):
+                self._ends[tuple(keys)] = states.end
+            else:
+                self._found.update(zip(keys, zip(*states, strict=True), strict=True))
         return states

@@ -64,10 +64,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_563,
-    "compress": 8_093,
+    "compress": 8_103,
     "export": 6_380,
     "benchmarks": 9_253,
-    "tests": 24_277,
+    "tests": 24_288,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -257,6 +257,17 @@ def test_the_first_cut_reads_all_its_samples(run: Pruning) -> None:
     assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
 
 
+def test_a_nearly_full_disk_keeps_no_states(run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_IN_MEMORY", 0)
+    cuts, usage = [], shutil.disk_usage(tmp_path)
+    for free, keeps in ((usage.free, True), (0, False)):
+        monkeypatch.setattr("shutil.disk_usage", lambda _path, free=free: usage._replace(free=free))
+        work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], PruneConfig(samples=8)), tmp_path)
+        cuts.append(work.cut(tiny_config(num_hidden_layers=1), work.samples, True).model.model.layers[0].read())
+        assert bool(work._known._ends) == keeps
+    assert all(map(torch.equal, *(cut.state_dict().values() for cut in cuts)))
+
+
 def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning, monkeypatch: pytest.MonkeyPatch) -> None:
     work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], PruneConfig(samples=4)))
     shapes = [Shape.of(tiny_config(intermediate_size=32)), Shape.of(tiny_config(num_hidden_layers=1))]
