@@ -66,7 +66,7 @@ MOST_LINES = {
     "sportsllm": 18_563,
     "compress": 8_103,
     "export": 6_380,
-    "benchmarks": 9_253,
+    "benchmarks": 9_271,
     "tests": 24_288,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""

@@ -172,11 +172,29 @@ def _panel(
         if 0 <= (y := _share(tick, up)) <= 1:
             parts.append(f'<path d="M{left} {bottom - y * _HEIGHT:.1f}h{wide}" stroke="#ddd"/>')
             parts.append(_text(left - 6, bottom - y * _HEIGHT + 4, text, "end"))
-    for value, row in points:
-        x, y = left + wide * _share(value, across), bottom - _HEIGHT * _share(float(row["kl"]), up)
+    dots = [
+        (left + wide * _share(value, across), bottom - _HEIGHT * _share(float(row["kl"]), up)) for value, row in points
+    ]
+    taken = [(x - 5, y + 4, 10.0) for x, y in dots]  # left end, base line and width of what a label must not cover
+    for (x, y), (_, row) in zip(dots, points, strict=True):
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{tools[row["tool"]]}"/>')
-        parts.append(_text(x + 8, y + 4, row["format"]))
+        width, label = 7.0 * len(row["format"]), (x, y, 0.0)
+        for right, down in _LABEL_PLACES:
+            label = (x + (8 if right else -8 - width), y + 4 + down, width)
+            if not any(_covers(label, other) for other in taken):
+                break
+        taken.append(label)
+        parts.append(_text(*label[:2], row["format"]))
     return parts
+
+
+_LABEL_PLACES = [(right, down) for down in (0, -9, 9, -18, 18, -27, 27) for right in (True, False)]
+"""Beside a point: to its right or its left, and how many pixels lower."""
+
+
+def _covers(first: tuple[float, float, float], second: tuple[float, float, float]) -> bool:
+    apart = first[0] >= second[0] + second[2] or second[0] >= first[0] + first[2]
+    return not apart and abs(first[1] - second[1]) < 11
 
 
 def _share(value: float, axis: Plot) -> float:
