@@ -64,10 +64,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_563,
-    "compress": 8_103,
+    "compress": 8_115,
     "export": 6_380,
     "benchmarks": 9_271,
-    "tests": 24_288,
+    "tests": 24_289,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
