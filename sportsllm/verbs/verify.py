@@ -62,11 +62,11 @@ def verify(
     from sportsllm.inference.decoder import is_onnx_directory
 
     require_directory(directory, "a finished checkpoint or export")
-    if not (directory / MANIFEST).exists():
-        raise ArtifactError(f"{directory}: has no {MANIFEST} to check it against; only what this program made has one")
     exported = is_onnx_directory(directory)
     if provider != "cpu" and not exported:
         raise UsageError(f"--provider {provider}: {directory} is a checkpoint, which PyTorch runs; export it first")
+    if not (directory / MANIFEST).exists():
+        raise ArtifactError(f"{directory}: has no {MANIFEST} to check it against; only what this program made has one")
     files, problems = verify_directory(directory)
     if (directory / "config.json").exists():
         try:
