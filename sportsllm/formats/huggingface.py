@@ -46,11 +46,11 @@ _IGNORED = {
     "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
     "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p",
     "torchscript", "typical_p", "use_bfloat16",
+    "attention_dropout",  # of the training that made the model
 }  # fmt: skip
 _PARTIAL = "partial_rotary_factor"
 # Fields that are harmless only with these values.
 _REQUIRED: dict[str, tuple[object, ...]] = {
-    "attention_dropout": (0, 0.0),
     _PARTIAL: (1, 1.0),
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
