@@ -62,6 +62,8 @@ def architecture_of(config: ModelConfig) -> str:
         UsageError: it has none for this model.
     """
     family = _NAMES.get(family := family_of(config) or "", family)
+    if family == "mixtral" and config.sliding_window is None:
+        family = "llama"
     if family not in ARCHITECTURES:
         kinds = f"a model with {config.attention_kind} attention and {config.mlp_kind} feed-forward"
         raise UsageError(f"GGUF: {family or kinds} is not supported; use a model of {', '.join(ARCHITECTURES)}")
@@ -213,6 +215,7 @@ def _sizes(kind: str, config: ModelConfig) -> dict[str, Any]:
         found["rope.scaling.original_context_length"] = scaling.original_max_position_embeddings
     if config.experts is not None:
         found |= {"expert_count": config.experts.count, "expert_used_count": config.experts.active}
+    if kind == "qwen3moe":
         found["expert_feed_forward_length"] = config.intermediate_size
     if kind == "granite":
         found |= {"embedding_scale": float(config.embedding_scale), "attention.scale": config.attention_scale}

@@ -160,7 +160,8 @@ def read_config(file: GGUFFile) -> ModelConfig:
     if unknown := sorted(own - _READ - _READ_OF.get(name, set()) - _IGNORED):
         raise file.error(f"{name}.{unknown[0]} is not known, so that the model may compute something else; refuse")
     values: dict[str, Any] = {field: file.value(f"{name}.{key}", int) for key, field in _SIZES.items()}
-    if name != "qwen3moe" and file.value_or(0, f"{name}.expert_count", int):
+    routed = bool(file.value_or(0, f"{name}.expert_count", int))
+    if routed and name not in ("llama", "qwen3moe"):
         raise file.error(f"{name}.expert_count: a mixture of experts is not supported; use a dense model")
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = file.value_or(heads, f"{name}.attention.head_count_kv", int)
@@ -186,11 +187,13 @@ def read_config(file: GGUFFile) -> ModelConfig:
         "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         **_special_tokens(file),
-        **FAMILIES[_MODEL_TYPES.get(name, name)].fixed,
+        **FAMILIES["mixtral" if routed and name == "llama" else _MODEL_TYPES.get(name, name)].fixed,
     }
     try:
         if name in _READERS:
             values |= _READERS[name](file, values)
+        if routed:
+            values |= _experts(file, values)
         config = ModelConfig(**values)
         return config.with_changes(rope_scaling=_rope_scaling(file, name, config))
     except UsageError as error:
@@ -260,9 +263,11 @@ def granite_factors(file: GGUFFile) -> dict[str, float]:
     return {"residual_multiplier": _decimal(residual) or 1.0, "logits_scaling": _decimal(logits) or 1.0}
 
 
-def _qwen3moe(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
-    count, active = (file.value(f"qwen3moe.expert_{key}", int) for key in ("count", "used_count"))
-    inner = file.value_or(values["intermediate_size"] // max(active, 1), "qwen3moe.expert_feed_forward_length", int)
+def _experts(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    name, inner = architecture(file), values["intermediate_size"]
+    count, active = (file.value(f"{name}.expert_{key}", int) for key in ("count", "used_count"))
+    if name == "qwen3moe":
+        inner = file.value_or(inner // max(active, 1), "qwen3moe.expert_feed_forward_length", int)
     return {"experts": Experts(count, active, balance_loss=0.001), "intermediate_size": inner}
 
 
@@ -274,7 +279,6 @@ _READERS: dict[str, Callable[[GGUFFile, Mapping[str, Any]], dict[str, Any]]] = {
     "stablelm": _stablelm,
     "gptneox": _gptneox,
     "granite": _granite,
-    "qwen3moe": _qwen3moe,
 }
 """By architecture, what its files have beyond LLaMA's keys and the fixed parts of Hugging Face's family."""
 

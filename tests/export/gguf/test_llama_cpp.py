@@ -53,6 +53,7 @@ NEOX = GPT2 | {
     "tie_word_embeddings": False,
 }
 QWEN3_MOE = {"qk_norm": True, "mlp_kind": "experts", "experts": Experts(4, 4)}
+MIXTRAL = {"mlp_kind": "experts", "experts": Experts(4, 4), "tie_word_embeddings": False}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"attention_bias": True},
@@ -65,6 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {"norm_kind": "layer", "rotary_dim": 32, "attention_bias": True, "tie_word_embeddings": False},
     "gptneox": NEOX,
     "qwen3moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
     "granite": {"embedding_scale": 12.0, "attention_scale": 0.2},
     "gptneox-serial": NEOX | {"parallel_residual": False},
 }
@@ -92,10 +94,11 @@ def test_a_family_is_read_by_llama_cpp_as_it_is_meant(family: str, tokenizer_dir
     judge(exported(tmp_path, tokenizer_directory, "q4", FAMILIES[family], dtype="q4_k_m"), ROUNDING)
 
 
-def test_llama_cpp_chooses_the_same_experts(tokenizer_directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [QWEN3_MOE, MIXTRAL], ids=["qwen3moe", "mixtral"])
+def test_llama_cpp_chooses_the_same_experts(family: dict[str, Any], tokenizer_directory: Path, tmp_path: Path) -> None:
     """In float32: with inputs in 8 bits a token may be sent to another expert that is nearly as good."""
     llama_cpp.engine()
-    file = exported(tmp_path, tokenizer_directory, "dense", QWEN3_MOE | {"experts": Experts(8, 2)})
+    file = exported(tmp_path, tokenizer_directory, "dense", family | {"experts": Experts(8, 2)})
     exported(tmp_path, tokenizer_directory, "half", {}, dtype="fp16")
     llama_cpp.assert_same(file, load_checkpoint(tmp_path / "model"), 2e-3)
 
@@ -152,6 +155,7 @@ def test_what_llama_cpp_does_not_know_is_refused(tokenizer_directory: Path, tmp_
         (
             ({"num_hidden_layers": 4, "layer_types": (UNROTATED, FULL, FULL, FULL)}, "every fourth layer"),
             (OLMO2 | {"tie_word_embeddings": True}, "olmo2 models with a head of their own alone"),
+            (MIXTRAL | {"layer_types": (SLIDING,) * 2, "sliding_window": 8}, "mixtral is not supported"),
             (QWEN3_MOE | {"experts": Experts(4, 2, weights="scores")}, "Qwen3-MoE with experts in all layers"),
             (GEMMA2 | {"logit_softcap": None}, "Gemma 2 with every second layer full, bounded"),
             (GEMMA3 | {"attention_scale": 0.3}, "Gemma 3 with full layers"),

@@ -28,6 +28,7 @@ _ARCH = {
     "gpt_neox": gguf.MODEL_ARCH.GPTNEOX,
     "granite": gguf.MODEL_ARCH.GRANITE,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
 }
 _SIZES = families.SIZES | {"num_hidden_layers": 6}
 _CONFIGS: dict[str, transformers.PretrainedConfig] = {
@@ -42,6 +43,7 @@ _CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "gpt-neox": families.CONFIGS["gpt-neox"],
     "granite": families.CONFIGS["granite"],
     "qwen3-moe": families.CONFIGS["qwen3-moe"],
+    "mixtral": families.CONFIGS["mixtral"],
 }
 _SCALES = {
     "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
@@ -61,7 +63,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             values = values + 1
         if config.model_type == "gpt2" and name.endswith((".c_attn.weight", ".c_fc.weight", ".c_proj.weight")):
             values = np.ascontiguousarray(values.T)
-        if config.model_type in ("smollm3", "granite") and (".q_proj." in name or ".k_proj." in name):
+        if config.model_type in ("smollm3", "granite", "mixtral") and (".q_proj." in name or ".k_proj." in name):
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
             halves = values.reshape(heads, 2, values.shape[0] // heads // 2, values.shape[1])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
@@ -101,6 +103,8 @@ def settings(config: Any) -> dict[str, Any]:
     caps = {name: getattr(config, name) for name in names} if config.model_type == "gemma2" else {}
     if config.model_type == "granite":
         caps = {theirs: getattr(config, ours) for theirs, ours in _SCALES.items()}
+    if config.model_type == "mixtral":
+        caps = {"expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok}
     if config.model_type == "qwen3_moe":
         caps = {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
         caps["expert_feed_forward_length"] = config.moe_intermediate_size
@@ -141,6 +145,8 @@ def test_logits_are_those_of_the_model_that_was_written(name: str, tokenizer_dir
         ("gpt-neox", {"use_parallel_residual": None}, "use_parallel_residual is missing"),
         ("granite", {"logit_scale": None}, "logit_scale is missing"),
         ("granite", {"rope.scaling.finetuned": False}, "without rotary positions"),
+        ("smollm3", {"expert_count": 8}, "a mixture of experts is not supported"),
+        ("mixtral", {"expert_used_count": 5}, "5 experts a token of 4"),
         ("qwen3-moe", {"expert_count": 9}, r"ffn_gate_inp.weight' has shape \(8, 64\)"),
         ("qwen3-moe", {"expert_used_count": 9}, "9 experts a token of 8"),
         ("qwen3-moe", {"expert_feed_forward_length": 48}, r"ffn_gate_exps.weight' has shape \(32, 64\)"),
