@@ -117,7 +117,7 @@ def sample(
         model = load_checkpoint(checkpoint).to(training_device()).eval()
         questions, starts, ends = list[str](), [[tokenizer.begin_id]], tokenizer.turn_ends if chat else []
         if chat:
-            questions, starts = _asked(prompts, model, tokenizer, tokens, longest, rows)
+            questions, starts = _asked(prompts, model, tokenizer, tokens, longest, rows, seed)
         elif prompts:
             starts = read_prompts(prompts, tokenizer, longest)
         order = np.random.default_rng(seed).permutation(len(starts)).tolist()
@@ -190,11 +190,11 @@ def _line(written: str, question: str | None) -> str:
 
 
 def _asked(
-    path: Path | None, model: SportsLLM, tokenizer: TextTokenizer, tokens: int, longest: int, rows: int
+    path: Path | None, model: SportsLLM, tokenizer: TextTokenizer, tokens: int, longest: int, rows: int, seed: int
 ) -> tuple[list[str], list[list[int]]]:
     """Questions of a file, or of the model's own, and the tokens of each as the chat template puts it."""
     count = math.ceil(tokens / _ANSWER_TOKENS)
-    questions = own_questions(model, tokenizer, count, longest, rows) if path is None else read_questions(path)
+    questions = own_questions(model, tokenizer, count, longest, rows, seed) if path is None else read_questions(path)
     starts = [tokenizer.encode(text, special=True) for text in _chat_prompts(tokenizer, questions)]
     _check_lengths(starts, longest, path or Path("own questions"))
     return questions, starts
@@ -219,7 +219,9 @@ def read_questions(path: Path) -> list[str]:
     return found
 
 
-def own_questions(model: SportsLLM, tokenizer: TextTokenizer, count: int, longest: int, rows: int) -> list[str]:
+def own_questions(
+    model: SportsLLM, tokenizer: TextTokenizer, count: int, longest: int, rows: int, seed: int
+) -> list[str]:
     """Questions that a model writes itself after the beginning of a user's turn (Magpie, arxiv.org/abs/2406.08464).
 
     Raises:
@@ -230,7 +232,7 @@ def own_questions(model: SportsLLM, tokenizer: TextTokenizer, count: int, longes
     (turn,) = _chat_prompts(tokenizer, [_PLACE])
     start = tokenizer.encode(turn.partition(_PLACE)[0], special=True)
     most, found = len(start) + min(QUESTION_TOKENS, longest // 2), list[str]()
-    batches = sampled_batches(model, tokenizer, [start], OWN_DISTRIBUTION, most, rows, 0, tokenizer.turn_ends)
+    batches = sampled_batches(model, tokenizer, [start], OWN_DISTRIBUTION, most, rows, seed, tokenizer.turn_ends)
     with closing(batches):
         for batch in islice(batches, 4 * math.ceil(count / rows)):
             ended = (tokenizer.decode(text.tokens[length:]).strip() for length, text in batch if text.ended)

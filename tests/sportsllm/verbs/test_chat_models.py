@@ -162,7 +162,11 @@ def test_a_model_writes_conversations(cli: CommandLine, assistant: Path, tmp_pat
         ("user", "Who won?"),
         ("user", "When?"),
     }
-    cli.result("data", "sample", assistant, *flags, "--out", tmp_path / "b")
-    own = [each for each in read_documents([tmp_path / "b" / "corpus.jsonl"]) if isinstance(each, Conversation)]
-    assert own and len({each.messages[0] for each in own}) > 1
-    assert all([role for role, _ in each.messages] == ["user", "assistant"] for each in own)
+    asked = []
+    for seed in (0, 1):
+        cli.result("data", "sample", assistant, *flags, "--seed", seed, "--out", tmp_path / f"own{seed}")
+        corpus = read_documents([tmp_path / f"own{seed}" / "corpus.jsonl"])
+        own = [each for each in corpus if isinstance(each, Conversation)]
+        assert own and all([role for role, _ in each.messages] == ["user", "assistant"] for each in own)
+        asked.append({each.messages[0] for each in own})
+    assert len(asked[0]) > 1 and not asked[0] & asked[1]
