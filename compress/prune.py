@@ -161,7 +161,7 @@ def prune(
         recovery = plan_training(run, source, recover, taught, corpus, valid, seed, reading, holdouts)
     elif valid is not None:
         raise UsageError("--valid scores a recovery or a smaller vocabulary: add --recover or --vocab-size, or omit it")
-    config = PruneConfig(given.get("importance", "output"), given.get("refit", True), given.get("samples"))
+    config = PruneConfig(given.get("refit", True), given.get("samples"))
     scores = Path(given["scores"]) if "scores" in given else None
     job = PruneJob(checkpoint, text, config, scores, recovery, experts, experts_per_token, reading)
     read = None if recovery is None else cache(partial(StudentText.read, recovery, load_config(checkpoint), out))
@@ -267,7 +267,7 @@ def _cut(
     Importance scores are written beside it. A resumed run gets a model whose weights the saved state will replace.
     """
     from compress.pruning.cut import PrunedModel
-    from compress.pruning.scores import MEASURED, SCORES_FILE, save_scores
+    from compress.pruning.scores import SCORES_FILE, save_scores
     from compress.pruning.search import CUT_WEIGHTS, REFIT_SAMPLES
     from sportsllm.files import atomic_write_text, read_json
     from sportsllm.formats.checkpoint import load_checkpoint, save_tensors
@@ -291,7 +291,7 @@ def _cut(
     pruned = PrunedModel(work.model, list(range(work.model.config.num_hidden_layers)), [])
     if not job.cuts_experts or shape != Shape.of(work.model.config):
         pruned = work.cut(smaller, samples, job.config.refit)
-        if job.config.importance in MEASURED and job.scores is None:
+        if job.scores is None:
             save_scores(directory, work.scores, work.model.config)
     cut = {
         "calibration_tokens": sum(sample.numel() for sample in samples),

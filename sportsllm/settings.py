@@ -96,12 +96,6 @@ DISTILLATION: Group = {
     ),
 }
 PRUNING: Group = {
-    "importance": Setting(
-        str,
-        "Score of a unit: output, or the baselines activation (Minitron's) and magnitude",
-        "output",
-        choices=("output", "activation", "magnitude"),
-    ),
     "refit": Setting(bool, "Refit the kept weights to the full model by least squares", "true"),
     "samples": Setting(int, "Calibration samples", "up to 256, fewer for a model over 20M parameters", 1),
     "scores": Setting(str, "importance.safetensors of an earlier run, or its directory", "measured"),

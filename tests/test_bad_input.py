@@ -65,7 +65,7 @@ CASES: list[tuple[str, int, str]] = [
         USAGE,
         "forward-kl",
     ),
-    (f"prune {MODEL} --out {NEW} --params 0.5 --set importance=outptu --calibration {TEXT}", USAGE, "output"),
+    (f"prune {MODEL} --out {NEW} --params 0.5 --set refit=maybe --calibration {TEXT}", USAGE, "true or false"),
     # options of another command, and directories of another kind
     (f"export {MODEL} --out {NEW} --bits 4", USAGE, "no option --bits; quantize has it"),
     (f"serve {MODEL}", ARTIFACT, "not an export"),

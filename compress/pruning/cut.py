@@ -20,7 +20,7 @@ from compress.layerwise import KnownStates
 from compress.pruning.experts import dense_config, dense_model
 from compress.pruning.heads import HEADS, reduce_heads
 from compress.pruning.hidden import rotate
-from compress.pruning.scores import IMPORTANCES, Scores, choose_in_layer, measure_scores
+from compress.pruning.scores import Scores, choose_in_layer, measure_scores
 from compress.pruning.shapes import Shape, unit_span
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
@@ -55,18 +55,13 @@ _SAME = (
 
 @dataclass(frozen=True)
 class PruneConfig:
-    """How units are chosen (`importance`, one of `IMPORTANCES`), and whether the kept weights are refitted.
+    """Whether the kept weights are refitted, and the number of calibration samples.
 
-    `samples` is the number of calibration samples: None takes up to 256, fewer for a large model.
+    None takes up to 256 samples, fewer for a large model.
     """
 
-    importance: str = "output"
     refit: bool = True
     samples: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.importance not in IMPORTANCES:
-            raise UsageError(f"--set importance={self.importance} is not known; use one of {', '.join(IMPORTANCES)}")
 
 
 class LayerRun(NamedTuple):
@@ -167,7 +162,7 @@ def cut_to_config(
     samples = [tokens[:, : config.max_position_embeddings] for tokens in samples]
     if model.config.experts is not None and config.experts is None:
         model = dense_model(model, config.intermediate_size, samples)
-    scores = measure_scores(model, samples, prune_config.importance, known := KnownStates(model))
+    scores = measure_scores(model, samples, known := KnownStates(model))
     return prune_model(model, scores, config, samples, prune_config.refit, known=known)
 
 

@@ -54,7 +54,7 @@ class PruneJob:
 
     Attributes:
         checkpoint, calibration: the full model, and the text for scores and refits.
-        config: how units are chosen.
+        config: of the calibration and the refit.
         scores: those of an earlier run on the same checkpoint.
         recovery: the training after the cut.
         experts, experts_per_token: cut first, see `compress.pruning.experts`.
@@ -143,7 +143,7 @@ class Calibration:
         """Importance of the model's units: measured, or of an earlier run."""
         if (known := self.job.scores or self.stored) is not None:
             return load_scores(known, self.model.config)
-        return measure_scores(self.model, self.samples, self.job.config.importance, self._known)
+        return measure_scores(self.model, self.samples, self._known)
 
     def cut(self, smaller: ModelConfig, samples: Sequence[Tensor], refit: bool) -> PrunedModel:
         """`prune_model`; which layers stay is tried once for each depth, on the same text for all cuts."""

@@ -1,9 +1,4 @@
-"""Importance of units: by the error of a layer's output, by activations, or by the weights alone.
-
-    output      (default) How early greedy selection picks the unit, see `compress.pruning.selection`.
-    activation  Baseline, Minitron's (https://arxiv.org/abs/2407.14679): sqrt(sum over samples of (mean over tokens of
-                |a|)^2), a the input of the matrix whose columns the unit is, its L2 norm over these columns.
-    magnitude   Baseline without text: the L2 norm of the weights that a unit owns.
+"""Importance of units, by the error of a layer's output: greedy selection (`compress.pruning.selection`) scores them.
 
 Distance of a run of layers = 1 - E[cos(x before, x after)], ShortGPT's block influence (https://arxiv.org/abs/2403.03853)
 for one layer, and its form for several (https://arxiv.org/abs/2403.17887).
@@ -31,10 +26,8 @@ from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import LAST_NORM, NORMS, block_matrices, block_units
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.parts import HIDDEN, Matrix, Unit
+from sportsllm.models.parts import HIDDEN, Unit
 
-IMPORTANCES = ("output", "activation", "magnitude")
-MEASURED = ("output", "activation")  # on calibration text
 SCORES_FILE = "importance.safetensors"
 _DISTANCE_SAMPLES = 32  # of which distances of layers are taken; the runs that come out nearest are tried
 
@@ -83,64 +76,17 @@ def by_unit(found: Found, layers: int) -> dict[str, list[Tensor]]:
 
 
 @torch.no_grad()
-def measure_scores(
-    model: SportsLLM, samples: Sequence[Tensor], importance: str = "output", known: KnownStates | None = None
-) -> Scores:
-    """Scores by one of `IMPORTANCES`, over calibration token ids, (B, T) each, whose states are `known` afterwards.
+def measure_scores(model: SportsLLM, samples: Sequence[Tensor], known: KnownStates | None = None) -> Scores:
+    """Scores over calibration token ids, (B, T) each, whose states are `known` afterwards.
+
+    One layer after the other: memory is that of one layer's products and of the residual streams.
 
     Raises:
         ArtifactError: there are no samples.
     """
     if not samples:
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
-    found, moments, distance = _streamed(model, samples, importance, known or KnownStates(model))
-    if importance == "magnitude":
-        found, distance = _magnitudes(model)
-    return Scores(directions_from(model, moments), by_unit(found, model.config.num_hidden_layers), distance)
-
-
-def _unit_squares(size: int) -> Statistic:
-    """(K,) sum over samples of (mean over tokens of |a|)^2, a the L2 norm of a unit's `size` inputs."""
-
-    def statistic(inputs_BTU: Tensor, _output: Tensor) -> Tensor:
-        if inputs_BTU.ndim == 2:  # some tokens, perhaps none, without their order
-            inputs_BTU = inputs_BTU[None] if len(inputs_BTU) else inputs_BTU.new_zeros(1, 1, inputs_BTU.shape[1])
-        parts = inputs_BTU.float().view(*inputs_BTU.shape[:-1], -1, size)
-        size_BTK = parts[..., 0].abs() if size == 1 else parts.norm(dim=-1)
-        return size_BTK.mean(dim=1).square().sum(dim=0)
-
-    return statistic
-
-
-def _magnitudes(model: SportsLLM) -> tuple[Found, Tensor]:
-    """Scores by weights, and the distances of runs of layers: the norm of their matrices."""
-    found: Found = {}
-    sizes = [torch.zeros(())]
-    for layer, block in enumerate(blocks_of(model)):
-        matrices, units = block_matrices(model.config.of_layer(layer)), scored_units(model.config.of_layer(layer))
-        squares = {matrix.name: block.get_parameter(f"{matrix.name}.weight").square() for matrix in matrices}
-        for name, (unit, _) in units.items():
-            found[name, layer] = _owned(name, unit.count, matrices, squares).sqrt().cpu()
-        sizes.append(sum((weights.sum().cpu() for weights in squares.values()), torch.zeros(())))
-    reach = torch.stack(sizes).cumsum(dim=0)
-    return found, (reach[None, :] - reach[:, None]).clamp(min=0).sqrt()
-
-
-def _owned(unit: str, count: int, matrices: Sequence[Matrix], squares: Mapping[str, Tensor]) -> Tensor:
-    """(K,) sums over the rows and columns of each unit, whose number may differ from matrix to matrix."""
-    columns = [squares[m.name].sum(dim=0) for m in matrices if m.column_unit == unit]
-    rows = [squares[m.name].sum(dim=1) for m in matrices if m.row_unit == unit]
-    parts = [torch.stack([side.view(count, -1).sum(1) for side in sides]).sum(0) for sides in (rows, columns) if sides]
-    return torch.stack(parts).sum(dim=0)
-
-
-def _streamed(
-    model: SportsLLM, samples: Sequence[Tensor], importance: str, known: KnownStates
-) -> tuple[Found, Sequence[Tensor], Tensor]:
-    """Scores by selection or by activations, the moments of `directions_from`, and distances of runs of layers, one
-    layer after the other: memory is that of one layer's products and of the residual streams.
-    """
-    found: Found = {}
+    known, found = known or KnownStates(model), Found()
     states_BTD = embedded(model, samples)
     streams_LBTD, moments = [kept_like(states_BTD, islice(states_BTD, _DISTANCE_SAMPLES))], kept_like(states_BTD, ())
     units = layer_units(model.config)
@@ -149,21 +95,14 @@ def _streamed(
             watched: dict[str, tuple[nn.Module, Statistic]] = {
                 norm: (block.get_submodule(norm), norm_moment) for norm in NORMS.values()
             }
-            if importance in MEASURED:
-                for name, (unit, matrix) in own.items():
-                    statistic = input_moment if importance == "output" else _unit_squares(unit.size)
-                    watched[name] = block.get_submodule(matrix), statistic
+            watched |= {name: (block.get_submodule(matrix), input_moment) for name, (_, matrix) in own.items()}
             with summed(watched) as sums:
                 states_BTD = known.of(layer, samples, states_BTD, block).end
             streams_LBTD.append(kept_like(states_BTD, islice(states_BTD, _DISTANCE_SAMPLES)))
             moments.extend(sums.pop(norm) for norm in NORMS.values())
-            for name, (unit, matrix) in own.items() if importance in MEASURED else ():
-                value = sums.pop(name)
-                if importance == "output":
-                    value = pick_order(mirrored(value), block.get_parameter(f"{matrix}.weight"), unit.size)
-                else:
-                    value = value.sqrt()
-                found[name, layer] = value.cpu()
+            for name, (unit, matrix) in own.items():
+                weight_OU = block.get_parameter(f"{matrix}.weight")
+                found[name, layer] = pick_order(mirrored(sums.pop(name)), weight_OU, unit.size).cpu()
             bar.advance()
     with summed({LAST_NORM: (model.model.norm, norm_moment)}) as sums:
         for x_BTD in states_BTD:
@@ -173,7 +112,8 @@ def _streamed(
     for sample_LTD in zip(*streams_LBTD, strict=True):
         states = nn.functional.normalize(torch.stack(sample_LTD).flatten(1, 2).float(), dim=-1)
         cosines += torch.einsum("itd,jtd->ij", states, states) / states.shape[1]
-    return found, moments, (1 - cosines / len(streams_LBTD[0])).cpu()
+    distance = (1 - cosines / len(streams_LBTD[0])).cpu()
+    return Scores(directions_from(model, moments), by_unit(found, model.config.num_hidden_layers), distance)
 
 
 def save_scores(directory: Path, scores: Scores, config: ModelConfig) -> None:

@@ -119,7 +119,6 @@ def test_quantized_input_and_empty_calibration_are_refused(run: Pruning, tmp_pat
         ({}, "say how small"),
         ({"params": 0.5, "search": 10}, "--search needs"),
         ({"params": 0.5, "size_mb": 1.0}, "not both"),
-        ({"params": 0.5, "settings": {"importance": "luck"}}, "importance"),
         ({"params": 0.5, "device": "cuda"}, "--device cuda: this PyTorch finds no CUDA GPU"),
         ({"params": 0.5, "settings": {"refits": "false"}}, "there is no 'refits'; did you mean refit"),
         ({"params": 0.5, "settings": {"temperature": 2}}, "options of --recover: --set temperature"),
@@ -311,6 +310,6 @@ def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
 
 
 def test_the_manifest_names_settings_as_options(run: Pruning, tmp_path: Path) -> None:
-    run(tmp_path / "out", {"refit": False, "importance": "magnitude"}, intermediate=32)
+    run(tmp_path / "out", {"refit": False}, intermediate=32)
     settings = read_manifest(tmp_path / "out").settings
-    assert {"intermediate": 32, "importance": "magnitude", "refit": False, "samples": 4}.items() <= settings.items()
+    assert {"intermediate": 32, "refit": False, "samples": 4}.items() <= settings.items()

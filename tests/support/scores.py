@@ -17,5 +17,5 @@ def random_scores(model: SportsLLM, samples: Sequence[Tensor], seed: int = 0) ->
         for layer, units in enumerate(layer_units(model.config))
         for name, (unit, _) in units.items()
     }
-    directions = measure_scores(model, samples, "magnitude").directions
+    directions = measure_scores(model, samples).directions
     return Scores(directions, by_unit(drawn, layers), torch.rand(layers + 1, layers + 1, generator=generator))

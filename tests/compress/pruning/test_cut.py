@@ -120,7 +120,7 @@ def pruned_to(model: SportsLLM, scores: Scores, shape: Shape, layers: list[int] 
 @pytest.mark.parametrize("changes", FAMILIES, ids=str)
 def test_the_full_shape_changes_no_logit(changes: dict[str, object]) -> None:
     model = tiny_model(**changes)
-    pruned = pruned_to(model, measure_scores(model, batches(), "activation"), Shape.of(model.config))
+    pruned = pruned_to(model, measure_scores(model, batches()), Shape.of(model.config))
     tokens = batches(1)[0]
     with torch.inference_mode():
         assert torch.equal(pruned(tokens), model(tokens))
@@ -138,7 +138,7 @@ def test_dead_units_are_cut_without_a_trace(changes: dict[str, object]) -> None:
                 module.weight[dead_neurons] = 0
                 if module.bias is not None:
                     module.bias[dead_neurons] = 0
-    scores = measure_scores(model, batches(), "activation")
+    scores = measure_scores(model, batches())
     for layer in range(2):
         assert set(torch.argsort(scores.units["neuron"][layer])[:32].tolist()) == set(dead_neurons.tolist())
         scores.units["query_head"][layer][dead_heads] = 0
@@ -156,7 +156,7 @@ def test_a_layer_that_does_nothing_is_the_one_dropped() -> None:
     with torch.no_grad():
         for module in (model.model.layers[2].self_attn.o_proj, model.model.layers[2].mlp.down_proj):
             module.weight.zero_()
-    scores = measure_scores(model, batches(), "activation")
+    scores = measure_scores(model, batches())
     keep, tried = kept_layers(model, scores, 3, batches())
     assert keep == [0, 1, 3] and len(tried) == 3
     pruned = pruned_to(model, scores, Shape(64, 96, 4, 2, 3, 16), keep)
@@ -172,7 +172,7 @@ def test_a_norm_of_all_heads_keeps_the_entries_of_those_that_stay() -> None:
         for block in model.model.layers:
             block.self_attn.q_norm.weight.copy_(torch.arange(64.0))
             block.self_attn.k_norm.weight.copy_(torch.arange(32.0))
-    scores = measure_scores(model, batches(), "activation")
+    scores = measure_scores(model, batches())
     for layer in range(2):
         scores.units["query_head"][layer][:] = torch.tensor([0.0, 1, 3, 2])
     pruned = pruned_to(model, scores, Shape(hidden=64, intermediate=96, heads=2, kv_heads=1, layers=2, head_dim=16))

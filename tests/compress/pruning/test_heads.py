@@ -209,7 +209,7 @@ def model_in(changes: dict[str, object]) -> SportsLLM:
 @pytest.mark.parametrize("changes", FAMILIES, ids=str)
 def test_all_directions_are_the_same_model(changes: dict[str, object]) -> None:
     model = model_in(changes)
-    turned = rotate(model, measure_scores(model, samples(), "activation").directions, 64)
+    turned = rotate(model, measure_scores(model, samples()).directions, 64)
     assert not torch.allclose(turned.model.embed_tokens.weight, model.model.embed_tokens.weight, atol=0.1)
     assert torch.allclose(logits(turned), logits(model), atol=2e-4, rtol=2e-4)
 
@@ -227,7 +227,7 @@ def test_a_stream_that_fills_a_subspace_is_cut_to_it_without_a_trace(changes: di
             writer.weight.copy_(onto @ writer.weight)
             if writer.bias is not None:
                 writer.bias.copy_(onto @ writer.bias)
-    scores = measure_scores(model, samples(), "activation")
+    scores = measure_scores(model, samples())
     kept = choose_units(model.config, scores, model.config.with_changes(hidden_size=48))
     cut = slice_model(rotate(model, scores.directions, 48), kept)
     assert cut.config.hidden_size == 48
@@ -244,7 +244,7 @@ def test_the_first_directions_are_the_best_of_their_number() -> None:
         norm.register_forward_pre_hook(lambda _module, args: caught.append(args[0].flatten(0, 1).double()))
         for norm in [*norms, model.model.norm]
     ]
-    directions = measure_scores(model, samples(), "activation").directions
+    directions = measure_scores(model, samples()).directions
     for hook in hooks:
         hook.remove()
     weight = model.model.norm.weight.double()
@@ -261,8 +261,8 @@ def test_the_first_directions_are_the_best_of_their_number() -> None:
 def test_norms_keep_the_size_of_what_stays() -> None:
     """Each norm's outputs have the mean square of the full model's normalised states in the directions that stay."""
     model = tiny_model(tie_word_embeddings=False)
-    directions = measure_scores(model, samples(), "activation").directions
-    scores = measure_scores(model, samples(), "activation")
+    directions = measure_scores(model, samples()).directions
+    scores = measure_scores(model, samples())
     kept = choose_units(model.config, scores, model.config.with_changes(hidden_size=32))
     cut = slice_model(rotate(model, directions, 32), kept)
     tokens = samples(1)[0]

@@ -33,7 +33,7 @@ def samples(count: int = 6, seed: int = 0) -> list[Tensor]:
 def cut(
     model: SportsLLM, shape: Shape, layers: list[int] | None = None, text: list[Tensor] | None = None
 ) -> tuple[SportsLLM, KeptUnits, Tensor | None]:
-    scores = measure_scores(model, text or samples(), "activation")
+    scores = measure_scores(model, text or samples())
     kept = choose_units(model.config, scores, shape.applied_to(model.config), layers)
     hidden = shape.hidden
     if hidden == model.config.hidden_size:

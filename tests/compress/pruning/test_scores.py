@@ -1,4 +1,4 @@
-"""Importance: baselines against loops over samples and weights, selection by output against brute force."""
+"""Importance: distances of layers against a loop over tokens, selection by output against brute force."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,45 +19,19 @@ def samples(count: int = 3) -> list[torch.Tensor]:
     return [torch.randint(0, 384, (2, 20), generator=g) for _ in range(count)]
 
 
-def test_scores_equal_a_loop_over_samples() -> None:
-    """The formula written out sample by sample, in float64, from the model's own intermediate values."""
+def test_distances_of_layers_equal_a_loop_over_tokens() -> None:
+    """The formula written out token by token, in float64, from the model's own residual stream."""
     model = tiny_model()
-    scores = measure_scores(model, samples(), "activation")
-    caught: dict[str, list[torch.Tensor]] = {"neuron": [], "head": [], "in": [], "out": []}
-    block = model.model.layers[1]
-    neuron, head = torch.zeros(96, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    cosine, count = 0.0, 0
-    hooks = [block.mlp.down_proj.register_forward_pre_hook(lambda m, a: caught["neuron"].append(a[0]))]
-    hooks += [block.self_attn.o_proj.register_forward_pre_hook(lambda m, a: caught["head"].append(a[0]))]
-    hooks += [block.register_forward_hook(lambda m, a, o: caught["in"].append(a[0]) or caught["out"].append(o))]
+    caught: list[tuple[Tensor, Tensor]] = []
+    hook = model.model.layers[1].register_forward_hook(lambda _module, args, out: caught.append((args[0], out)))
     with torch.inference_mode():
         for batch in samples():
-            for row in batch:
-                for values in caught.values():
-                    values.clear()
-                model.hidden(row[None])
-                neuron += caught["neuron"][0][0].double().abs().mean(0) ** 2
-                head += caught["head"][0][0].double().view(20, 4, 16).norm(dim=-1).mean(0) ** 2
-                pairs = zip(caught["in"][0][0].double(), caught["out"][0][0].double(), strict=True)
-                for x, y in pairs:
-                    cosine += float(x @ y / (x.norm() * y.norm()))
-                    count += 1
-    for hook in hooks:
-        hook.remove()
-    assert torch.allclose(scores.units["neuron"][1].double(), neuron.sqrt(), rtol=1e-5)
-    assert torch.allclose(scores.units["query_head"][1].double(), head.sqrt(), rtol=1e-5)
-    assert float(scores.layer_distance[1, 2]) == pytest.approx(1 - cosine / count, abs=1e-5)
-
-
-@torch.no_grad()
-def test_magnitude_is_the_norm_of_what_a_unit_owns() -> None:
-    model = tiny_model()
-    scores = measure_scores(model, samples(), "magnitude")
-    block = model.model.layers[1]
-    owned = [block.mlp.gate_proj.weight[5], block.mlp.up_proj.weight[5], block.mlp.down_proj.weight[:, 5]]
-    assert float(scores.units["neuron"][1][5]) == pytest.approx(float(torch.cat(owned).norm()), rel=1e-5)
-    owned = [block.self_attn.q_proj.weight[32:48].flatten(), block.self_attn.o_proj.weight[:, 32:48].flatten()]
-    assert float(scores.units["query_head"][1][2]) == pytest.approx(float(torch.cat(owned).norm()), rel=1e-5)
+            model.hidden(batch)
+    hook.remove()
+    pairs = [pair for x, y in caught for pair in zip(x.flatten(0, 1).double(), y.flatten(0, 1).double(), strict=True)]
+    cosines = [float(x @ y / (x.norm() * y.norm())) for x, y in pairs]
+    found = float(measure_scores(model, samples()).layer_distance[1, 2])
+    assert found == pytest.approx(1 - sum(cosines) / len(cosines), abs=1e-5)
 
 
 def test_scores_of_a_mixture_keep_every_experts_neurons(tmp_path: Path) -> None:
