@@ -13,7 +13,7 @@ Shape suffixes: B sequences, T tokens, D hidden_size, N rows (outputs), K column
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -28,6 +28,7 @@ from compress.layerwise import (
     first_states,
     input_moment,
     input_squares,
+    mirrored,
     run_layer,
     second_moment,
     summed,
@@ -202,7 +203,7 @@ def quantize_calibrated(
         packed.add(name, tensor, search=True)
     if not gptq:
         table = tensors[f"{EMBEDDING}.weight"].float() if head is None else head
-        _round_table(packed, EMBEDDING if head is None else HEAD, table, map(norm, full_BTD))
+        _round_table(packed, EMBEDDING if head is None else HEAD, table, _read_by_head(full_BTD, norm))
     elif head is not None and packed.config.bits_for(HEAD) != UNPACKED:
         head = head.to(device)
         sums = LeastSquares.over(zip(map(norm, rounded_BTD), map(norm, full_BTD), strict=True))
@@ -212,15 +213,17 @@ def quantize_calibrated(
         packed.add_matrix(HEAD, head, search=True)
 
 
-def _round_table(packed: PackedCheckpoint, module: str, weight_VD: Tensor, read_BTD: Iterable[Tensor]) -> None:
+def _read_by_head(last_BTD: Sequence[Tensor], norm: ResidualNorm) -> Tensor:
+    """(D, D) the second moment of what the head reads, given the states after the last layer."""
+    return reduce(Tensor.add_, (second_moment(norm(x_BTD)) for x_BTD in last_BTD))
+
+
+def _round_table(packed: PackedCheckpoint, module: str, weight_VD: Tensor, gram_DD: Tensor) -> None:
     """Round the head for what it reads, a tied one as embedding too."""
     if packed.config.bits_for(module) == UNPACKED:
         packed.add_matrix(module, weight_VD, search=True)
-        return
-    gram_DD = reduce(Tensor.add_, map(second_moment, read_BTD))
-    if module == EMBEDDING:
-        gram_DD = _tied(gram_DD)
-    _round_by_gptq(packed, module, weight_VD, gram_DD)
+    else:
+        _round_by_gptq(packed, module, weight_VD, _tied(gram_DD) if module == EMBEDDING else gram_DD)
 
 
 def _fit_and_round(
@@ -260,13 +263,10 @@ def _round_alone(
     Returns:
         See `_fit_and_round`.
     """
-    read = set[str]()
-
-    def routed(name: str) -> bool:
-        return model.experts is not None and name.startswith("mlp.")
-
-    sources = {m.name: m.name if routed(m.name) else group[0].name for group in input_groups(model) for m in group}
-    statistics = {name: input_squares if routed(name) else input_moment for name in sources.values()}
+    read, routed = set[str](), "mlp.experts."
+    groups = [(matrix.name, group[0].name) for group in input_groups(model) for matrix in group]
+    sources = {name: name if name.startswith(routed) else first for name, first in groups}
+    statistics = {name: input_squares if name.startswith(routed) else input_moment for name in sources.values()}
     with summed({name: (block.get_submodule(name), each) for name, each in statistics.items()}) as found:
         following = run_layer(block, states_BTD, rope)
     for name, source in sources.items():
@@ -276,7 +276,7 @@ def _round_alone(
             continue
         read.add(name)
         if moments.ndim > 1:
-            _round_by_gptq(packed, module, weight_NK, moments)
+            _round_by_gptq(packed, module, weight_NK, mirrored(moments))
         else:
             _check_finite(module, moments)
             spec = packed.config.grid_for(module, weight_NK.shape[1])
@@ -315,7 +315,7 @@ def _tied_gram(
     states_BTD = first_states(model, embedding, samples[:count], positions, packed.scratch, device)
     for layer in range(model.num_hidden_layers):
         states_BTD = run_layer(load_block(tensors, model, layer).to(device), states_BTD, rope)
-    return _tied(torch.stack([second_moment(norm(x_BTD)) for x_BTD in states_BTD]).sum(dim=0))
+    return _tied(_read_by_head(states_BTD, norm))
 
 
 def _tied(gram_DD: Tensor) -> Tensor:

@@ -97,6 +97,21 @@ def test_a_gpu_rounds_as_the_cpu_does(
     assert [group.kl for group in costs] == pytest.approx([group.kl for group in wanted_costs], rel=1e-6)
 
 
+def test_the_bands_of_wide_second_moments_change_no_rounding(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of bands are added up in another order, which turns few values."""
+    model, found = tiny_model(std=0.1), list[dict[str, torch.Tensor]]()
+    save_checkpoint(tmp_path, model, checkpoint)
+    samples = [torch.randint(0, 24, (1, 100), generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    for band in (1024, 16):
+        monkeypatch.setattr("compress.layerwise._BAND", band)
+        packed = PackedCheckpoint(model.config, QuantizationConfig(8))
+        quantize_calibrated(tmp_path, model.config, packed, samples, gptq=False)
+        found.append({name: tensor for name, tensor in packed.tensors.items() if name.endswith("_packed")})
+    assert max(float((found[0][name] != found[1][name]).float().mean()) for name in found[0]) < 0.005
+
+
 def test_inputs_that_overflow_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     model = tiny_model()
     with torch.no_grad():
