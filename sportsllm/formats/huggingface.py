@@ -47,6 +47,9 @@ _IGNORED = {
     "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p",
     "torchscript", "typical_p", "use_bfloat16",
     "attention_dropout",  # of the training that made the model
+    # Written by other programs, and read by none: nanotron (SmolLM2), Unsloth, early versions of transformers.
+    "is_llama_config", "unsloth_fixed", "unsloth_version", "n_special", "output_past", "predict_special_tokens",
+    "max_sequence_length", "attn_implementation", "_attn_implementation", "_flash_attn_2_enabled",
 }  # fmt: skip
 _PARTIAL = "partial_rotary_factor"
 # Fields that are harmless only with these values.
@@ -57,6 +60,8 @@ _REQUIRED: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
     "use_mrope": (False,),
+    "rope_interleaved": (False,),  # SmolLM2
+    "activation": (None, "swiglu"),  # Falcon 3, a LLaMA model
 }
 COMMON_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

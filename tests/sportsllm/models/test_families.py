@@ -231,6 +231,8 @@ def test_a_missing_tensor_is_named_as_in_the_file(name: str, tensor: str, said: 
         ("gpt-neox", {"use_parallel_residual": "no"}, "parallel_residual is 'no'; it must be true or false"),
         ("stablelm", {"use_qkv_bias": 2}, "attention_bias is 2; it must be true or false"),
         ("mistral", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("smollm3", {"rope_interleaved": True}, "rope_interleaved is True"),
+        ("phi3", {"activation": "geglu"}, "activation is 'geglu'"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(name: str, changes: dict[str, Any], said: str) -> None:
@@ -273,5 +275,14 @@ def test_fields_of_published_files_that_say_nothing_about_the_model() -> None:
         "pretraining_tp": 2,
         "prefix": None,
         "attention_dropout": 0.1,  # as Granite has it
+        "is_llama_config": True,  # as SmolLM2 has it
+        "rope_interleaved": False,
+        "activation": "swiglu",  # as Falcon 3 has it
+        "unsloth_fixed": True,
+        "unsloth_version": "2026.3.3",
+        "n_special": 0,  # as GPT-2 medium has it
+        "predict_special_tokens": True,
+        "output_past": True,
+        "max_sequence_length": 2048,
     }
     assert config_from_hf(data | harmless) == config_from_hf(data)
