@@ -1,5 +1,6 @@
 """Tiny real models and texts that every test may use. Nothing is downloaded."""
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -37,6 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _words_to_standard_output() -> None:
     """A test that ran a command with --json leaves the process as it was."""
     console.use_stderr(False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_imports() -> None:
+    """Commands call `gc.collect` to give memory back: it takes 0.3 s with all packages loaded, and visits none now."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

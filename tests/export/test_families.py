@@ -9,6 +9,7 @@ import pytest
 
 import sportsllm
 from compress.prune import prune_checkpoint
+from compress.pruning.cut import PruneConfig
 from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from compress.quantization.config import QuantizationConfig
@@ -86,7 +87,7 @@ def test_pruned_quantized_and_over_an_int8_cache(model: Path, text: Path, tmp_pa
     shape = Shape(
         full.hidden, 2 * full.intermediate // 3, full.heads // 2, max(1, full.kv_heads // 2), 3, full.head_dim
     )
-    prune_checkpoint(PruneJob(model, [text]), shape, tmp_path / "pruned")
+    prune_checkpoint(PruneJob(model, [text], PruneConfig(samples=4)), shape, tmp_path / "pruned")
     smaller = load_config(tmp_path / "pruned")
     assert (smaller.num_hidden_layers, smaller.intermediate_size, smaller.num_attention_heads) == (
         3,
@@ -94,7 +95,7 @@ def test_pruned_quantized_and_over_an_int8_cache(model: Path, text: Path, tmp_pa
         2,
     )
     assert smaller.output_norms == config.output_norms and smaller.position_kind == config.position_kind
-    quantize_checkpoint(tmp_path / "pruned", tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,)))
+    quantize_checkpoint(tmp_path / "pruned", tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,), 4))
     # Random experts are chosen by hairs, which a rounded latent tips over: a float32 cache for these.
     int8 = config.attention_kind == "grouped_query" or config.experts is None
     options: dict[str, Any] = {"kv_cache": "int8", "calibration": [text]} if int8 else {}

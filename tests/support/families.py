@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import AutoModelForCausalLM
 
 WINDOW = 8
 SIZES: dict[str, Any] = {
@@ -126,7 +127,7 @@ def peer(name: str) -> Any:
 def peer_of(config: transformers.PretrainedConfig) -> Any:
     """A model of any shape."""
     torch.manual_seed(0)
-    found = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    found = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in found.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
