@@ -81,7 +81,8 @@ def test_a_gpu_rounds_as_the_cpu_does(
     method: str, config: QuantizationConfig, changes: dict[str, Any], checkpoint: Path, tmp_path: Path
 ) -> None:
     """The pretended one computes on the CPU, and no sum may mix tensors of both."""
-    model = tiny_model(**changes)
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny_model(**small, **changes)
     save_checkpoint(tmp_path, model, checkpoint)
     draw = torch.Generator().manual_seed(0)
     samples = [torch.randint(0, 24, (1, length), generator=draw) for length in (40, 64, 17)]
