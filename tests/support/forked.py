@@ -67,16 +67,24 @@ def run_process(rank: int, count: int, port: int, restarts: int, last_step: int 
         return take_step(self, *others)  # type: ignore[arg-type]
 
     loop._Run.take_step = killed  # type: ignore[method-assign,assignment]
-    cli.main(words if count > 1 or not restarts else [*words, "--resume"])
+    try:
+        cli.main(words if count > 1 or not restarts else [*words, "--resume"])
+    except SystemExit as stop:
+        sys.stderr.flush()
+        os._exit(int(stop.code or 0))  # clearing away what was imported takes longer than the training
 
 
 def main() -> None:
     import torch
-    import torch._dynamo  # what sharding imports, imported once
+    import torch._dynamo  # what the processes import, imported once
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
 
-    import sportsllm.training.loop  # noqa: F401
+    import sportsllm.models.training_memory
+    import sportsllm.text.tokenizer_training
+    import sportsllm.training.cost
+    import sportsllm.training.loop
+    import sportsllm.verbs.train  # noqa: F401
 
     torch.set_num_threads(1)
     for restarts, part in enumerate(sys.argv[1].split(",")):

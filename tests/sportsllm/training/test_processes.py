@@ -54,7 +54,7 @@ def losses(directory: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("optimizer", "rounds", "tensor_parallel", "tolerance"),
     # Muon iterates in bfloat16.
-    [("adamw", "2:5,4:9,4:14,1", 1, 1e-5), ("muon", "4", 1, 1e-4), ("adamw", "4:7,2:14,1", 2, 1e-5)],
+    [("adamw", "2:2,4:4,4:6,1", 1, 1e-5), ("muon", "4", 1, 1e-4), ("adamw", "4:3,2:5,1", 2, 1e-5)],
 )
 def test_killed_processes_lose_nothing_and_any_number_goes_on(
     cli: CommandLine,
@@ -70,13 +70,13 @@ def test_killed_processes_lose_nothing_and_any_number_goes_on(
     With `tensor_parallel`, four are 2 x 2 and two share every matrix.
     """
     one, many = tmp_path / "one", tmp_path / "many"
-    further = ["--set", f"optimizer={optimizer}", "--set", "shard=true", "--steps", "20"]
+    further = ["--set", f"optimizer={optimizer}", "--set", "shard=true", "--steps", "7"]
     further += ["--set", f"tensor_parallel={tensor_parallel}", "--set", "kv_heads=2"]
     assert cli(*arguments(corpus_file, one), *further)[0] == 0
     said = forked(rounds, *arguments(corpus_file, many), *further)
-    assert re.findall(r"resumed at step (\d+) of 20", said) == re.findall(r":(\d+)", rounds)
+    assert re.findall(r"resumed at step (\d+) of 7", said) == re.findall(r":(\d+)", rounds)
     assert losses(many) == pytest.approx(losses(one), rel=tolerance)
-    assert len(losses(many)) == 20
+    assert len(losses(many)) == 7
     trained, expected = load_checkpoint(many).state_dict(), load_checkpoint(one).state_dict()
     for name, weight in expected.items():
         torch.testing.assert_close(trained[name], weight, rtol=1e-3, atol=1e-2 if optimizer == "muon" else 1e-4)
