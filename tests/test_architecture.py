@@ -67,7 +67,7 @@ MOST_LINES = {
     "compress": 8_052,
     "export": 6_383,
     "benchmarks": 9_271,
-    "tests": 24_304,
+    "tests": 24_334,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
