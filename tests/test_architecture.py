@@ -66,7 +66,7 @@ MOST_LINES = {
     "sportsllm": 18_566,
     "compress": 8_052,
     "export": 6_383,
-    "benchmarks": 9_271,
+    "benchmarks": 9_274,
     "tests": 24_334,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""

@@ -139,10 +139,12 @@ def draw(rows: Sequence[Row], name: str) -> str:
     width, height = _LEFT + _WIDTH + 60, _TOP + _HEIGHT + 70
     shown = [figure for figure in PANELS if any(row[figure] for row in rows)]
     wide = (_WIDTH - _GAP * (len(shown) - 1)) / len(shown)
+    title = f"{name}: KL from the unquantized model, nats per token; lower is better"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="12" fill="#222" '
-        'font-family="system-ui, sans-serif"><rect width="100%" height="100%" fill="#fff"/>',
-        _text(_LEFT, 20, f"{name}: KL from the unquantized model, nats a token; lower is better"),
+        f'<svg class="drawing quality" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{html.escape(title)}" font-family="system-ui, sans-serif" font-size="12" fill="currentColor">',
+        "<style>.quality { color: #222 } @media (prefers-color-scheme: dark) { .quality { color: #ddd } }</style>",
+        _text(_LEFT, 20, title),
     ]
     for place, (tool, color) in enumerate(tools.items()):
         x = _LEFT + 190 * place
@@ -166,11 +168,11 @@ def _panel(
     parts = [_text(left + wide / 2, bottom + 36, across["title"], "middle")]
     for tick, text in zip(across["tickvals"], across["ticktext"], strict=True):
         if 0 <= (x := _share(tick, across)) <= 1:
-            parts.append(f'<path d="M{left + x * wide:.1f} {bottom}v-{_HEIGHT}" stroke="#ddd"/>')
+            parts.append(f'<path d="M{left + x * wide:.1f} {bottom}v-{_HEIGHT}" {_LINE}/>')
             parts.append(_text(left + x * wide, bottom + 16, text, "middle"))
     for tick, text in zip(up["tickvals"], up["ticktext"], strict=True):
         if 0 <= (y := _share(tick, up)) <= 1:
-            parts.append(f'<path d="M{left} {bottom - y * _HEIGHT:.1f}h{wide}" stroke="#ddd"/>')
+            parts.append(f'<path d="M{left} {bottom - y * _HEIGHT:.1f}h{wide}" {_LINE}/>')
             parts.append(_text(left - 6, bottom - y * _HEIGHT + 4, text, "end"))
     dots = [
         (left + wide * _share(value, across), bottom - _HEIGHT * _share(float(row["kl"]), up)) for value, row in points
@@ -188,6 +190,7 @@ def _panel(
     return parts
 
 
+_LINE = 'stroke="currentColor" stroke-opacity="0.15"'
 _LABEL_PLACES = [(right, down) for down in (0, -9, 9, -18, 18, -27, 27) for right in (True, False)]
 """Beside a point: to its right or its left, and how many pixels lower."""
 
