@@ -26,8 +26,8 @@ class BenchResult(Result):
     """Figures of a model on this machine.
 
     Attributes:
-        measured: ms, s, bytes and tokens per second, quality, and the verdict on --target.
-        figures: the same and every sample of every round, as `--json` prints it.
+        measured: times in ms, memory in bytes, speed in tokens per second, quality, and the verdict on `--target`.
+        figures: the same figures with every sample of every round, as `--json` prints them.
     """
 
     measured: Bench

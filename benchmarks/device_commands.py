@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesResult(Result):
-    """Devices: `name`, `kind`, `limits` and more of each."""
+    """Devices.
+
+    Attributes:
+        devices: `name`, `kind`, `limits` and more of each device.
+    """
 
     devices: list[dict[str, Any]]
 

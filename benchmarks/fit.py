@@ -31,21 +31,23 @@ _STANDING = {"pass": 0, "uncertain": 1, "fail": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult(Result):
-    """What a search found and made. Losses are percent of the teacher's bits per byte.
+    """The result of a search. Losses are percent of the teacher's bits per byte.
 
     Attributes:
-        target: the device whose budget counts.
-        decided_by: "measurement" on the device itself, else "prediction".
-        uncertain: the chosen one is not inside with the whole band of its predictions.
-        limits: of the budget, by name.
-        candidates: those considered, with what is cut, predicted and measured figures, and losses of those tried.
-        chosen: the name of the finished candidate; with `dry_run` of the one that would be tried first.
-        whole_teacher: nothing is cut.
-        band: factors, either way, that hold 90% of predictions, by limit.
-        documents: of held-out text, that trials and that the final measurement are scored on.
-        out: the export; `line` the recipe that makes it, `bench` its measurement, `stages` of the recipe.
-        gave_up: other finished candidates, with the limits that they miss.
-        seconds: in all.
+        target: name of the device.
+        decided_by: `measurement` on the device itself, else `prediction`.
+        uncertain: whether the prediction band of the chosen candidate reaches beyond the budget.
+        limits: limits of the budget by name.
+        candidates: all candidates with their cuts, predicted and measured figures, and losses if tried.
+        chosen: name of the finished candidate; with `dry_run`, of the candidate to try first.
+        whole_teacher: whether nothing is cut.
+        band: factor by limit within which 90% of predictions are, in either direction.
+        dry_run: whether candidates were only listed.
+        documents: number of held-out documents for the trials and for the final measurement.
+        out, line: path of the export, and the recipe that makes it in a line.
+        bench, stages: measurement of the export, and stages of its recipe.
+        gave_up: other finished candidates with the limits that they miss.
+        seconds: total time.
     """
 
     target: str

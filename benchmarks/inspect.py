@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectResult(Result):
-    """What a model consists of, and what it did with a text.
+    """The parts of a model, and its attention and experts on a text.
 
     Attributes:
-        model: as it was given.
-        parameters: of the whole model.
-        blocks: of each group of layers with the same parts its `layers` and the `parameters` of one.
-        out: the page.
+        model: the model as it was named.
+        parameters: parameters of the whole model.
+        blocks: groups of layers with the same parts: indices (`layers`), and `parameters` of one layer.
+        out: path of the page.
         attention: see `benchmarks.inspection.on_text.measure_attention`.
         experts: see `benchmarks.inspection.on_text.measure_experts`.
     """

@@ -29,15 +29,16 @@ _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult(Result):
-    """A model by arithmetic alone; nothing was run.
+    """Computed and predicted figures of a model.
 
     Attributes:
-        model: as asked for.
-        parameters: in all.
-        parameters_by_component, weight_bytes, kv_cache_bytes_per_token: by part or precision; None for a bare count.
-        training_memory_bytes: of one step; None for a bare count.
-        predicted: with --target, `precision`, `depth`, `ttft_ms`, `tpot_ms`, `peak_rss_bytes` and their bands.
-        figures: everything, as `--json` prints it.
+        model: the model as it was named.
+        parameters: total number of parameters.
+        parameters_by_component, weight_bytes, kv_cache_bytes_per_token: parameters by part, and bytes by precision;
+            None if only a number of parameters was given.
+        training_memory_bytes: memory of one training step; None if only a number of parameters was given.
+        predicted: with `--target`: `precision`, `depth`, `ttft_ms`, `tpot_ms`, `peak_rss_bytes` and their bands.
+        figures: all figures, as `--json` prints them.
     """
 
     model: str

@@ -22,14 +22,14 @@ _SUFFIXES = {"html": (".html", ".htm"), "md": (".md", ".markdown"), "csv": (".cs
 
 @dataclass(frozen=True, kw_only=True)
 class ReportResult(Result):
-    """What `report` wrote.
+    """A report.
 
     Attributes:
-        out, bytes: the file.
+        out, bytes: path and size of the file.
         stages: names of the stages shown.
-        saved: what the last measured stage saves against the first, in words; None unless two were measured.
+        saved: a sentence that compares the last measured stage with the first; None unless two were measured.
         candidates: number of models that the given searches considered.
-        cards: directories whose model cards were written again.
+        cards: directories whose model cards were updated.
     """
 
     out: Path

@@ -31,7 +31,7 @@ _STARTED = "start.json"  # in an unfinished directory: the layers that hidden st
 
 @dataclass(frozen=True, kw_only=True)
 class DistillResult(TrainingResult):
-    """A distilled checkpoint. `bits_per_byte_before` is None for a student of random weights."""
+    """A distilled checkpoint. `bits_per_byte_before` is None if the student started from random weights."""
 
 
 def distill(
@@ -85,7 +85,7 @@ def distill(
     signals: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of the teacher's cached predictions; made if missing.",
+            help="Directory of the teacher's cached predictions; created if missing.",
             show_default="the teacher runs in every step",
             rich_help_panel=_LOSS,
         ),

@@ -40,18 +40,20 @@ _CUT = "cut.json"  # in an unfinished directory: what a resumed run need not fin
 
 @dataclass(frozen=True, kw_only=True)
 class PruneResult(TrainingResult):
-    """What `prune` wrote. Fields of a recovery, a search or a smaller vocabulary are None without one.
+    """A pruned checkpoint. Fields of a recovery, a search or a vocabulary cut are None without it.
 
     Attributes:
-        shape: the dimensions by name.
-        share_of_block_parameters: of the full model's non-embedding parameters.
-        kv_cache_bytes_per_token, kv_cache_bytes_per_token_before: by the cache's precision.
-        calibration_tokens: of the text that was read.
-        kept_layers: of the full model.
-        layers_tried: the runs of layers that were left out on trial.
-        search: the finalists, best first.
-        bits_per_byte_before_recovery: of the pruned model, on the report split.
-        vocab_size and following: of a smaller vocabulary; bits_per_byte_before is TrainingResult's.
+        shape: dimensions by name.
+        share_of_block_parameters: share of the full model's non-embedding parameters that is kept.
+        kv_cache_bytes_per_token, kv_cache_bytes_per_token_before: cache size by precision of the cache.
+        calibration_tokens: number of calibration tokens.
+        kept_layers: indices of the kept layers in the full model.
+        layers_tried: loss without each run of layers that was a candidate.
+        search: finalists, best first.
+        bits_per_byte_before_recovery: quality of the pruned model on the report split.
+        vocab_size, vocab_size_before: tokens in the vocabulary after and before a vocabulary cut.
+        tokens_per_byte_before, tokens_per_byte_after: tokens per byte of held-out text around a vocabulary cut.
+        bits_per_byte_after: quality after a vocabulary cut; `bits_per_byte_before` is that before it.
     """
 
     shape: dict[str, int] = field(default_factory=dict)

@@ -48,11 +48,11 @@ class QuantizeResult(TrainingResult):
         head_bits: bits of embedding and head.
         method: rounding method.
         bits_per_weight: average of the layers' matrices, with scales and zero points.
-        calibration_tokens: tokens of calibration text.
+        calibration_tokens: number of calibration tokens.
         sensitivity: groups of matrices with their KL and bits, if precisions are mixed.
         padding_percent: values added to fill the last group of each row.
-        regridded_from, regrid_relative_error: of matrices that bitsandbytes had quantized before.
-        bits_per_byte_before_recovery: rounded, before `--qad`.
+        regridded_from, regrid_relative_error: bitsandbytes format of the input, and the error of the new rounding.
+        bits_per_byte_before_recovery: quality after rounding, before `--qad`.
     """
 
     bits: int = 0

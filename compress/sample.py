@@ -37,7 +37,15 @@ _BEGINNING_CHARACTERS = 64 * BEGINNING_TOKENS
 
 @dataclass(frozen=True, kw_only=True)
 class SampleResult(Result):
-    """A corpus that a model wrote; `ended` texts have a stop token of the model's own."""
+    """A corpus that a model wrote.
+
+    Attributes:
+        out: path of the directory.
+        cached: whether it existed already.
+        documents, tokens, bytes: size of the corpus.
+        ended: number of documents that the model ended with a stop token.
+        seconds, tokens_per_s: time and speed of the work.
+    """
 
     out: Path
     cached: bool = False
@@ -45,7 +53,6 @@ class SampleResult(Result):
     tokens: int = 0
     bytes: int = 0
     ended: int = 0
-    size_bytes: int = 0
     seconds: float = 0.0
     tokens_per_s: float = 0.0
 

@@ -34,19 +34,19 @@ _REPORTED = ("max_abs_logit_error", "kl", "greedy_match", "passed", "input_round
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult(StageResult):
-    """What `export` wrote.
+    """An export.
 
     Attributes:
-        format: one of `FORMATS`.
-        precision: the narrowest that a graph's matrices are stored in: `int4`, `int8`, `fp16` or `fp32`.
-        kv_cache: what a graph caches in: `fp32`, `fp16` or `int8`.
-        kernels: version of this program's kernels that a graph calls; None if it calls none.
-        wide_inputs: modules whose inputs have 16 bits instead of 8: the head of an INT8 model, and what the gate asks
-            for.
-        architecture, formats: of a GGUF file: llama.cpp's name, and bytes of tensors by their format.
-        build_seconds: without the parity gate.
-        peak_rss_bytes: of this process.
-        parity: the main figures of parity.json.
+        format: `onnx`, `web`, `standard` or `gguf`.
+        precision: narrowest type of the graph's matrices: `int4`, `int8`, `fp16` or `fp32`.
+        kv_cache: type of the graph's cache: `fp32`, `fp16` or `int8`.
+        kernels: version of this program's kernels that the graph calls; None if it calls none.
+        wide_inputs: modules with 16-bit instead of 8-bit inputs: the head of an INT8 model, and others if the parity
+            gate requires them.
+        architecture, formats: llama.cpp's name of a GGUF file's architecture, and bytes of its tensors by type.
+        build_seconds: time without the parity gate.
+        peak_rss_bytes: peak memory of the process.
+        parity: main figures of parity.json.
     """
 
     format: str = "onnx"

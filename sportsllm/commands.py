@@ -256,14 +256,14 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class StageResult(Result):
-    """What a command returns that wrote a directory.
+    """The output directory of a command.
 
     Attributes:
-        out: the directory.
-        cached: it was there already, made from the same inputs.
-        parameters: of the model in it.
-        size_bytes: of its weight files.
-        seconds: that the work took, also if cached.
+        out: path of the directory.
+        cached: whether it existed already, made from the same inputs.
+        parameters: parameters of the model.
+        size_bytes: size of the weight files.
+        seconds: time of the work, also if cached.
     """
 
     out: Path
@@ -275,17 +275,19 @@ class StageResult(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult(StageResult):
-    """What a command returns that trained a model; None if nothing was trained or held out.
+    """The result of a training. Fields are None if nothing was trained or no text was held out.
 
     Attributes:
-        tokens, steps, epochs: read in training.
-        tokens_per_s: without validating and saving.
-        loss: mean of the last logged steps, nats per token.
-        valid_bits_per_byte: on the report split of the held-out text.
-        best_step: whose weights were kept; 0 is the start.
-        best_bits_per_byte: what it was chosen by, on the selection split.
-        learning_rate, muon_learning_rate: peak rates, by trial if not given.
-        bits_per_byte_before: of the start, on the report split.
+        tokens, steps, epochs: length of the training.
+        tokens_per_parameter: training tokens per parameter.
+        tokens_per_s: training speed, without validation and saving.
+        loss: mean loss of the last logged steps, nats per token.
+        valid_bits_per_byte: quality of the result on the report split of the held-out text.
+        best_step: step whose weights were kept; 0 is the start.
+        best_bits_per_byte: quality of that step on the selection split.
+        learning_rate, muon_learning_rate: peak learning rates.
+        bits_per_byte_before: quality of the start on the report split.
+        peak_rss_bytes: peak memory of the process.
     """
 
     tokens: int = 0

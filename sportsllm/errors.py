@@ -1,26 +1,23 @@
-"""Errors meant for people: one line that says what, where and what to do, and an exit code.
-
-The codes are part of the command line's interface; scripts rely on them.
-"""
+"""Errors for users: one line that says what failed, where, and what to do, with an exit code."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class SportsLLMError(Exception):
-    """Base of every error a person can act on. The message is one line."""
+    """Base class of all errors that a user can act on. The message is one line."""
 
     exit_code = 1
 
 
 class UsageError(SportsLLMError):
-    """A flag, a setting or a recipe that cannot be meant."""
+    """Invalid option, setting or recipe."""
 
     exit_code = 2
 
 
 class ArtifactError(SportsLLMError):
-    """A checkpoint, an export or a text file that is missing, damaged or does not fit."""
+    """A checkpoint, export or text file is missing or damaged, or does not fit."""
 
     exit_code = 3
 
@@ -32,25 +29,25 @@ class GateError(SportsLLMError):
 
 
 class ResourceError(SportsLLMError):
-    """The environment falls short: memory, disk, permissions, a package that is not installed."""
+    """A problem of the environment: memory, disk, permissions, or a missing package."""
 
     exit_code = 5
 
 
 class ConflictError(SportsLLMError):
-    """The output exists already, or another run holds it."""
+    """The output exists already, or another run is writing it."""
 
     exit_code = 6
 
 
 class DivergedError(SportsLLMError):
-    """Training met a loss that is not a number."""
+    """The training loss is not finite."""
 
     exit_code = 7
 
 
 class InterruptedRun(SportsLLMError):
-    """The user pressed Ctrl-C; the state was saved first."""
+    """Interrupted by Ctrl-C or SIGTERM; the state was saved."""
 
     exit_code = 130
 

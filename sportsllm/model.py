@@ -25,7 +25,8 @@ class LoadedModel:
     """
 
     def __init__(self, decoder: Decoder, tokenizer: TextTokenizer) -> None:
-        self.decoder, self.tokenizer = decoder, tokenizer
+        self.decoder = decoder
+        self.tokenizer = tokenizer
 
     def __repr__(self) -> str:
         from sportsllm.models.kinds import described_shape

@@ -4,6 +4,7 @@ What differs from what a reader runs is all here: fewer tokens and rounds, a tin
 and stand-ins for commands that need a network, a Raspberry Pi or an hour.
 """
 
+import importlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,17 @@ def test_every_command_shown_has_these_options_and_settings() -> None:
         context = command.make_context("sportsllm-compress", words)
         given = [*(context.params.get("settings") or ()), *(context.params.get("limit") or ())]
         assert {one.partition("=")[0] for one in given} <= settings, line
+
+
+def test_every_field_of_a_json_result_is_documented() -> None:
+    page = (ROOT / "docs" / "reference" / "json-results.md").read_text(encoding="utf-8")
+    names = re.findall(r"^::: ([\w.]+)\.(\w+)$", page, re.MULTILINE)
+    assert len(names) > 15
+    for module, name in names:
+        record = getattr(importlib.import_module(module), name)
+        entries = re.findall(r"^ +(\w+(?:, \w+)*): ", record.__doc__.partition("Attributes:")[2], re.MULTILINE)
+        inherited = {field.name for base in record.__bases__ for field in fields(base)}
+        assert {field.name for field in fields(record)} - inherited == {*", ".join(entries).split(", ")} - {""}, name
 
 
 def test_the_picture_of_the_readme_is_of_todays_results() -> None:

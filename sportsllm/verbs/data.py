@@ -26,7 +26,16 @@ SIMULATED_MEGABYTES = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateResult(Result):
-    """A simulated corpus."""
+    """A simulated corpus.
+
+    Attributes:
+        out: path of the directory.
+        cached: whether it existed already.
+        train_documents, valid_documents: number of documents.
+        train_bytes, valid_bytes, size_bytes: UTF-8 bytes of text, and of the whole corpus.
+        questions, chats: number of questions and of conversations.
+        seconds: time of the work.
+    """
 
     out: Path
     cached: bool = False
@@ -60,7 +69,12 @@ class TokenCost:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensResult(Result):
-    """The counts of a text, and what it costs with the tokenizer, then with that of --against."""
+    """Counts of a text.
+
+    Attributes:
+        documents, bytes, words: size of the text.
+        costs: tokens and cache size with the tokenizer, then with that of `--against`.
+    """
 
     documents: int
     bytes: int

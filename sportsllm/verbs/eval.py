@@ -36,20 +36,21 @@ class QuestionScore:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult(Result):
-    """What was scored; None for what was not.
+    """Scores of a model; None for those that were not asked for.
 
     Attributes:
         directory: the model.
-        context: tokens that were read at once.
-        perplexity, bits_per_byte, tokens, bytes: of the text; of its conversations the assistant's tokens count.
-        text: its files.
-        conversations: of its documents.
-        trained_documents: documents of the text that the model was trained on.
-        against: the base model that was compared with, and `divergence`, how far the model is from it.
-        accuracy, questions: of the questions, if there is one file of them.
-        question_files: of each file.
-        tasks: of lm-evaluation-harness, by name.
-        kernels, provider, placement: what ran an export, and where.
+        context: tokens read at once.
+        perplexity, bits_per_byte, tokens, bytes: scores and size of the text; only the assistant's tokens of
+            conversations count.
+        text: files of the text.
+        conversations: number of documents that are conversations.
+        trained_documents: number of documents that the model was trained on.
+        against, divergence: the base model, and the difference from it.
+        accuracy, questions: score and number of questions, if there is one file of them.
+        question_files: scores of each file.
+        tasks: scores of lm-evaluation-harness by task.
+        kernels, provider, placement: kernels and execution provider of an export, and the operators that it runs.
     """
 
     directory: Path

@@ -25,15 +25,15 @@ _sampling: Any = partial(typer.Option, rich_help_panel="Sampling")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateResult(Result):
-    """A continued prompt.
+    """A prompt and its continuation.
 
     Attributes:
-        prompt, text: as given, and what was generated.
+        prompt, text: the prompt, and the generated text.
         ids, tokens: ids of the generated tokens, and their number.
-        context_full: generation ended since the context was full.
+        context_full: whether generation ended because the context was full.
         ttft_ms: time to the first token.
-        tokens_per_s: of those after it; None for one token.
-        kernels, provider, placement: what ran an export, and where.
+        tokens_per_s: speed after the first token; None for one token.
+        kernels, provider, placement: kernels and execution provider of an export, and the operators that it runs.
     """
 
     prompt: str

@@ -81,7 +81,14 @@ class StageRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult(Result):
-    """A finished recipe. `bench` is the JSON form of its last benchmark."""
+    """A finished recipe.
+
+    Attributes:
+        recipe: name of the recipe.
+        stages: the stages with their results.
+        bench: JSON result of the last `bench` stage.
+        seconds: total time.
+    """
 
     recipe: str
     stages: list[StageRow]

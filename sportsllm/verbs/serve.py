@@ -29,12 +29,12 @@ WAITING = 16
 
 @dataclass(frozen=True, kw_only=True)
 class ServeResult(Result):
-    """What a server has done when it ends.
+    """A server that has ended.
 
     Attributes:
-        url: its address.
-        models: their names.
-        sequences, tokens: how many it generated.
+        url: address of the server.
+        models: names of the models.
+        sequences, tokens: number of generated sequences and tokens.
     """
 
     url: str

@@ -31,7 +31,11 @@ _shape: Any = partial(typer.Option, rich_help_panel="Shape")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult(TrainingResult):
-    """A trained checkpoint. `trained_parameters` are fewer than `parameters` with LoRA adapters."""
+    """A trained checkpoint.
+
+    Attributes:
+        trained_parameters: trainable parameters, fewer than `parameters` with LoRA adapters.
+    """
 
     trained_parameters: int | None = None
 

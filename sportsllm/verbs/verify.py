@@ -27,14 +27,15 @@ class ProviderParity:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult(Result):
-    """What was checked.
+    """A checked directory.
 
     Attributes:
-        ok: no problem was found.
-        files: number of files that the manifest lists.
-        problems: one line each.
-        kernels: what runs an export on this CPU, `native` or `portable`; None for a checkpoint.
-        provider, parity, placement: with --provider, where it ran, how exactly, and which nodes ran there.
+        ok: whether no problem was found.
+        files: number of files in the manifest.
+        problems: one line for each problem.
+        kernels: kernels that run an export on this CPU, `native` or `portable`; None for a checkpoint.
+        provider, parity, placement: with `--provider`: the execution provider, its difference from the CPU, and the
+            operators that it runs.
     """
 
     ok: bool
