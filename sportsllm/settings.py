@@ -35,30 +35,30 @@ OPTIMIZERS, OPTIMIZER_BITS = ("adamw", "muon"), (32, 16, 8)
 TRAINING: Group = {
     "precision": Setting(
         str,
-        "Compute dtype; auto is bf16 if the processor computes in it",
+        "Compute dtype; auto is bf16 if the processor supports it",
         "auto",
         choices=("auto", "fp32", "bf16", "fp16"),
     ),
-    "accumulation": Setting(int, "Batches of one optimizer step", "for 200 steps or more; 4 with --steps", 1),
-    "parallel_batches": Setting(int, "Batches computed side by side, each by its share of the threads", "1", 1),
+    "accumulation": Setting(int, "Batches per optimizer step", "leaves 200 steps or more; 4 with --steps", 1),
+    "parallel_batches": Setting(int, "Batches computed in parallel, each on its share of the threads", "1", 1),
     "optimizer": Setting(str, "Optimizer; muon is Muon and AdamW", "muon if its steps are cheap", choices=OPTIMIZERS),
-    "optimizer_bits": Setting(int, "Bits of optimizer states: 32, 16 (gradients too) or 8 (AdamW's)", "32"),
+    "optimizer_bits": Setting(int, "Bits of optimizer states: 32, 16 (gradients too) or 8 (AdamW only)", "32"),
     "schedule": Setting(str, "Learning-rate schedule", "cosine", choices=("cosine", "wsd")),
     "warmup": Setting(int, "Warm-up steps", "a twentieth of the steps, at most 50", 0),
-    "min_lr_ratio": Setting(float, "Last learning rate divided by the peak", "0.1", 0, 1),
-    "decay_fraction": Setting(float, "Fraction of a wsd run in which the rate falls", "0.2", 0, 1),
+    "min_lr_ratio": Setting(float, "Final learning rate divided by the peak", "0.1", 0, 1),
+    "decay_fraction": Setting(float, "Fraction of a wsd run in which the learning rate decays", "0.2", 0, 1),
     "weight_decay": Setting(float, "Weight decay", "0.1; 0 for quantized weights", 0),
-    "clip_norm": Setting(float, "Largest gradient norm", "1", 0),
+    "clip_norm": Setting(float, "Gradient norm above which gradients are clipped", "1", 0),
     "muon_learning_rate": Setting(float, "Peak learning rate of Muon", "from the initial weights and from trials", 0),
     "muon_momentum": Setting(float, "Momentum of Muon", "0.95", 0, 1),
     "muon_nesterov": Setting(bool, "Nesterov momentum in Muon", "true"),
     "muon_steps": Setting(int, "Newton-Schulz steps of Muon", "5", 1),
     "muon_coefficients": Setting(tuple, "Newton-Schulz coefficients of Muon", "3.4445,-4.775,2.0315"),
     "checkpoint_activations": Setting(bool, "Recompute activations in the backward pass to save memory", "false"),
-    "shard": Setting(bool, "Several processes each hold a part of weights, gradients and optimizer states", "false"),
-    "tensor_parallel": Setting(int, "With shard: processes that compute each matrix together", "1", 1),
-    "pipeline": Setting(int, "Processes that each hold some of the layers and compute one after the other", "1", 1),
-    "validate_every": Setting(int, "Steps between scores of held-out text; 0: at the end only", "2 or 4 per run", 0),
+    "shard": Setting(bool, "Shard weights, gradients and optimizer states over several processes", "false"),
+    "tensor_parallel": Setting(int, "With shard: processes that split each matrix between them", "1", 1),
+    "pipeline": Setting(int, "Pipeline stages: processes that each hold consecutive layers", "1", 1),
+    "validate_every": Setting(int, "Steps between validations; 0: only at the end", "2 or 4 validations per run", 0),
     "try_rates": Setting(bool, "Choose the learning rate by short trial runs", "true, except for random weights"),
     "log_every": Setting(int, "Steps between two lines of metrics.jsonl", "10", 1),
     "documented": Setting(
@@ -66,7 +66,7 @@ TRAINING: Group = {
     ),
 }
 LORA: Group = {
-    "lora_targets": Setting(str, "Matrices of a layer with adapters, for example q_proj,v_proj", "all of a layer"),
+    "lora_targets": Setting(str, "Matrices with adapters in each layer, for example q_proj,v_proj", "all of a layer"),
     "lora_alpha": Setting(float, "Adapters are scaled by alpha / rank", "32", 0),
 }
 STEPS: Group = {
@@ -78,7 +78,7 @@ DISTILLATION: Group = {
     "kl_weight": Setting(
         str,
         "Weight of the divergence in the loss, or a range over training such as 0.5:1; the rest is cross-entropy",
-        "0.5 for teachers of less than 100 tokens per parameter, else 1; 0.9 for random weights",
+        "0.5 for teachers trained on fewer than 100 tokens per parameter, else 1; 0.9 for random weights",
     ),
     "divergence": Setting(
         str, "Divergence", "forward-kl", choices=("forward-kl", "reverse-kl", "skew-kl", "skew-reverse-kl", "js")
@@ -88,11 +88,11 @@ DISTILLATION: Group = {
     "hidden_weight": Setting(
         float,
         "Weight of hidden-state matching in the loss",
-        "3 for pruned weights, 0 if the teacher has read less than 5 tokens per parameter",
+        "3 for pruned weights, 0 if the teacher was trained on fewer than 5 tokens per parameter",
     ),
     "signal_tokens": Setting(int, "Tokens to cache with --signals", "the tokens of the training", 1),
     "teacher_precision": Setting(
-        str, "Weights of the teacher", "auto", choices=("auto", "fp32", "bf16", "int8", "nf4")
+        str, "Precision of the teacher's weights", "auto", choices=("auto", "fp32", "bf16", "int8", "nf4")
     ),
 }
 PRUNING: Group = {
@@ -102,7 +102,7 @@ PRUNING: Group = {
     "finalists": Setting(int, "Shapes that --search recovers", "3", 1),
 }
 SIGNALS: Group = {
-    "signals": Setting(str, "Directory of the teacher's cached predictions; made if missing", "the teacher runs"),
+    "signals": Setting(str, "Directory of the teacher's cached predictions; created if missing", "the teacher runs"),
 }
 SELECTION: Group = {
     "select_block": Setting(int, "Tokens of a selected block", "16", 1),
@@ -115,7 +115,7 @@ SHAPE: Group = {
     "hidden": Setting(int, "hidden_size", "the model's", 1),
     "intermediate": Setting(int, "intermediate_size of the feed-forward", "the model's", 1),
     "heads": Setting(int, "Query heads", "the model's", 1),
-    "kv_heads": Setting(int, "Key/value heads", "as many query heads share one as before", 1),
+    "kv_heads": Setting(int, "Key/value heads", "the model's ratio to query heads", 1),
     "head_dim": Setting(int, "Channels of a head", "hidden / heads", 2),
     "dropout": Setting(float, "Dropout in training", "the model's; presets 0", 0, 1),
     "tied": Setting(bool, "One matrix as embedding and head", "the model's"),
@@ -128,25 +128,29 @@ BENCH: Group = {
     "prompt_lengths": Setting(str, "Further prompt lengths for the time to first token, such as 64,256", "128,512"),
     "batch_size": Setting(str, "Sequences to decode together, such as 1,4", "1"),
     "timeout": Setting(float, "Seconds until a measuring process counts as hung", "900", 1),
-    "most_rounds": Setting(int, "Most rounds; three are added at a time while the intervals are too wide", "8", 1),
+    "most_rounds": Setting(int, "Maximum rounds; three are added at a time while the intervals are too wide", "8", 1),
 }
 TASKS: Group = {
-    "task_documents": Setting(int, "Documents of each task", "all", 1),
-    "task_chat": Setting(bool, "Write the tasks' requests by the model's chat template", "false"),
+    "task_documents": Setting(int, "Documents per task", "all", 1),
+    "task_chat": Setting(bool, "Apply the model's chat template to the tasks' requests", "false"),
 }
 LIMITS: Group = {
-    "file_mb": Setting(float, "Limit of the files, MB", "the target's", 0.01),
-    "peak_memory_mb": Setting(float, "Limit of the process's peak memory, MB", "the target's", 1),
-    "ttft_ms": Setting(float, "Limit of the time to the first token, ms", "the target's", 1),
-    "tpot_p50_ms": Setting(float, "Limit of the median time per token, ms", "the target's", 0.01),
-    "tpot_p95_ms": Setting(float, "Limit of the 95th-percentile time per token, ms", "the target's", 0.01),
-    "quality_loss_percent": Setting(float, "Limit of the rise of bits per byte, %", "the target's", 0.001, 100),
-    "accuracy_loss_points": Setting(float, "Limit of the accuracy lost in tasks, points", "the target's", 0.001, 100),
+    "file_mb": Setting(float, "Largest size of the files, MB", "the target's", 0.01),
+    "peak_memory_mb": Setting(float, "Largest peak memory of the process, MB", "the target's", 1),
+    "ttft_ms": Setting(float, "Longest time to the first token, ms", "the target's", 1),
+    "tpot_p50_ms": Setting(float, "Longest median time per token, ms", "the target's", 0.01),
+    "tpot_p95_ms": Setting(float, "Longest 95th-percentile time per token, ms", "the target's", 0.01),
+    "quality_loss_percent": Setting(float, "Largest rise in bits per byte, %", "the target's", 0.001, 100),
+    "accuracy_loss_points": Setting(
+        float, "Largest accuracy loss in tasks, percentage points", "the target's", 0.001, 100
+    ),
 }
 TRAINING_STEP: Group = {
     "optimizer_bits": TRAINING["optimizer_bits"],
     "utilization": Setting(float, "Training speed as a share of the device's peak FLOPs", "0.3", 0, 1),
-    "cache_tokens": Setting(int, "Also show weights and cache together, with this many cached tokens", "not shown", 1),
+    "cache_tokens": Setting(
+        int, "Also show the size of weights and cache with this many cached tokens", "not shown", 1
+    ),
     "cache_sequences": Setting(int, "Sequences in the cache, for cache_tokens", "1", 1),
     "head_bits": Setting(int, "Bits of embedding and head at int8 and int4", "8"),
     "group_size": Setting(int, "Weights per scale at int8 and int4", "32"),
@@ -156,19 +160,19 @@ TRAINING_STEP: Group = {
         str, "Compute dtype of training", "bf16; fp32 with --shapes", choices=("auto", "fp32", "bf16", "fp16")
     ),
     "gpus": Setting(int, "GPUs that train together, each with one batch", "1", 1),
-    "price_per_hour": Setting(float, "Price of the target, or of each GPU, for an hour of training", "none", 0),
+    "price_per_hour": Setting(float, "Price per hour of the target, or of each GPU", "none", 0),
 }
 QUANTIZATION: Group = {
     "samples": Setting(int, "Calibration samples", "64; 16 for balance", 1),
     "head_bits": Setting(int, "Bits of embedding and head: 4, 8, or 32 for float32", "8"),
     "symmetric": Setting(bool, "No zero point in 4-bit blocks", "false at 4 bits"),
     "bits_per_weight": Setting(
-        float, "Mix 4 and 8 bits by sensitivity until the layers have this average", "5% more bytes than INT4", 0
+        float, "Average bits per weight in the layers; mixes 4 and 8 bits by sensitivity", "5% more bytes than INT4", 0
     ),
     "uniform": Setting(bool, "Give every matrix of the layers exactly --bits", "false: 5% more bytes at 4 bits"),
 }
 FIT: Group = {
-    "finalists": Setting(int, "Candidates to recover for longer, after each was recovered briefly", "3", 1),
+    "finalists": Setting(int, "Candidates that get a longer recovery after the brief one", "3", 1),
     "search_tokens": Setting(int, "Tokens of a candidate's brief recovery", "a tenth of --tokens", 1),
     "accumulation": TRAINING["accumulation"],
     **STEPS,
@@ -180,7 +184,7 @@ TEXT: Group = {
     "parse_special": Setting(bool, "Parse special tokens in plain text", "the model's, or false"),
     "loss_on": Setting(
         str,
-        "Tokens of conversations that are learned and scored",
+        "Tokens of conversations to train on and score",
         "the model's, or assistant",
         choices=("assistant", "all"),
     ),
@@ -226,7 +230,7 @@ def parse_settings(
 
 
 def pick(found: Mapping[str, Any], group: Container[str]) -> dict[str, Any]:
-    """Those of the parsed settings that are in a group."""
+    """The parsed settings that belong to a group."""
     return {name: value for name, value in found.items() if name in group}
 
 
@@ -299,12 +303,11 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Rare settings of a command are given as `--set name=value`, as often as needed; in a recipe as",
-        '`set = { name = value }`; from Python as `settings={"name": value}`. Limits are',
-        "given as `--limit name=value`.",
+        "Give a rare setting as `--set name=value`, as often as needed. In a recipe write `set = { name = value }`, in",
+        'Python `settings={"name": value}`. Give a limit as `--limit name=value`.',
     ]
     for title, (commands, group) in GROUPS.items():
-        lines += ["", f"## {title}", "", f"| of `{commands}` | meaning | default |", "|---|---|---|"]
+        lines += ["", f"## {title}", "", f"| setting of `{commands}` | meaning | default |", "|---|---|---|"]
         for name, setting in group.items():
             choices = f" ({', '.join(setting.choices)})" if setting.choices else ""
             lines.append(f"| `{name}` | {setting.help}{choices} | {setting.default} |")
