@@ -9,14 +9,14 @@ KERNELS := $(VENV)/.kernels
 
 setup: $(KERNELS)
 
-# torch goes first and alone, pinned: a range would fetch several GB of CUDA libraries.
+# torch is installed first, alone and pinned, or pip would fetch several GB of CUDA libraries.
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[compress,parquet,gguf,optimum,genai,serve,tasks,docs,test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all]"
 	@touch $(STAMP) $(KERNELS)
 
-# The install has built the kernels; here they are built again when a source changes. Without a compiler all else works.
+# The installation builds the kernels. They are built again when a source changes. Without a compiler all else works.
 $(KERNELS): export/kernels/build.py $(wildcard export/kernels/*.cpp export/kernels/*.h) | $(STAMP)
 	$(BIN)/python -m export.kernels.build || true
 	@touch $(KERNELS)
@@ -24,7 +24,7 @@ $(KERNELS): export/kernels/build.py $(wildcard export/kernels/*.cpp export/kerne
 quickstart: $(KERNELS)
 	$(BIN)/sportsllm-compress run recipes/quickstart.toml
 
-# A model from a Python package, and text to choose its vocabulary by: sports articles where they lie beside this folder,
+# A model from a Python package, and text that decides its vocabulary: sports articles if they are beside this folder,
 # else simulated matches.
 DEMO     := runs/demo
 ARTICLES := ../shared/data/wiki_sports
@@ -53,7 +53,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# The documentation as a site. Its pages open from disk; search needs a server: python3 -m http.server -d site
+# The documentation site. Its pages open from disk, but search needs a server: python3 -m http.server -d site
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
