@@ -229,7 +229,7 @@ def _scaling_of(config: ModelConfig) -> JsonObject | None:
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """Read `directory`/config.json.
+    """Read `directory`/config.json, and from generation_config.json further tokens that end a text.
 
     Raises:
         ArtifactError: it is missing, no JSON, or describes a model that is not supported.
@@ -237,7 +237,7 @@ def load_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     data = read_json(path)
     try:
-        return config_from_hf(data, str(path))
+        return _with_stops(config_from_hf(data, str(path)), directory / "generation_config.json")
     except ArtifactError as error:
         if data.get("model_type", "llama") in (OWN_MODEL_TYPE, *FAMILIES) or not _has_llama_names(directory):
             raise
@@ -247,6 +247,16 @@ def load_config(directory: Path) -> ModelConfig:
     except ArtifactError as error:
         raise ArtifactError(f"{found}, but its config.json differs: {str(error).removeprefix(f'{path}: ')}") from None
     raise ArtifactError(f"{found}, and so has config.json; if it is one, set model_type to 'llama'")
+
+
+def _with_stops(config: ModelConfig, path: Path) -> ModelConfig:
+    """The config with the end tokens of generation_config.json behind its own: a chat model's turns often end there."""
+    named = read_json(path).get("eos_token_id") if path.exists() else None
+    ids = [each for each in (named if isinstance(named, list) else [named]) if type(each) is int]
+    ends = dict.fromkeys([*config.stop_token_ids, *(each for each in ids if 0 <= each < config.vocab_size)])
+    if ends.keys() == set(config.stop_token_ids):
+        return config
+    return replace(config, eos_token_id=tuple(ends) if len(ends) > 1 else next(iter(ends)))
 
 
 def _has_llama_names(directory: Path) -> bool:

@@ -13,6 +13,7 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint, open_model
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import WEIGHTS, StreamedTensors
 from sportsllm.models.layers import KVCache
 from tests.support.models import saved, tiny_model
@@ -166,6 +167,24 @@ def test_tied_head_stored_twice_is_read_once(copy: Path) -> None:
     edit(copy, "lm_head.weight", torch.zeros(384, 64))
     with pytest.raises(ArtifactError, match=r"lm_head\.weight differs"):
         load_checkpoint(copy)
+
+
+@pytest.mark.parametrize(
+    ("own", "named", "stops"),
+    [
+        (1, [1, 5], (1, 5)),
+        ([4, 1], [1, 5], (4, 1, 5)),
+        (None, 5, (5,)),
+        (1, None, (1,)),
+        (1, [10**6, -1, "5"], (1,)),  # no ids of the model
+    ],
+)
+def test_end_tokens_of_generation_config_count(copy: Path, own: object, named: object, stops: tuple[int, ...]) -> None:
+    for name, value in (("config", own), ("generation_config", named)):
+        path = copy / f"{name}.json"
+        data = json.loads(path.read_text(encoding="utf-8")) | {"eos_token_id": value}
+        path.write_text(json.dumps(data), encoding="utf-8")
+    assert load_config(copy).stop_token_ids == stops
 
 
 def test_generation_config_is_kept(checkpoint: Path, tmp_path: Path) -> None:
