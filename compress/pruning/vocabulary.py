@@ -47,7 +47,7 @@ from sportsllm.text.conversations import Document
 from sportsllm.text.documents import held_out_files, manifest_setting, read_documents
 from sportsllm.text.reading import USUAL, Reading
 from sportsllm.text.split import training_side
-from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
+from sportsllm.text.tokenizer import TextTokenizer, leave_out, load_tokenizer
 from sportsllm.text.tokens import TokenizedDocuments, token_cache, tokenize
 
 _STEP = 32  # rows come in multiples of this, the smallest block of the integer kernels
@@ -156,7 +156,8 @@ def prune_vocabulary(
         started = time.perf_counter()
         tokenizer = load_tokenizer(checkpoint, config, reading)
         where = checkpoint / "tokenizer.json"
-        vocabulary = read_vocabulary(read_json(where), str(where))
+        leave_out(data := read_json(where), where, config.vocab_size)
+        vocabulary = read_vocabulary(data, str(where))
         fixed = with_halves(vocabulary, vocabulary.fixed | named_ids(checkpoint, config, vocabulary))
         model = load_checkpoint(checkpoint)
         documents = training_side(calibration, [*held_out_files(checkpoint), *valid], reading.text_field, [checkpoint])

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from sportsllm.errors import UsageError
 from sportsllm.files import clip
 from sportsllm.inference.decoder import Logits, Sampling, draw, penalize
 from sportsllm.models.config import ModelConfig
+from sportsllm.text.tokenizer import TextTokenizer
 
 
 class TokenScore(NamedTuple):
@@ -94,7 +94,7 @@ class Constraints:
         ModuleNotFoundError: llguidance is not installed.
     """
 
-    def __init__(self, directory: Path, config: ModelConfig, stop_tokens: Sequence[int]) -> None:
+    def __init__(self, tokenizer: TextTokenizer, config: ModelConfig, stop_tokens: Sequence[int]) -> None:
         from llguidance import LLMatcher, LLTokenizer
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -110,8 +110,8 @@ class Constraints:
             "regex": LLMatcher.grammar_from_regex,
             "grammar": lambda text: LLMatcher.grammar_from_lark(gbnf_to_lark(text)),
         }
-        tokenizer = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        self._tokenizer = LLTokenizer(tokenizer, n_vocab=config.vocab_size, eos_token=list(stop_tokens))
+        data = tokenizer.to_json()
+        self._tokenizer = LLTokenizer(data, n_vocab=config.vocab_size, eos_token=list(stop_tokens))
 
     def make(self, field: str, given: Any) -> Any:
         """What a field of a request says: a JSON schema, a regular expression, or a grammar in llama.cpp's GBNF.

@@ -1,10 +1,11 @@
 """A checkpoint's tokenizer.json: text and conversations to ids, and ids to text. Imports no torch."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -80,10 +81,14 @@ class TextTokenizer:
         """Entries, special tokens included; every id is below it."""
         return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values())) + 1
 
+    def to_json(self) -> str:
+        """The tokenizer.json that is in use."""
+        return str(self._tokenizer.to_str())
+
     def fingerprint(self) -> str:
         """Equal for two tokenizers that give the same ids and scored tokens."""
         template = None if self.directory is None else find_template(self.directory)
-        return f"{self._tokenizer.to_str()} {self.begin_id} {self.end_id} {template} {self.reading}"
+        return f"{self.to_json()} {self.begin_id} {self.end_id} {template} {self.reading}"
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of `text`; with `special`, text that spells a special token becomes it (a chat template's does)."""
@@ -201,17 +206,19 @@ class TextTokenizer:
         return list(self._tokenizer.encode("a", add_special_tokens=False).ids[-1:])
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json.
+def read_tokenizer(path: Path, rows: int | None = None) -> Tokenizer:
+    """Read a tokenizer.json; added tokens beyond the `rows` of the embedding are left out, see `leave_out`.
 
     Raises:
         ArtifactError: missing or damaged.
     """
     if not path.exists():
         raise ArtifactError(f"{path}: not found; the directory needs its tokenizer")
-    _check_ids(read_json(path), path)
+    data = read_json(path)
+    _check_ids(data, path)
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        changed = rows is not None and leave_out(data, path, rows)
+        tokenizer = Tokenizer.from_str(json.dumps(data) if changed else path.read_text(encoding="utf-8"))
         ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
         tokenizer.decode(ids)
     except BaseException as error:  # the library raises plain Exception for faults of the file, and panics
@@ -238,6 +245,25 @@ def _check_ids(data: JsonObject, path: Path) -> None:
         raise ArtifactError(f"{path}: token id {clip(repr(wrong))} is no number below {_MOST_IDS:,}; copy it again")
 
 
+def leave_out(data: JsonObject, path: Path, rows: int) -> bool:
+    """Remove added tokens that the embedding has no row for, as Gemma 3's of images; whether there were any.
+
+    Those that the chat template writes stay, and are refused later: the tokenizer is another model's.
+    """
+    template, _ = find_template(path.parent)
+    added = data.get("added_tokens") or []
+    beyond = [token for token in added if token["id"] >= rows and token["content"] not in (template or "")]
+    if beyond:
+        _log_left_out(path, rows, tuple(str(token["content"]) for token in beyond))
+        data["added_tokens"] = [token for token in added if token not in beyond]
+    return bool(beyond)
+
+
+@cache  # a tokenizer is read more than once, its line is logged once
+def _log_left_out(path: Path, rows: int, texts: tuple[str, ...]) -> None:
+    log(f"{path}: without {clip(', '.join(texts))}, for which the embedding of {rows:,} rows has none")
+
+
 def load_tokenizer(directory: Path, config: ModelConfig | None = None, reading: Reading = USUAL) -> TextTokenizer:
     """Read the tokenizer.json of a checkpoint or an export.
 
@@ -247,7 +273,7 @@ def load_tokenizer(directory: Path, config: ModelConfig | None = None, reading: 
         ArtifactError: missing, damaged, or it makes ids the embedding does not have.
     """
     path = directory / "tokenizer.json"
-    tokenizer = read_tokenizer(path)
+    tokenizer = read_tokenizer(path, None if config is None else config.vocab_size)
     begin, end = _special_ids(directory, tokenizer, config)
     if begin is None:
         raise ArtifactError(f"{directory}: no begin or end token is named; set bos_token_id in config.json")

@@ -277,6 +277,15 @@ def test_special_ids_are_rewritten_everywhere(llama3: Path, texts: list[str], tm
     }
 
 
+def test_an_added_token_without_a_row_goes(llama3: Path, texts: list[str], tmp_path: Path) -> None:
+    data = read_json(llama3 / "tokenizer.json")
+    data["added_tokens"].append({**data["added_tokens"][0], "id": 384, "content": "<|image|>"})
+    write_json(llama3 / "tokenizer.json", data)
+    prune_files(llama3, tmp_path, texts[0], 320)
+    names = [entry["content"] for entry in read_json(tmp_path / "out" / "tokenizer.json")["added_tokens"]]
+    assert names == ["<|text|>", "<|stop|>", "<|turn|>"]
+
+
 def test_transformers_reads_the_same(source: Path, texts: list[str], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     prune_files(source, tmp_path, texts[0], 320)

@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 
@@ -5,6 +6,7 @@ import pytest
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface import load_config
+from sportsllm.serving.sampler import Constraints
 from sportsllm.text.documents import read_documents
 from sportsllm.text.token_counts import count_tokens, token_pieces
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer, read_tokenizer, same_tokenizer
@@ -64,6 +66,26 @@ def test_a_small_corpus_is_filled_up_with_reserved_tokens(tmp_path: Path, capsys
 def test_ids_beyond_the_embedding_are_refused(tokenizer_directory: Path) -> None:
     with pytest.raises(ArtifactError, match="embedding has 300 rows"):
         load_tokenizer(tokenizer_directory, tiny_config(vocab_size=300))
+
+
+@pytest.mark.parametrize("template", ["", "{{ messages }}<|image|>"])
+def test_an_added_token_without_a_row_is_left_out(
+    tokenizer_directory: Path, template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Gemma 3's for images; but not one that the chat template writes."""
+    data = json.loads((tokenizer_directory / "tokenizer.json").read_text(encoding="utf-8"))
+    data["added_tokens"].append({**data["added_tokens"][0], "id": TINY_VOCAB, "content": "<|image|>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    if template:
+        with pytest.raises(ArtifactError, match=f"makes ids up to {TINY_VOCAB}, but the embedding has {TINY_VOCAB}"):
+            load_tokenizer(tmp_path, tiny_config())
+        return
+    tokenizer = load_tokenizer(tmp_path, tiny_config())
+    assert "without <|image|>, for which the embedding of 384 rows has none" in capsys.readouterr().err
+    assert tokenizer.vocab_size == TINY_VOCAB
+    assert tokenizer.encode("an <|image|>", special=True) == load_tokenizer(tokenizer_directory).encode("an <|image|>")
+    assert Constraints(tokenizer, tiny_config(), [1]).make("regex", "a+")
 
 
 def test_damaged_tokenizer_is_one_line(tmp_path: Path) -> None:
