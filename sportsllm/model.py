@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import index
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING
 
+from sportsllm.errors import UsageError
+
 if TYPE_CHECKING:
-    from sportsllm.inference.decoder import Decoder, Logits
+    from sportsllm.inference.decoder import Decoder, Logits, Sampling
     from sportsllm.inference.scoring import TextScore
     from sportsllm.models.config import ModelConfig
     from sportsllm.text.tokenizer import TextTokenizer
 
 
+def _is_message(record: Mapping[str, object]) -> bool:
+    return isinstance(record.get("role"), str) and isinstance(record.get("content"), str)
+
+
 class LoadedModel:
     """A checkpoint (PyTorch) or an export (ONNX Runtime) with its tokenizer.
 
-    One sequence at a time: a call of `generate` forgets what the one before had read.
+    It holds one text at a time: `generate`, `chat` and `logits` end a stream that is not read to its end. Threads may
+    share it, for one text at a time too. A copy by pickle opens the directory again.
 
     Attributes:
         config: dimensions and special tokens.
@@ -24,9 +34,15 @@ class LoadedModel:
         decoder: `prefill`, `step` and `score` on token ids; see `sportsllm.inference.decoder.Decoder`.
     """
 
-    def __init__(self, decoder: Decoder, tokenizer: TextTokenizer) -> None:
+    def __init__(self, decoder: Decoder, tokenizer: TextTokenizer, again: Callable[[], LoadedModel]) -> None:
+        """`again` opens the same model."""
         self.decoder = decoder
         self.tokenizer = tokenizer
+        self._again = again
+        self._lock, self._text = Lock(), object()  # the text that the cache holds
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return self._again, ()
 
     def __repr__(self) -> str:
         from sportsllm.models.kinds import described_shape
@@ -47,34 +63,109 @@ class LoadedModel:
         top_k: int = 50,
         top_p: float = 0.9,
         repetition_penalty: float = 1.0,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         seed: int = 0,
     ) -> Iterator[str]:
         """Stream the text that continues a prompt, piece by piece, up to a `stop` text. Temperature 0 is greedy.
 
         Raises:
-            UsageError: a setting out of its range, or a prompt that fills the context.
+            UsageError: a setting out of its range, a prompt that fills the context, or, while the text is read, another
+                text that was begun.
         """
-        from sportsllm.inference.decoder import Sampling, generate, until
+        from sportsllm.inference.decoder import Sampling
 
+        if not isinstance(prompt, str):
+            raise UsageError(f"the prompt is of type {type(prompt).__name__}; give a text, and call once for each")
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
         begin = [self.tokenizer.begin_id, *self.tokenizer.encode(prompt)]
-        tokens = generate(self.decoder, begin, max_new_tokens, sampling, self.config.stop_token_ids)
-        return until(self.tokenizer.decode_stream(begin, tokens), [stop] if isinstance(stop, str) else stop)
+        return self._stream(begin, max_new_tokens, sampling, stop, self.config.stop_token_ids)
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, str]],
+        *,
+        max_new_tokens: int = 100,
+        temperature: float = 0.7,
+        top_k: int = 50,
+        top_p: float = 0.9,
+        repetition_penalty: float = 1.0,
+        stop: str | Sequence[str] | None = None,
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """Stream the reply to a message, or to a conversation, by the model's chat template.
+
+        Args:
+            messages: a text, or records with `role` (system, user or assistant) and `content`, the newest last.
+            max_new_tokens, temperature, top_k, top_p, repetition_penalty, stop, seed: as for `generate`.
+
+        Raises:
+            UsageError: as for `generate`, or messages of another form.
+            ArtifactError: the model has no chat template, or it refuses the messages.
+        """
+        from sportsllm.inference.decoder import Sampling
+        from sportsllm.text.chat import render_chat
+
+        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        if not said or not all(isinstance(each, Mapping) and _is_message(each) for each in said):
+            raise UsageError("messages: give a text, or records with a role and a content that are texts")
+        sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+        assert self.tokenizer.directory is not None, "read from a directory"
+        begin = self.tokenizer.encode(render_chat(self.tokenizer.directory, said), special=True)
+        ends = [*self.config.stop_token_ids, *self.tokenizer.turn_ends]
+        return self._stream(begin, max_new_tokens, sampling, stop, ends)
+
+    def _stream(
+        self, begin: list[int], most: int, sampling: Sampling, stop: str | Sequence[str] | None, ends: Sequence[int]
+    ) -> Iterator[str]:
+        from sportsllm.inference.decoder import generate, until
+
+        stops = [stop] if isinstance(stop, str) else stop or ()
+        if "" in stops:
+            raise UsageError("stop is empty; give the text that ends generation")
+        if most < 1:
+            raise UsageError(f"max_new_tokens is {most}; it must be at least 1")
+
+        def tokens() -> Iterator[int]:
+            text, made = object(), generate(self.decoder, begin, most, sampling, ends)
+            with self._lock:
+                self._text = text
+            while True:
+                with self._lock:
+                    if self._text is not text:
+                        raise UsageError("another text was begun on this model; read one to its end, or load it twice")
+                    token = next(made, None)
+                if token is None:
+                    return
+                yield token
+
+        return until(self.tokenizer.decode_stream(begin, tokens()), stops)
 
     def score(self, text: str | Sequence[str]) -> TextScore:
         """Perplexity and bits per byte of a document, or of several.
 
         Raises:
+            UsageError: something else than texts.
             ArtifactError: the text is empty.
         """
         from sportsllm.inference.scoring import score_documents
 
-        return score_documents(self.decoder, self.tokenizer, [text] if isinstance(text, str) else list(text))
+        documents = [text] if isinstance(text, str) else list(text)
+        if not all(isinstance(each, str) for each in documents):
+            raise UsageError("give a text to score, or several")
+        return score_documents(self.decoder, self.tokenizer, documents)
 
     def logits(self, ids: Sequence[int]) -> Logits:
-        """Logits after the last of some token ids, float32 (V,). The first id should be the begin token."""
-        rows: Logits = self.decoder.prefill([list(ids)])
+        """Logits after the last of some token ids, float32 (V,). The first id should be the begin token.
+
+        Raises:
+            UsageError: no id, more than the context holds, or one outside the vocabulary.
+        """
+        row, size = [index(each) for each in ids], self.config.vocab_size
+        if outside := [each for each in row if not 0 <= each < size]:
+            raise UsageError(f"token id {outside[0]} lies outside the vocabulary of {size}")
+        with self._lock:
+            self._text = object()
+            rows: Logits = self.decoder.prefill([row])
         return rows.reshape(-1)
 
 
@@ -99,4 +190,5 @@ def load(
 
     path = find_model(directory)
     decoder = open_decoder(path, threads, kernels, provider)
-    return LoadedModel(decoder, load_tokenizer(path, decoder.config))
+    again = partial(load, path, threads=threads, kernels=kernels, provider=provider)
+    return LoadedModel(decoder, load_tokenizer(path, decoder.config), again)

@@ -182,6 +182,8 @@ class Sampling:
             raise UsageError(f"--top-p is {self.top_p}; it must be in (0, 1], 1 is off")
         if not 0 < self.repetition_penalty < math.inf:
             raise UsageError(f"--repetition-penalty is {self.repetition_penalty}; it must be above 0, 1 is off")
+        if self.seed < 0:
+            raise UsageError(f"--seed is {self.seed}; it must be 0 or more")
 
 
 def penalize(logits: Logits, seen: Sequence[int], penalty: float) -> Logits:

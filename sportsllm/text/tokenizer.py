@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
@@ -26,6 +27,7 @@ _MOST_IDS = 2**22
 _LARGE_BYTES = 4_000_000
 _PROBE = "A Δ 1 \U0001f600"
 _CHARACTERS_AT_FIRST, _CHARACTERS_AT_ONCE = 2**13, 2**20
+_ENCODING = Lock()
 Item = TypeVar("Item")
 
 
@@ -97,12 +99,13 @@ class TextTokenizer:
 
     @contextmanager
     def _special_tokens(self, meant: bool) -> Iterator[None]:
-        """Inside, text that spells a special token becomes it if that is meant."""
-        self._tokenizer.encode_special_tokens = not meant
-        try:
-            yield
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        """Inside, text that spells a special token becomes it if that is meant; for one thread at a time."""
+        with _ENCODING:
+            self._tokenizer.encode_special_tokens = not meant
+            try:
+                yield
+            finally:
+                self._tokenizer.encode_special_tokens = True
 
     def encode_documents(self, documents: Iterable[Document], end: bool = False) -> Iterator[EncodedDocument]:
         """Tokens of documents; those of plain text from the begin token, with `end` to the end token.

@@ -1,16 +1,21 @@
 """The Python API: `import sportsllm`."""
 
 import inspect
+import pickle
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import sportsllm
-from sportsllm.errors import UsageError
+from sportsllm.errors import ArtifactError, UsageError
 
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}<assistant>"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -29,8 +34,58 @@ def test_a_loaded_model_generates_scores_and_gives_logits(checkpoint: Path) -> N
     stopped = "".join(model.generate("They", max_new_tokens=5, temperature=0, stop=stop))
     assert stopped == text[: text.find(stop)]
     assert "parameters" in repr(model)
-    with pytest.raises(UsageError, match="--top-p is 3"):
-        next(model.generate("They", top_p=3))
+    wrong: dict[str, Any] = {
+        "--top-p is 3": {"top_p": 3},
+        "max_new_tokens is 0": {"max_new_tokens": 0},
+        "stop is empty": {"stop": ["a", ""]},
+        "--seed is -1": {"seed": -1},
+        "the prompt is of type list": {"prompt": ["They"]},
+    }
+    for said, setting in wrong.items():
+        with pytest.raises(UsageError, match=said):
+            model.generate(**setting)
+    with pytest.raises(UsageError, match="token id 384 lies outside the vocabulary of 384"):
+        model.logits([0, 384])
+    with pytest.raises(UsageError, match="give a text to score"):
+        model.score(["a", 5])  # type: ignore[list-item]
+    copy = pickle.loads(pickle.dumps(model))
+    assert np.array_equal(copy.logits(ids), logits)
+
+
+def test_a_stream_ends_when_another_text_begins(exported: Path) -> None:
+    model = sportsllm.load(exported, threads=1)
+    first, second = (model.generate(text, max_new_tokens=8, temperature=0) for text in ("They won", "They lost"))
+    next(first)
+    assert "".join(second) == "".join(model.generate("They lost", max_new_tokens=8, temperature=0))
+    with pytest.raises(UsageError, match="another text was begun"):
+        next(first)
+
+
+def test_threads_share_a_tokenizer(checkpoint: Path) -> None:
+    model = sportsllm.load(checkpoint, threads=1)
+    text, ids = "<|end|> of the match, 2-1", model.tokenizer.encode("<|end|> of the match, 2-1")
+
+    def encode(number: int) -> bool:
+        if number % 2:
+            return model.tokenizer.encode(text, special=True)[0] == 1
+        return next(model.tokenizer.encode_documents([text] * 50)).ids == [model.tokenizer.begin_id, *ids]
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(encode, range(300)))
+
+
+@pytest.mark.parametrize("messages", ["Who won?", [{"role": "user", "content": "Who won?"}]])
+def test_chat_replies_as_the_terminal_does(checkpoint: Path, messages: Any, tmp_path: Path) -> None:
+    directory = shutil.copytree(checkpoint, tmp_path / "chat")
+    with pytest.raises(ArtifactError, match="has no chat template"):
+        sportsllm.load(directory).chat(messages)
+    (directory / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    model = sportsllm.load(directory, threads=1)
+    reply = "".join(model.chat(messages, max_new_tokens=8, seed=4))
+    assert reply == sportsllm.generate(directory, prompt="Who won?", chat=True, max_new_tokens=8, seed=4).text
+    for wrong in ([], [{"role": "user"}], ["Who won?"]):
+        with pytest.raises(UsageError, match="messages: give a text, or records"):
+            model.chat(wrong)  # type: ignore[arg-type]
 
 
 def test_commands_are_functions_with_typed_results_that_take_strings_as_paths() -> None:
