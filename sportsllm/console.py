@@ -7,7 +7,7 @@ With `--json` standard output carries one JSON object and nothing else, so every
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -69,6 +69,22 @@ def output() -> Console:
         return Console(quiet=True)
     width = None if stream.isatty() else 120
     return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+
+
+def typed_line(prompt: str) -> str:
+    """A line that is typed; on a terminal with history and editing, of any length, and a paste of several lines whole.
+
+    Raises:
+        EOFError: the input has ended.
+    """
+    console = output()
+    if console.file is not sys.stdout or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return console.input(prompt, markup=False)
+    with suppress(ImportError):  # Windows
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
+    return input(prompt)
 
 
 def log(message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -101,7 +101,7 @@ def generate(
     from sportsllm.console import log
     from sportsllm.inference.decoder import generate as sample_tokens
     from sportsllm.inference.decoder import log_runtime, open_decoder, open_draft
-    from sportsllm.text.chat import render_chat
+    from sportsllm.text.chat import ChatRenderer
     from sportsllm.text.tokenizer import load_tokenizer
 
     decoder = open_decoder(directory, threads, kernels, provider)
@@ -112,6 +112,7 @@ def generate(
     stops += tokenizer.turn_ends if chat else []
     context = decoder.config.max_position_embeddings
     before = [{"role": "system", "content": system}] if system else []
+    render = ChatRenderer(directory) if chat else None
 
     def reply(begin: list[int], shown: str) -> _Reply:
         if len(begin) >= context:  # before the prompt is printed
@@ -121,18 +122,25 @@ def generate(
         if not found.stopped and len(found.ids) < max_new_tokens and len(begin) + len(found.ids) >= context:
             log(f"the context of {context:,} tokens is full: {len(found.ids):,} of {max_new_tokens:,} were generated")
             found.context_full = True
+        if chat and len(found.ids) >= max_new_tokens:
+            log(f"the reply was cut off at --max-new-tokens {max_new_tokens:,}")
         return found
 
     def answer(messages: list[Message], shown: str = "") -> _Reply:
-        return reply(tokenizer.encode(render_chat(directory, messages), special=True), shown)
+        assert render is not None, "a conversation"
+        return reply(tokenizer.encode(render(messages), special=True), shown)
 
     shown = f"{prompt}\n\n" if chat and prompt else prompt
-    if chat and not prompt:
-        last = _converse(before, answer)
-    elif chat:
-        last = answer([*before, {"role": "user", "content": prompt}], shown)
-    else:
-        last = reply([tokenizer.begin_id, *tokenizer.encode(prompt)], shown)
+    try:
+        if chat and not prompt:
+            last = _converse(before, answer)
+        elif chat:
+            last = answer([*before, {"role": "user", "content": prompt}], shown)
+        else:
+            last = reply([tokenizer.begin_id, *tokenizer.encode(prompt)], shown)
+    finally:
+        if render is not None:
+            render.close()
     if last.stopped:
         raise KeyboardInterrupt
     runtime = {"kernels": ran, "provider": None if ran is None else provider, "placement": placement}
@@ -153,26 +161,37 @@ class _Reply:
 
 def _converse(messages: list[Message], answer: Callable[[list[Message]], _Reply]) -> _Reply:
     """Answer what is typed, with all that was said before, until the input ends; returns the last reply."""
-    from sportsllm.console import log, output
+    from sportsllm.console import log, typed_line
 
     log("type a message; /reset begins anew, Ctrl-C stops a reply, Ctrl-D ends")
-    said, last = list(messages), _Reply()
+    said, last, left = list(messages), _Reply(), False
     while True:
         try:
-            text = output().input("> ", markup=False).strip()
-        except (EOFError, KeyboardInterrupt):
-            last.stopped = False
+            text = typed_line("> ").strip()
+        except KeyboardInterrupt:
+            if left or not sys.stdin.isatty():
+                return last
+            left = True
+            log("press Ctrl-C again, or Ctrl-D, to end")
+            continue
+        except EOFError:
             return last
+        left = False
         if text == "/reset":
             said = list(messages)
         elif text:
             said.append({"role": "user", "content": text})
             try:
-                last = answer(said)
+                reply = answer(said)
+            except KeyboardInterrupt:  # before the reply began
+                said.pop()
+                log("stopped")
+                continue
             except UsageError as error:
                 log(f"{error}, or type /reset")
                 said.pop()
                 continue
+            last = replace(reply, stopped=False)
             said.append({"role": "assistant", "content": last.text})
             if last.tokens_per_s is not None:
                 log(f"{len(last.ids)} tokens, {last.tokens_per_s:.1f} tokens/s")

@@ -1,5 +1,9 @@
 """Where lines for people go."""
 
+import os
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,3 +48,26 @@ def test_progress_of_unknown_length_has_no_share(
     with progress_bar("tokens", None) as bar:
         bar.advance(3, "3 files")
     assert capsys.readouterr().err == "tokens · 3 files\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a pseudo-terminal with GNU readline")
+def test_a_typed_line_may_be_pasted_and_is_recalled() -> None:
+    """A terminal alone ends a line at 4,095 characters and at each line break of a paste."""
+    import pty
+
+    pasted, program = "word " * 1_000, "from sportsllm.console import typed_line\n"
+    program += "print([len(typed_line('> ')), typed_line('> '), typed_line('> ')], flush=True)"
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", program], stdin=theirs, stdout=theirs, stderr=theirs):
+        os.close(theirs)
+        shown = b""
+        for line in (f"{pasted}\r", "\x1b[200~one\ntwo\x1b[201~\r", "\x1b[A\r"):
+            before = shown.count(b"> ")
+            while shown.count(b"> ") == before:
+                shown += os.read(ours, 65_536)
+            os.write(ours, line.encode())
+        with suppress(OSError):  # the end, on Linux
+            while b"]\r\n" not in shown:
+                shown += os.read(ours, 65_536)
+    os.close(ours)
+    assert b"[5000, 'one\\ntwo', 'one\\ntwo']" in shown, shown[-500:]

@@ -116,22 +116,50 @@ def test_a_conversation_in_the_terminal(
 ) -> None:
     asked: list[object] = []
 
-    def render(_: Path, messages: list[dict[str, str]]) -> str:
+    def render(_: object, messages: list[dict[str, str]]) -> str:
         asked.append([(each["role"], each["content"]) for each in messages])
+        if messages[-1]["content"] == "stopped at once":
+            raise KeyboardInterrupt
         if messages[-1]["content"] == "too long":
             return "x" * 9_999
         return "Full-time"
 
-    monkeypatch.setattr("sportsllm.text.chat.render_chat", render)
-    monkeypatch.setattr(sys, "stdin", StringIO("Who?\n\nWhen?\ntoo long\n/reset\nWhere?\n"))
+    monkeypatch.setattr("sportsllm.text.chat.ChatRenderer.__call__", render)
+    monkeypatch.setattr(sys, "stdin", StringIO("Who?\n\nWhen?\ntoo long\nstopped at once\n/reset\nWhere?\n"))
     flags = ["--chat", "--system", "Be kind.", "--max-new-tokens", 3, "--temperature", 0, "--threads", 1]
     code, out, err = cli("generate", assistant, *flags)
     assert code == 0 and err.count("tokens/s") == 3 and "type /reset" in err
+    assert err.count("the reply was cut off at --max-new-tokens 3") == 3
     first, system = asked[0], ("system", "Be kind.")
     assert first == [system, ("user", "Who?")]
     assert asked[1] == [system, ("user", "Who?"), ("assistant", out.split("> ")[1].strip("\n")), ("user", "When?")]
-    assert asked[3] == [system, ("user", "Where?")]
+    assert asked[4] == [system, ("user", "Where?")]
     cli.refuses(2, "give --chat too", "generate", assistant, "--system", "Be kind.")
+
+
+def test_a_conversation_needs_a_template_before_anything_is_typed(
+    cli: CommandLine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", StringIO())
+    cli.refuses(3, "has no chat template", "generate", checkpoint, "--chat")
+
+
+def test_ctrl_c_at_the_prompt_ends_a_conversation_the_second_time(
+    cli: CommandLine, assistant: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = iter([KeyboardInterrupt, "Who?", KeyboardInterrupt, KeyboardInterrupt, "never read"])
+
+    def typed_line(_: str) -> str:
+        if (line := next(typed)) is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return str(line)
+
+    monkeypatch.setattr("sportsllm.console.typed_line", typed_line)
+    monkeypatch.setattr("sys.stdin", StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    code, _, err = cli("generate", assistant, "--chat", "--max-new-tokens", 5, "--temperature", 0, "--threads", 1)
+    assert code == 0 and err.count("press Ctrl-C again") == 2 and err.count("5 tokens, ") == 1, err
+    assert next(typed) == "never read"
 
 
 def test_ctrl_c_stops_a_reply_and_not_the_conversation(
