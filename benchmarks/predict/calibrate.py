@@ -167,7 +167,8 @@ def export_untrained(config: ModelConfig, stored: ModelFormat, directory: Path, 
     from export.cache_scales import CacheScales
     from export.graph.builder import GraphForm
     from export.graph.decoder import write_graph
-    from sportsllm.formats.checkpoint import save_checkpoint, write_checkpoint
+    from sportsllm.formats.checkpoint import save_checkpoint, write_config
+    from sportsllm.formats.safetensors import WEIGHTS
     from sportsllm.models.kinds import block_state
     from sportsllm.models.language_model import SportsLLM
 
@@ -183,9 +184,10 @@ def export_untrained(config: ModelConfig, stored: ModelFormat, directory: Path, 
             granularity = Granularity.PER_CHANNEL if stored.per_row else Granularity.BLOCK
             bits = {"int8": 8, "int4": 4}[stored.precision]
             grid = (bits, stored.block_size, stored.head_bits, not stored.zero_points)
-            packed = PackedCheckpoint(config, QuantizationConfig(*grid, granularity=granularity))
+            grids = QuantizationConfig(*grid, granularity=granularity)
+            packed = PackedCheckpoint(config, grids, packed_to / WEIGHTS)
             quantize_without_data(source, config, packed, search=False)
-            write_checkpoint(packed_to, config, dict(packed.tensors), quantization=packed.record("rtn"))
+            write_config(packed_to, config, quantization=packed.record("rtn"))
             source = packed_to
         full = tuple(torch.full((config.num_hidden_layers, *state.shape), 0.05) for state in block_state(config))
         scales = CacheScales(full) if stored.cache == "int8" else None

@@ -24,7 +24,7 @@ from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, write_json
 from sportsllm.formats.huggingface import load_config, to_hf
-from sportsllm.formats.layouts import LAYOUTS, parts_of, to_layout
+from sportsllm.formats.layouts import parts_of, to_layout
 from sportsllm.formats.packed import BITS, ROW_BITS, QuantizedWeight, stored_bits
 from sportsllm.formats.safetensors import (
     QUANT_METHOD,
@@ -294,42 +294,26 @@ def _fill(model: nn.Module, tensors: TensorFiles, prefix: str = "") -> None:
 
 
 def save_checkpoint(directory: Path, model: SportsLLM, tokenizer_from: Path | None = None) -> None:
-    """Write config and weights, packed matrices as bytes, into `directory`; see `write_checkpoint`.
+    """Write config and float32 weights into `directory`; see `write_checkpoint`.
 
     Of several processes all call this, and the first writes. Layers that are not in memory are written one by one.
     """
-    if any(isinstance(layer, StoredBlock) for layer in model.model.layers):
-        stream_checkpoint(directory, model.config, _one_by_one(model), tokenizer_from)
-        return
-    tensors = {name: processes.whole(tensor).contiguous() for name, tensor in model.state_dict().items()}
+    stored = any(isinstance(layer, StoredBlock) for layer in model.model.layers)
+    tensors = {name: processes.whole(tensor) for name, tensor in model.state_dict().items()}
     if processes.rank() == 0:
-        write_checkpoint(directory, model.config, tensors, tokenizer_from)
+        every = _one_by_one(model, tensors) if stored else tensors.items()
+        write_checkpoint(directory, model.config, every, tokenizer_from)
 
 
-def _one_by_one(model: SportsLLM) -> Iterator[tuple[str, Tensor]]:
+def _one_by_one(model: SportsLLM, ends: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a model of `StoredBlock`s."""
-    yield from model.state_dict().items()
+    yield from ends.items()
     for number, layer in enumerate(model.model.layers):
         assert isinstance(layer, StoredBlock), "all layers are stored or none"
         yield from ((f"model.layers.{number}.{name}", tensor) for name, tensor in layer.read().state_dict().items())
 
 
 def write_checkpoint(
-    directory: Path,
-    config: ModelConfig,
-    tensors: dict[str, Tensor],
-    tokenizer_from: Path | None = None,
-    quantization: JsonObject | None = None,
-) -> None:
-    """Write a checkpoint from tensors by name; other arguments are those of `write_config`."""
-    kind = to_hf(config)["model_type"]
-    if quantization is None and kind in LAYOUTS:
-        tensors = to_layout(kind, config, tensors)
-    save_tensors(directory / WEIGHTS, tensors)
-    write_config(directory, config, tokenizer_from, quantization)
-
-
-def stream_checkpoint(
     directory: Path, config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], tokenizer_from: Path | None = None
 ) -> None:
     """Write an unquantized checkpoint's float32 tensors one after the other, in the order of `parameters`."""

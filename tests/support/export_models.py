@@ -19,8 +19,15 @@ from export.layout import DATA_FILE, GRAPH_FILE
 from export.parity.check import check_parity
 from export.parity.comparison import ParityReport
 from export.runtime.decoder import OnnxDecoder
-from sportsllm.formats.checkpoint import QuantizedEmbedding, QuantizedLinear, write_checkpoint
+from sportsllm.formats.checkpoint import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    save_checkpoint,
+    save_tensors,
+    write_config,
+)
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
+from sportsllm.formats.safetensors import WEIGHTS
 from sportsllm.models.language_model import SportsLLM
 from tests.support import models
 from tests.support.models import tiny_config
@@ -101,8 +108,11 @@ def pack_model(
 def save(directory: Path, model: SportsLLM, quantization: dict[str, Any] | None = None) -> Path:
     """Write a checkpoint directory without a tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    write_checkpoint(directory, model.config, tensors, quantization=quantization)
+    if quantization is None:
+        save_checkpoint(directory, model)
+    else:
+        save_tensors(directory / WEIGHTS, {name: tensor.contiguous() for name, tensor in model.state_dict().items()})
+        write_config(directory, model.config, quantization=quantization)
     return directory
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from sportsllm.console import log
 from sportsllm.files import JsonObject, write_json
 from sportsllm.formats.artifact import Stage, run_stage
-from sportsllm.formats.checkpoint import stream_checkpoint, write_config
+from sportsllm.formats.checkpoint import write_checkpoint, write_config
 from sportsllm.formats.gguf.config import architecture, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import GGUFTensors
@@ -47,7 +47,7 @@ def convert_gguf(source: Path, out: Path) -> JsonObject:
             write_json(directory / GGUF_RECORD, {"sha256": stage.input_digests[0], "bytes": source.stat().st_size})
             write_config(directory, config)
         else:
-            stream_checkpoint(directory, config, tensors.items())
+            write_checkpoint(directory, config, tensors.items())
         bytes_of: Counter[str] = Counter()
         for tensor in file.tensors.values():
             bytes_of[tensor.tensor_type.name] += int(tensor.n_bytes)
