@@ -26,7 +26,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, adds_to_residual, input_groups
 from sportsllm.models.language_model import Block, first_positions
 from sportsllm.models.layers import Rope
-from sportsllm.models.parts import Matrix
+from sportsllm.models.parts import HIDDEN, Matrix
 
 _KEPT = 2  # hidden sizes: inputs of a matrix that are wider are computed again rather than kept in memory
 RIDGE = 1e-3
@@ -169,7 +169,7 @@ def _fit_group(
                 read = zip(base, kept, strict=True)
                 following = kept_like(streams.changed, (before + linear(own) for before, own in read))
             continue
-        if matrix.routed:
+        if matrix.routed and matrix.column_unit != HIDDEN:
             # The full model sends other tokens here, so there is nothing to compare with: no fit.
             gram_II = LeastSquares.over((x, x) for x in ours).gram_II
             sums = LeastSquares(gram_II, linear.weight.detach().double() @ gram_II)

@@ -263,10 +263,11 @@ def _round_alone(
     Returns:
         See `_fit_and_round`.
     """
-    read, routed = set[str](), "mlp.experts."
-    groups = [(matrix.name, group[0].name) for group in input_groups(model) for matrix in group]
-    sources = {name: name if name.startswith(routed) else first for name, first in groups}
-    statistics = {name: input_squares if name.startswith(routed) else input_moment for name in sources.values()}
+    read, matrices = set[str](), [(matrix, group[0]) for group in input_groups(model) for matrix in group]
+    sources = {matrix.name: matrix.name if matrix.routed else first.name for matrix, first in matrices}
+    statistics = {
+        m.name if m.routed else first.name: input_squares if m.routed else input_moment for m, first in matrices
+    }
     with summed({name: (block.get_submodule(name), each) for name, each in statistics.items()}) as found:
         following = run_layer(block, states_BTD, rope)
     for name, source in sources.items():

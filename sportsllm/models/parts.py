@@ -350,8 +350,8 @@ def mixture(config: ModelConfig) -> Sublayer:
         unit, width, routed = f"neuron of {name}", inner * (experts.shared if name == SHARED else 1), name != SHARED
         units.append(Unit(unit, "intermediate_size", inner, width // inner))
         read = [f"{name}.gate_proj"] * experts.gated + [f"{name}.up_proj"]
-        matrices += [Matrix(each, width, hidden, unit, HIDDEN, HIDDEN, bias=not experts.gated) for each in read]
-        source, bias = (read[-1], False) if experts.gated else (None, True)
+        bias, source = not experts.gated, read[-1] if experts.gated else None
+        matrices += [Matrix(each, width, hidden, unit, HIDDEN, HIDDEN, bias=bias, routed=routed) for each in read]
         matrices.append(
             Matrix(f"{name}.down_proj", hidden, width, HIDDEN, unit, f"{name}.inner", True, bias, source, routed)
         )

@@ -13,6 +13,7 @@ from benchmarks.model_size import ModelFormat, file_bytes, layer_activations, mi
 from benchmarks.predict.calibrate import FORMATS, INT8_CACHE, export_untrained
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import to_hf
+from sportsllm.models.config import Experts
 from sportsllm.models.presets import PRESETS
 from tests.support.models import tiny_config
 
@@ -66,7 +67,10 @@ def test_counts_by_hand() -> None:
     parts = sizes(SHAPE, ModelFormat("int4"))
     assert (parts.layers.macs, parts.head.macs) == (layers, 500 * 256)
     assert mixing_macs(SHAPE, 7) == 7 * 2 * 2 * 256
-    assert layer_activations(SHAPE) == 2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 384)
+    attention = 2 * (256 + 256) + 2 * (256 + 128)
+    assert layer_activations(SHAPE) == attention + 3 * (256 + 384)
+    mixture = SHAPE.with_changes(mlp_kind="experts", experts=Experts(8, 2))  # a token reads the router and two of them
+    assert layer_activations(mixture) == attention + (256 + 8) + 2 * 3 * (256 + 384)
 
 
 @pytest.mark.parametrize(
