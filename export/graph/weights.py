@@ -20,7 +20,7 @@ import onnx_ir as ir
 from export.graph.builder import FLOAT, HALF, INT8, UINT8, Array, Builder, GraphForm
 from export.graph.calls import Operand
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import read_packed
+from sportsllm.formats.checkpoint import read_packed, read_tensor
 from sportsllm.formats.packed import ROW_BITS, unpack
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.parts import Matrix
@@ -77,16 +77,7 @@ class Weights:
         Raises:
             ArtifactError: it is missing, of another shape, not finite, or beyond float16's range.
         """
-        if name not in self._tensors:
-            stored = self._tensors.stored_name(name)
-            raise ArtifactError(f"{self._directory}: tensor {stored!r} is missing; config.json asks for it")
-        tensor = self._tensors[name]
-        if tuple(tensor.shape) != tuple(shape):
-            raise ArtifactError(
-                f"{self._directory}: tensor {name!r} has shape {tuple(tensor.shape)}, "
-                f"config.json asks for {tuple(shape)}"
-            )
-        full = tensor.float().numpy()
+        full = read_tensor(self._tensors, name, tuple(shape)).numpy()
         if half and full.size and float(np.abs(full).max()) > float(np.finfo(np.float16).max):
             raise ArtifactError(
                 f"{self._directory}: tensor {name!r} has numbers beyond float16's 65,504; export it as fp32"

@@ -214,14 +214,14 @@ def load_table(tensors: TensorFiles, config: ModelConfig, module: str) -> Tensor
     shape = (config.vocab_size, config.hidden_size)
     if f"{module}.weight_packed" in tensors:
         return torch.from_numpy(read_packed(tensors, module, shape, tensors.directory).dequantize())
-    return _read(tensors, f"{module}.weight", shape)
+    return read_tensor(tensors, f"{module}.weight", shape)
 
 
 def load_positions(tensors: TensorFiles, config: ModelConfig) -> Tensor | None:
     """The table of learned positions, (context, D) float32, if the model has one."""
     if not config.positions:
         return None
-    return _read(tensors, f"{POSITIONS}.weight", (config.positions, config.hidden_size))
+    return read_tensor(tensors, f"{POSITIONS}.weight", (config.positions, config.hidden_size))
 
 
 def load_last_norm(tensors: TensorFiles, config: ModelConfig) -> ResidualNorm:
@@ -254,10 +254,17 @@ def read_ends(tensors: TensorFiles, config: ModelConfig) -> Iterator[tuple[str, 
         ArtifactError: as `load_checkpoint`, for the names of all tensors too.
     """
     shapes = check_names(tensors, config)
-    yield from ((name, _read(tensors, name, shapes[name])) for name in shapes if not name.startswith("model.layers."))
+    yield from (
+        (name, read_tensor(tensors, name, shapes[name])) for name in shapes if not name.startswith("model.layers.")
+    )
 
 
-def _read(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor:
+def read_tensor(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor:
+    """One of the model's tensors that are not packed, float32.
+
+    Raises:
+        ArtifactError: it is missing, of another shape or not finite.
+    """
     if name not in tensors:
         stored = tensors.stored_name(name)
         raise ArtifactError(f"{tensors.directory}: tensor {stored!r} is missing; config.json asks for it")
@@ -286,11 +293,11 @@ def _fill(model: nn.Module, tensors: TensorFiles, prefix: str = "") -> None:
         if isinstance(module, nn.Embedding):
             put(name, QuantizedEmbedding(quantized))
         else:
-            bias = None if module.bias is None else _read(tensors, f"{prefix}{name}.bias", (shape[0],))
+            bias = None if module.bias is None else read_tensor(tensors, f"{prefix}{name}.bias", (shape[0],))
             put(name, QuantizedLinear(quantized, bias))
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
-            put(name, nn.Parameter(_read(tensors, prefix + name, tuple(parameter.shape))))
+            put(name, nn.Parameter(read_tensor(tensors, prefix + name, tuple(parameter.shape))))
 
 
 def save_checkpoint(directory: Path, model: SportsLLM, tokenizer_from: Path | None = None) -> None:

@@ -156,11 +156,16 @@ def log_runtime(decoder: Decoder) -> tuple[str | None, JsonObject | None]:
     return kernels and kernels[0], placement and placement[0]
 
 
+def log_probabilities(logits: Logits) -> npt.NDArray[np.float64]:
+    """Natural-log probabilities along the last axis, stable for large logits."""
+    shifted: npt.NDArray[np.float64] = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return shifted
+
+
 def log_softmax(logits: Logits) -> Logits:
-    """Natural-log probabilities along the last axis, computed in float64 and stable for large logits."""
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    found: Logits = (shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))).astype(np.float32)
-    return found
+    """`log_probabilities` in float32."""
+    return log_probabilities(logits).astype(np.float32)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
-from sportsllm.inference.decoder import Logits
+from sportsllm.inference.decoder import Logits, log_probabilities
 from sportsllm.inference.scoring import TextScore, document_windows, ratio_interval, wilson_interval
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.conversations import Document
@@ -127,14 +127,8 @@ def compare_documents(
 
 def _compare(base_TV: Logits, own_TV: Logits, targets_T: npt.NDArray[np.int64]) -> tuple[Doubles, int, float, float]:
     """KL(base || own) before each target, how often the likeliest token agrees, and the nats of the targets by each."""
-    base_logs, own_logs = _log_probabilities(base_TV), _log_probabilities(own_TV)
+    base_logs, own_logs = log_probabilities(base_TV), log_probabilities(own_TV)
     kl_T: Doubles = (np.exp(base_logs) * (base_logs - own_logs)).sum(axis=-1)
     agree = int((base_TV.argmax(axis=-1) == own_TV.argmax(axis=-1)).sum())
     own, base = (-float(logs[np.arange(len(targets_T)), targets_T].sum()) for logs in (own_logs, base_logs))
     return kl_T, agree, own, base
-
-
-def _log_probabilities(logits_TV: Logits) -> Doubles:
-    shifted: Doubles = logits_TV.astype(np.float64) - logits_TV.max(axis=-1, keepdims=True)
-    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return shifted

@@ -15,7 +15,7 @@ from export.graph.decoder import write_graph
 from export.layout import DATA_FILE, GRAPH_FILE
 from export.parity.check import exact_graph
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint, write_config
 from sportsllm.formats.packed import ROW_BITS
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
@@ -229,12 +229,10 @@ def test_data_file_layout(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    model = tiny_model()
-    model.config = TINY.with_changes(intermediate_size=96)
-    save(tmp_path, model)
+    save(tmp_path, tiny_model())
+    write_config(tmp_path, TINY.with_changes(intermediate_size=96))
     with pytest.raises(ArtifactError, match=r"gate_proj.*\(112, 64\).*\(96, 64\)"):
         write_graph(tmp_path, tmp_path)
-    model.config = TINY.with_changes(num_hidden_layers=3)
-    save(tmp_path, model)
+    write_config(tmp_path, TINY.with_changes(num_hidden_layers=3))
     with pytest.raises(ArtifactError, match=r"layers\.2\..*missing"):
         write_graph(tmp_path, tmp_path)
