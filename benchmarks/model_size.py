@@ -14,7 +14,7 @@ from sportsllm.formats.manifest import directory_bytes, manifest_of
 from sportsllm.models import kinds
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_matrices, block_state, sublayers
-from sportsllm.models.memory import PRECISIONS, matrix_parameters, weight_bytes
+from sportsllm.models.memory import WeightFormat, matrix_parameters, weight_bytes
 
 CACHES = ("fp32", "fp16", "int8")
 # The graph file without its weights: once, and a layer; a layer more with an INT8 cache (beside its scales) or standard
@@ -25,41 +25,27 @@ _HEAD_FORMATS = {4: "int4", 8: "int8", 32: "fp32"}
 
 
 @dataclass(frozen=True)
-class ModelFormat:
+class ModelFormat(WeightFormat):
     """How a model is stored.
 
     Attributes:
-        precision: of the layers' matrices, one of `sportsllm.models.memory.PRECISIONS`.
-        block_size: weights of a quantized matrix that share a scale.
-        head_bits: of embedding and head if the layers are quantized.
-        zero_points: whether each block stores one.
         cache: format of keys and values.
         file_bytes: of the file, if there is one.
         per_row: int8 with a scale for each row in the layers; head and embedding in blocks.
         standard: standard ONNX operators only: a growing cache, and a tied quantized matrix stored twice.
     """
 
-    precision: str
-    block_size: int = 32
-    head_bits: int = 8
-    zero_points: bool = False
     cache: str = "fp32"
     file_bytes: int | None = None
     per_row: bool = False
     standard: bool = False
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise UsageError(f"precision {self.precision!r} is not known; use one of {', '.join(PRECISIONS)}")
+        super().__post_init__()
         if self.cache not in CACHES:
             raise UsageError(f"no export has a cache of {self.cache!r}; use one of {', '.join(CACHES)}")
         if self.per_row and self.precision != "int8":
             raise UsageError(f"precision {self.precision!r} has no format with one scale a row; use int8")
-
-    @property
-    def quantized(self) -> bool:
-        """Whether the layers' matrices are packed."""
-        return self.precision in ("int8", "int4")
 
     @property
     def in_kernels(self) -> bool:
@@ -118,8 +104,7 @@ class Sizes:
 @lru_cache(maxsize=1_024)
 def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
     """The parts of a model, as large as its file if there is one."""
-    kept = (stored.precision, stored.block_size, stored.head_bits, stored.zero_points)
-    tied, untied = (weight_bytes(each, *kept) for each in _tied_and_untied(config))
+    tied, untied = (weight_bytes(each, stored) for each in _tied_and_untied(config))
     table, macs, scale = untied - tied, matrix_parameters(config), 1.0
     layers = tied - table
     if stored.per_row:

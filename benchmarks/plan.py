@@ -187,8 +187,8 @@ def _count(model: str, count: int, group_size: int) -> dict[str, Any]:
 def _sizes(model: str, config: ModelConfig, group_size: int, head_bits: int) -> dict[str, Any]:
     from sportsllm.models import memory as size
 
-    stored = group_size, head_bits, _ZERO_POINTS
-    by_component = {name: size.component_bytes(config, name, *stored) for name in size.PRECISIONS}
+    formats = {name: size.WeightFormat(name, group_size, head_bits, _ZERO_POINTS) for name in size.PRECISIONS}
+    by_component = {name: size.component_bytes(config, stored) for name, stored in formats.items()}
     found = {
         "model": model,
         "layers": config.num_hidden_layers,
@@ -199,7 +199,7 @@ def _sizes(model: str, config: ModelConfig, group_size: int, head_bits: int) -> 
         "parameters_per_block": size.block_parameters(config),
         "weight_bytes": {name: sum(sizes.values()) for name, sizes in by_component.items()},
         "weight_bytes_by_component": by_component,
-        "weight_bytes_per_block": {name: size.block_bytes(config, name, *stored) for name in size.PRECISIONS},
+        "weight_bytes_per_block": {name: size.block_bytes(config, stored) for name, stored in formats.items()},
         "block_size": group_size,
         "head_bits": head_bits,
         "kv_cache_bytes_per_token": size.kv_cache_bytes_per_token(config),
@@ -211,7 +211,7 @@ def _sizes(model: str, config: ModelConfig, group_size: int, head_bits: int) -> 
             "layers": layers,
             "parameters": layers * sum(size.block_parameters(part).values()),
             "weight_bytes": {
-                name: layers * sum(size.block_bytes(part, name, *stored).values()) for name in size.PRECISIONS
+                name: layers * sum(size.block_bytes(part, stored).values()) for name, stored in formats.items()
             },
         }
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sportsllm.errors import UsageError
@@ -30,6 +31,40 @@ _DENSE_BYTES = {"fp32": 4, "fp16": 2}
 _MATRIX_BITS = {"int8": 8, "int4": 4}
 
 
+@dataclass(frozen=True)
+class WeightFormat:
+    """How weights are stored.
+
+    Attributes:
+        precision: fp32 or fp16 (everything), int8 or int4 (the blocks' matrices; norms and biases stay fp32).
+        block_size: values of a packed matrix that share a scale.
+        head_bits: bits of embedding and head if the rest is packed: 4, 8, or 32 for float32.
+        zero_points: whether 4-bit blocks have one each; 8-bit blocks have none.
+
+    Raises:
+        UsageError: a format that no checkpoint has.
+    """
+
+    precision: str
+    block_size: int = 32
+    head_bits: int = 8
+    zero_points: bool = False
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"precision {self.precision!r} is not known; use one of {', '.join(PRECISIONS)}")
+        if self.quantized and self.block_size not in BLOCK_SIZES:
+            known = ", ".join(map(str, BLOCK_SIZES))
+            raise UsageError(f"block size {self.block_size} is not supported; use one of {known}")
+        if self.quantized and self.head_bits not in (4, 8, 32):
+            raise UsageError(f"head bits {self.head_bits} are not supported; use 4, 8 or 32")
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the blocks' matrices are packed."""
+        return self.precision in _MATRIX_BITS
+
+
 def matrix_parameters(config: ModelConfig, block_size: int = 1) -> int:
     """Values of the matrices inside the blocks, each row filled up to whole blocks of `block_size`."""
     return sum(
@@ -44,13 +79,9 @@ def block_parameters(config: ModelConfig) -> dict[str, int]:
     return _by_module(config, {item.name: item.numel for item in block_tensors(config)})
 
 
-def block_bytes(
-    config: ModelConfig, precision: str, block_size: int = 32, head_bits: int = 8, zero_points: bool = False
-) -> dict[str, int]:
-    """Bytes of each tensor of one block, by the names of `block_parameters`; see `component_bytes`."""
-    check_format(precision, block_size, head_bits)
-    found = {item.name: _stored_bytes(item, precision, block_size, zero_points) for item in block_tensors(config)}
-    return _by_module(config, found)
+def block_bytes(config: ModelConfig, stored: WeightFormat) -> dict[str, int]:
+    """Bytes of each tensor of one block, by the names of `block_parameters`."""
+    return _by_module(config, {item.name: _stored_bytes(item, stored) for item in block_tensors(config)})
 
 
 def _by_module(config: ModelConfig, found: dict[str, int]) -> dict[str, int]:
@@ -64,13 +95,15 @@ def _by_module(config: ModelConfig, found: dict[str, int]) -> dict[str, int]:
     return sums
 
 
-def _stored_bytes(item: Parameter, precision: str, block_size: int, zero_points: bool) -> int:
-    """Bytes of a tensor of a block."""
-    if item.role != "matrix" or precision in _DENSE_BYTES:
-        return _DENSE_BYTES.get(precision, 4) * item.numel
-    bits = max(_MATRIX_BITS[precision], least_bits(item.name.removeprefix("mlp.").removesuffix(".weight")))
+def _stored_bytes(item: Parameter, stored: WeightFormat) -> int:
+    """Bytes of a tensor."""
+    bits = {"matrix": _MATRIX_BITS.get(stored.precision), "embedding": stored.head_bits, "head": stored.head_bits}
+    packed = bits.get(item.role) if stored.quantized else None
+    if packed in (None, 32):
+        return _DENSE_BYTES.get(stored.precision, 4) * item.numel
+    packed = max(packed, least_bits(item.name.removeprefix("mlp.").removesuffix(".weight")))
     rows, columns = item.shape
-    return quantized_bytes(rows, columns, bits, block_size, zero_points and bits == 4)
+    return quantized_bytes(rows, columns, packed, stored.block_size, stored.zero_points and packed == 4)
 
 
 def quantized_bytes(rows: int, columns: int, bits: int, block_size: int, zero_points: bool = False) -> int:
@@ -84,40 +117,19 @@ def quantized_bytes(rows: int, columns: int, bits: int, block_size: int, zero_po
     return rows * (blocks * (block_size * bits // 8) + SCALE_BYTES * blocks + zeros)
 
 
-def weight_bytes(
-    config: ModelConfig, precision: str, block_size: int = 32, head_bits: int = 8, zero_points: bool = False
-) -> int:
-    """Bytes of all weights on disk; a tied embedding counts once. Arguments and errors: see `component_bytes`."""
-    return sum(component_bytes(config, precision, block_size, head_bits, zero_points).values())
+def weight_bytes(config: ModelConfig, stored: WeightFormat) -> int:
+    """Bytes of all weights on disk; a tied embedding counts once."""
+    return sum(component_bytes(config, stored).values())
 
 
-def component_bytes(
-    config: ModelConfig, precision: str, block_size: int = 32, head_bits: int = 8, zero_points: bool = False
-) -> dict[str, int]:
-    """Bytes of the parts that `ModelConfig.parameters_by_component` counts.
-
-    Args:
-        precision: fp32 or fp16 (everything), int8 or int4 (the blocks' matrices; norms and biases stay fp32).
-        block_size: values of a packed matrix that share a scale.
-        head_bits: bits of embedding and head when the rest is quantized: 4, 8, or 32 for float32.
-        zero_points: whether 4-bit blocks have one each; 8-bit blocks have none.
-
-    Raises:
-        UsageError: an unknown precision, block size or number of bits.
-    """
-    check_format(precision, block_size, head_bits)
+def component_bytes(config: ModelConfig, stored: WeightFormat) -> dict[str, int]:
+    """Bytes of the parts that `ModelConfig.parameters_by_component` counts."""
     parts: dict[str, int] = dict.fromkeys(config.parameters_by_component(), 0)
     for part, layers in config.runs():
         for item in block_tensors(part):
-            parts[item.component] += layers * _stored_bytes(item, precision, block_size, zero_points)
-    packed = precision in _MATRIX_BITS and head_bits != 32
+            parts[item.component] += layers * _stored_bytes(item, stored)
     for item in end_tensors(config):
-        if packed and item.role in ("embedding", "head"):
-            zeros = zero_points and head_bits == 4
-            rows, columns = item.shape
-            parts[item.component] += quantized_bytes(rows, columns, head_bits, block_size, zeros)
-        else:
-            parts[item.component] += _DENSE_BYTES.get(precision, 4) * item.numel
+        parts[item.component] += _stored_bytes(item, stored)
     return parts
 
 
@@ -128,30 +140,14 @@ def count_bytes(parameters: int, precision: str, block_size: int | None = None) 
     Raises:
         UsageError: an unknown precision or block size.
     """
-    check_format(precision, block_size or BLOCK_SIZES[0])
-    if precision in _DENSE_BYTES:
+    stored = WeightFormat(precision, block_size or BLOCK_SIZES[0])
+    if not stored.quantized:
         return _DENSE_BYTES[precision] * parameters
     packed = -(-parameters * _MATRIX_BITS[precision] // 8)
     if block_size is None:
         return packed
     blocks = -(-parameters // block_size)
     return packed + SCALE_BYTES * blocks + (-(-blocks // 2) if precision == "int4" else 0)
-
-
-def check_format(precision: str, block_size: int, head_bits: int = 8) -> None:
-    """Refuse a format that no checkpoint has.
-
-    Raises:
-        UsageError: an unknown precision, block size or number of bits.
-    """
-    if precision not in PRECISIONS:
-        raise UsageError(f"precision {precision!r} is not known; use one of {', '.join(PRECISIONS)}")
-    if precision in _DENSE_BYTES:
-        return
-    if block_size not in BLOCK_SIZES:
-        raise UsageError(f"block size {block_size} is not supported; use one of {', '.join(map(str, BLOCK_SIZES))}")
-    if head_bits not in (4, 8, 32):
-        raise UsageError(f"head bits {head_bits} are not supported; use 4, 8 or 32")
 
 
 def kv_cache_bytes_per_token(config: ModelConfig) -> dict[str, int]:

@@ -22,7 +22,7 @@ from sportsllm.inference.calibration import CalibrationText
 from sportsllm.models.config import Experts
 from sportsllm.models.kinds import matrix_shapes
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.memory import component_bytes
+from sportsllm.models.memory import WeightFormat, component_bytes
 from tests.support.lstm_models import LSTM
 from tests.support.models import saved, tiny_config, tiny_model
 
@@ -229,5 +229,5 @@ def test_what_every_token_reads_of_a_mixture_keeps_eight_bits() -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_sizes_are_foretold(symmetric: bool) -> None:
     config = QuantizationConfig(bits=4, symmetric=symmetric)
-    foretold = component_bytes(MIXTURE, "int4", zero_points=not symmetric)
+    foretold = component_bytes(MIXTURE, WeightFormat("int4", zero_points=not symmetric))
     assert matrix_bytes(MIXTURE, config) == sum(foretold.values()) - foretold["norms"]

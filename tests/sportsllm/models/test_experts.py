@@ -62,7 +62,7 @@ def test_layers_without_experts_are_counted_as_they_are() -> None:
     assert config.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert config.active_parameters == config.parameters - 2 * 2 * one
     assert matmul_parameters(config) == 3 * attention + dense + 2 * (3 * one + router) + 384 * 64
-    assert size.component_bytes(config, "fp32")["feed_forward"] == 4 * (dense + 2 * mixture)
+    assert size.component_bytes(config, size.WeightFormat("fp32"))["feed_forward"] == 4 * (dense + 2 * mixture)
     assert size.matrix_parameters(config) == 3 * attention + dense + 2 * mixture
     weights = [s for s in size.tensor_shapes(config, 1, 8) if s.kind == "weight" and "embed" not in s.name]
     assert sum(math.prod(s.shape) * s.layers for s in weights) == size.matrix_parameters(config)

@@ -10,6 +10,7 @@ from sportsllm.formats.packed import QuantizedWeight, pack
 from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.memory import (
+    WeightFormat,
     block_parameters,
     kv_cache_bytes_per_token,
     quantized_bytes,
@@ -92,12 +93,12 @@ def test_quantized_model_is_the_sum_of_its_matrices(
     total += table if tied else 2 * table
     # What stays float32: the biases of q, k and v, and the norms.
     total += 4 * (3 * (64 + 2 * 32) + 3 * 2 * 48 + 48)
-    assert weight_bytes(config, precision, block, head_bits, zero_points) == total
+    assert weight_bytes(config, WeightFormat(precision, block, head_bits, zero_points)) == total
 
 
 def test_head_bits_32_leaves_the_tables_alone() -> None:
     config = PRESETS["tiny-1m"]
-    difference = weight_bytes(config, "int4", head_bits=32) - weight_bytes(config, "int4", head_bits=8)
+    difference = weight_bytes(config, WeightFormat("int4", head_bits=32)) - weight_bytes(config, WeightFormat("int4"))
     numbers = config.vocab_size * config.hidden_size
     assert difference == 4 * numbers - (numbers + 2 * numbers // 32)
 
@@ -107,7 +108,7 @@ def test_head_bits_32_leaves_the_tables_alone() -> None:
 )
 def test_unknown_forms_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        weight_bytes(TINY, **arguments)
+        WeightFormat(**arguments)
 
 
 def test_shapes_name_every_tensor() -> None:
