@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests often share the machine; see sportsllm.cli
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of this process and those that tests start: more gain nothing here
 
 import pytest
 import torch
@@ -25,8 +26,6 @@ from tests.support import gelu_kind
 from tests.support.command_line import CommandLine
 from tests.support.models import STORIES, TINY_VOCAB, tiny_model
 
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first, so that no worker is left alone with one at the end."""
@@ -35,9 +34,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _words_to_standard_output() -> None:
-    """A test that ran a command with --json leaves the process as it was."""
+def _undo_options() -> None:
+    """What --json and --threads of a command change for the whole process."""
     console.use_stderr(False)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -68,16 +68,9 @@ def test_each_text_continues_a_prompt(checkpoint: Path, corpus_file: Path, texts
     (tmp_path / "prompts.txt").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     prompts = tmp_path / "prompts.txt"
     result = sample(
-        checkpoint,
-        out=tmp_path / "lines",
-        tokens=200,
-        sequence=40,
-        temperature=0.8,
-        top_p=0.9,
-        prompts=prompts,
-        batch_size=6,
-        seed=1,
-    )
+        checkpoint, out=tmp_path / "lines", tokens=200, sequence=40, temperature=0.8, top_p=0.9, prompts=prompts,
+        batch_size=6, seed=1,
+    )  # fmt: skip
     found = [json.loads(line)["text"] for line in (tmp_path / "lines" / CORPUS).read_text("utf-8").splitlines()]
     assert all(any(text.startswith(line) for line in lines) for text in found)
     assert all(any(text.startswith(line) for text in found[:3]) for line in lines)  # in another order, none twice

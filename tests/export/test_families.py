@@ -22,22 +22,9 @@ from tests.support import families
 
 PROMPT = [0, 40, 70, 100, 200]
 NAMES = [
-    "gemma3",
-    "phi3-sliding",
-    "smollm3",
-    "gpt2",
-    "deepseek-v2",
-    "mixtral",
-    "deepseek-v3-mixed",
-    "granite",
-    "gemma2",
-    "olmo2",
-    "stablelm",
-    "stablelm-16",
-    "gpt-neox",
-    "opt",
-    "qwen3-moe",
-]
+    "gemma3", "phi3-sliding", "smollm3", "gpt2", "deepseek-v2", "mixtral", "deepseek-v3-mixed", "granite", "gemma2",
+    "olmo2", "stablelm", "stablelm-16", "gpt-neox", "opt", "qwen3-moe",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -21,11 +21,9 @@ from sportsllm.inference.decoder import Sampling, generate, is_onnx_directory, o
 from tests.support.export_models import pack_model, save_graph, tiny_model
 
 NAMES = {
-    "fp32": ("fp32", "model.onnx"),
-    "fp16": ("fp16", "model_fp16.onnx"),
-    "int8": ("q8", "model_quantized.onnx"),
+    "fp32": ("fp32", "model.onnx"), "fp16": ("fp16", "model_fp16.onnx"), "int8": ("q8", "model_quantized.onnx"),
     "int4": ("q4", "model_q4.onnx"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", NAMES)

@@ -34,7 +34,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 def train(corpus: Path, out: Path, *more: object) -> list[object]:
     more = (*more,) if "--tokenizer" in more else (*more, "--vocab-size", 400)
-    model = ["train", "--model", "tiny-300k", "--corpus", corpus, "--out", out, "--threads", 2]
+    model = ["train", "--model", "tiny-300k", "--corpus", corpus, "--out", out, "--threads", 1]
     return [*model, "--batch-size", 2, "--set", "accumulation=1", "--sequence", 32, *more]
 
 
@@ -122,7 +122,7 @@ def test_train_distill_quantize_prune_verify(
     distill = ["distill", "--teacher", "tiny-300k", "--student"]
     cli.refuses(2, "larger than the teacher", *distill, "tiny-1m", *few)
     assert run(*distill, "runs/tiny-300k", "--out", "runs/again", *few)["out"] == "runs/again"
-    run("quantize", "runs/again", "--out", "runs/q", "--bits", 4)
+    run("quantize", "runs/again", "--out", "runs/q", "--bits", 4, "--set", "samples=4")
     prune = ["prune", "runs/tiny-300k", "--out", "runs/p", "--intermediate", 96, "--set", "samples=4"]
     assert run(*prune, "--calibration", matches / "train.jsonl")["shape"]["intermediate"] == 96
     assert run("verify", "runs/q")["ok"] is True

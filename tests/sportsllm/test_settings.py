@@ -13,12 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_values_get_their_types_from_texts_and_from_a_mapping() -> None:
     texts = ["warmup=7", "weight_decay=0.5", "try_rates=true", "muon_coefficients=1,2,3", "schedule=wsd"]
     values = {
-        "warmup": 7,
-        "weight_decay": 0.5,
-        "try_rates": True,
-        "muon_coefficients": (1.0, 2.0, 3.0),
-        "schedule": "wsd",
-    }
+        "warmup": 7, "weight_decay": 0.5, "try_rates": True, "muon_coefficients": (1.0, 2.0, 3.0), "schedule": "wsd",
+    }  # fmt: skip
     assert parse_settings(texts, TRAINING) == parse_settings(values, TRAINING) == values
     assert parse_settings(None, TRAINING) == parse_settings([], TRAINING) == {}
 

@@ -53,12 +53,9 @@ def pack_linears(model: Any, kind: str, blocksize: int | None = None) -> Any:
         else:
             layer = bitsandbytes.nn.Linear4bit(*sizes, bias=False, compute_dtype=weight.dtype, quant_type=kind[:3])
             layer.weight = bitsandbytes.nn.Params4bit(
-                weight,
-                requires_grad=False,
-                quant_type=kind[:3],
-                compress_statistics="double" in kind,
+                weight, requires_grad=False, quant_type=kind[:3], compress_statistics="double" in kind,
                 blocksize=blocksize,
-            )
+            )  # fmt: skip
             layer.support_avx512bf16_for_cpu = False  # computes in the model's own type, as the others do
         parent, _, leaf = name.rpartition(".")
         setattr(model.model.get_submodule(parent), leaf, layer.to("cpu").eval())

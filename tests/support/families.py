@@ -47,11 +47,7 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
         **_ALL_HEADS, **_LATENT, q_lora_rank=None, rope_interleave=False, tie_word_embeddings=True
     ),
     "gemma2": transformers.Gemma2Config(
-        **SIZES,
-        head_dim=32,
-        sliding_window=WINDOW,
-        query_pre_attn_scalar=24,
-        attn_logit_softcapping=2.0,
+        **SIZES, head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=24, attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
     ),
     "olmo2": transformers.Olmo2Config(**SIZES),
@@ -65,16 +61,8 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
         **SIZES, embedding_multiplier=12.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=6.0
     ),
     "opt": transformers.OPTConfig(
-        vocab_size=384,
-        hidden_size=64,
-        ffn_dim=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=320,
-        word_embed_proj_dim=64,
-        dropout=0.0,
-        bos_token_id=0,
-        eos_token_id=1,
+        vocab_size=384, hidden_size=64, ffn_dim=96, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=320, word_embed_proj_dim=64, dropout=0.0, bos_token_id=0, eos_token_id=1,
         pad_token_id=2,
     ),
     "qwen3-moe": transformers.Qwen3MoeConfig(
@@ -108,7 +96,7 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
         rope_scaling=_YARN | {"mscale_all_dim": 0},
     ),
     "deepseek-v2": transformers.DeepseekV2Config(**_ALL_HEADS, **_LATENT, q_lora_rank=None, head_dim=8),
-}
+}  # fmt: skip
 PLAIN: dict[str, transformers.PretrainedConfig] = {
     "llama": transformers.LlamaConfig(**SIZES, head_dim=24, rope_theta=500_000.0, rms_norm_eps=1e-5),
     "llama-tied": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),

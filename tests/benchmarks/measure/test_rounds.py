@@ -87,13 +87,9 @@ def test_a_process_is_watched_and_its_surroundings_are_cleared(monkeypatch: pyte
 
 def speed_round(step: float, others: float = 0.0) -> dict[str, Any]:
     return {
-        "load_s": 0.2,
-        "ttft_ms": {"128": [10.0]},
-        "step_ms": {"32": [[step] * 4]},
-        "energy": {"absent": "no counter"},
-        "cpus": [0],
-        "other_cpu_cores": others,
-    }
+        "load_s": 0.2, "ttft_ms": {"128": [10.0]}, "step_ms": {"32": [[step] * 4]},
+        "energy": {"absent": "no counter"}, "cpus": [0], "other_cpu_cores": others,
+    }  # fmt: skip
 
 
 def summary(steps: list[float], others: float | list[float] = 0.0) -> dict[str, Any]:

@@ -40,15 +40,10 @@ TWICE = 2.0
 # Every coefficient differs, so that a term priced by the wrong one shows.
 KNOWN = Coefficients.model_validate(
     {
-        **resolve(REFERENCE).model_dump(),
-        "bandwidth_gb_per_s": 50.0,
-        "int8_gop_per_s": 1_000.0,
-        "fp32_gop_per_s": 300.0,
-        "layer_us": 5.0,
-        "runtime_mb": 70.0,
-        "weight_copies": 1.1,
+        **resolve(REFERENCE).model_dump(), "bandwidth_gb_per_s": 50.0, "int8_gop_per_s": 1_000.0,
+        "fp32_gop_per_s": 300.0, "layer_us": 5.0, "runtime_mb": 70.0, "weight_copies": 1.1,
     }
-)
+)  # fmt: skip
 DEVICE = REFERENCE.model_copy(update={"coefficients": KNOWN})
 # `small`: 12 layers, 768 wide, 12 heads of 64 with keys of their own, 2,048 inner, 16,000 tokens, tied; int4 in blocks
 # of 128 with an int8 head, by hand.

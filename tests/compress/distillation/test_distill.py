@@ -78,12 +78,9 @@ def test_a_nf4_teacher_is_the_model_with_nf4_matrices(
 ) -> None:
     """Rows of 112 have no whole blocks: those matrices stay as they are, and it says so."""
     exact = tiny_model(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_attention_heads=hidden // 32,
-        head_dim=32,
+        hidden_size=hidden, intermediate_size=inner, num_attention_heads=hidden // 32, head_dim=32,
         num_key_value_heads=1,
-    )
+    )  # fmt: skip
     save_checkpoint(tmp_path, exact, tokenizer_directory)
     cheap, packed = load_teacher(tmp_path, "nf4"), 0
     assert (f"{dense} matrices stay in" in capsys.readouterr().err) == bool(dense)

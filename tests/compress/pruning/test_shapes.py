@@ -22,12 +22,9 @@ from sportsllm.models.presets import preset
 from tests.support.models import tiny_config
 
 MIXED: dict[str, object] = {
-    "num_hidden_layers": 3,
-    "mlp_kind": "experts",
-    "experts": Experts(4, 2),
-    "dense_layers": 1,
+    "num_hidden_layers": 3, "mlp_kind": "experts", "experts": Experts(4, 2), "dense_layers": 1,
     "dense_intermediate_size": 200,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -113,13 +113,9 @@ def test_the_stage_keeps_the_budget_and_its_export_is_faithful(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, method: str
 ) -> None:
     result = quantize_checkpoint(
-        checkpoint,
-        tmp_path / "out",
-        QuantizationConfig(4, 64, 8),
-        method,
-        text=CalibrationText((corpus_file,), 8),
+        checkpoint, tmp_path / "out", QuantizationConfig(4, 64, 8), method, text=CalibrationText((corpus_file,), 8),
         budget=SizeBudget(bits_per_weight=6.5),
-    )
+    )  # fmt: skip
     assert 5.0 < result.bits_per_weight <= 6.5
     config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     bits = {name: entry["bits"] for name, entry in config["quantization_config"]["modules"].items()}

@@ -21,15 +21,9 @@ ROUNDING = 0.06
 """Of the inputs of up to four layers to 8 bits; a wrong nibble or row gives about 1."""
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 GEMMA3 = {
-    "mlp_kind": "geglu",
-    "qk_norm": True,
-    "output_norms": True,
-    "embedding_scale": 16.0,
-    "attention_scale": 64**-0.5,
-    "layer_types": (SLIDING, FULL),
-    "sliding_window": 8,
-    "rope_local_theta": 10_000.0,
-}
+    "mlp_kind": "geglu", "qk_norm": True, "output_norms": True, "embedding_scale": 16.0, "attention_scale": 64**-0.5,
+    "layer_types": (SLIDING, FULL), "sliding_window": 8, "rope_local_theta": 10_000.0,
+}  # fmt: skip
 GEMMA2 = GEMMA3 | {"qk_norm": False, "rope_local_theta": None, "attention_softcap": 2.0, "logit_softcap": 3.0}
 GPT2 = {
     "mlp_kind": "gelu",
@@ -39,19 +33,12 @@ GPT2 = {
     **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), True),
 }
 OLMO2 = {
-    "qk_norm": True,
-    "joint_qk_norm": True,
-    "input_norms": False,
-    "output_norms": True,
-    "tie_word_embeddings": False,
-}
+    "qk_norm": True, "joint_qk_norm": True, "input_norms": False, "output_norms": True, "tie_word_embeddings": False,
+}  # fmt: skip
 NEOX = GPT2 | {
-    "mlp_kind": "gelu_erf",
-    "position_kind": "rotary",
-    "rotary_dim": 16,
-    "parallel_residual": True,
+    "mlp_kind": "gelu_erf", "position_kind": "rotary", "rotary_dim": 16, "parallel_residual": True,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 QWEN3_MOE = {"qk_norm": True, "mlp_kind": "experts", "experts": Experts(4, 4)}
 MIXTRAL = {"mlp_kind": "experts", "experts": Experts(4, 4), "tie_word_embeddings": False}
 FAMILIES: dict[str, dict[str, Any]] = {

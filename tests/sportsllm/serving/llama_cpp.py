@@ -136,16 +136,8 @@ def main(folder: str, *more: str) -> int:
         )
         files = [f"{folder}/unit/test_{name}.py" for name in FILES]
         arguments = [
-            "-q",
-            "-m",
-            "not slow",
-            "--noconftest",
-            "-p",
-            "no:cacheprovider",
-            f"--rootdir={folder}",
-            *files,
-            *more,
-        ]
+            "-q", "-m", "not slow", "--noconftest", "-p", "no:cacheprovider", f"--rootdir={folder}", *files, *more,
+        ]  # fmt: skip
         code = pytest.main(arguments, plugins=[plugin])
     print(
         f"\n{len(plugin.left_out)} left out:", *(f"  {name}: {why}" for name, why in plugin.left_out.items()), sep="\n"

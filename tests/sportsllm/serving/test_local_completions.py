@@ -26,13 +26,9 @@ def test_questions_are_scored_as_by_eval(exported_int4: Path, task: Path) -> Non
     model = start(exported_int4)
     with served_by(model) as client:
         harness = LocalCompletionsAPI(
-            base_url=f"{client.base_url}/v1/completions",
-            model=model.name,
-            tokenizer_backend="huggingface",
-            tokenizer=str(exported_int4),
-            add_bos_token=True,
-            num_concurrent=4,
-        )
+            base_url=f"{client.base_url}/v1/completions", model=model.name, tokenizer_backend="huggingface",
+            tokenizer=str(exported_int4), add_bos_token=True, num_concurrent=4,
+        )  # fmt: skip
         manager = TaskManager(include_defaults=False)
         tasks = list(manager.load([str(task)])["tasks"].values())
         found = lm_eval.simple_evaluate(harness, tasks=tasks, bootstrap_iters=0, task_manager=manager)

@@ -369,10 +369,7 @@ def test_a_model_remembers_what_its_ancestors_held_out(checkpoint: Path, tmp_pat
         assert known_sides([tmp_path / name]) == known_sides([tmp_path / "int4"])
     assert trained_on(tmp_path / "int4", texts) == 8
     distill(
-        student=str(tmp_path / "second"),
-        teacher=str(tmp_path / "first"),
-        corpus=[further, small],
-        out=tmp_path / "student",
-        **parts,
-    )
+        student=str(tmp_path / "second"), teacher=str(tmp_path / "first"), corpus=[further, small],
+        out=tmp_path / "student", **parts,
+    )  # fmt: skip
     assert trained_on(tmp_path / "student", texts) == 8

@@ -14,13 +14,9 @@ from sportsllm.text.tokenizer_training import train_tokenizer
 from tests.support.models import TINY_VOCAB, tiny_config
 
 HARD = [
-    "Full-time: 2-1!",
-    "  two  spaces\tand\n\nlines\r\n",
-    "naïve Žalgiris 東京 🏉👩‍👩‍👧 \u200b\ufeff",
-    "<|begin|> spelled out, <|end|> too <|pad|>",
-    "\x00\x01\x7f",
-    "",
-]
+    "Full-time: 2-1!", "  two  spaces\tand\n\nlines\r\n", "naïve Žalgiris 東京 🏉👩‍👩‍👧 \u200b\ufeff",
+    "<|begin|> spelled out, <|end|> too <|pad|>", "\x00\x01\x7f", "",
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -38,15 +38,8 @@ def test_stages_take_the_steps_of_one_process(
     """
     one, many = tmp_path / "one", tmp_path / "many"
     further = [
-        "--set",
-        f"optimizer={optimizer}",
-        "--set",
-        "layers=3",
-        "--set",
-        "tied=false",
-        "--set",
-        "validate_every=3",
-    ]
+        "--set", f"optimizer={optimizer}", "--set", "layers=3", "--set", "tied=false", "--set", "validate_every=3",
+    ]  # fmt: skip
     further += ["--steps", "7", "--batch-size", "2", "--set", f"accumulation={accumulation}"]
     further += ["--set", f"clip_norm={clip_norm}"]
     assert cli(*arguments(corpus_file, one), *further)[0] == 0

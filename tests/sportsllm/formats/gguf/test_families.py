@@ -18,18 +18,11 @@ from tests.support import families
 from tests.support.gguf_files import byte_level, settings_of, write_file
 
 _ARCH = {
-    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
-    "phi3": gguf.MODEL_ARCH.PHI3,
-    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
-    "gpt2": gguf.MODEL_ARCH.GPT2,
-    "gemma2": gguf.MODEL_ARCH.GEMMA2,
-    "olmo2": gguf.MODEL_ARCH.OLMO2,
-    "stablelm": gguf.MODEL_ARCH.STABLELM,
-    "gpt_neox": gguf.MODEL_ARCH.GPTNEOX,
-    "granite": gguf.MODEL_ARCH.GRANITE,
-    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
-    "mixtral": gguf.MODEL_ARCH.LLAMA,
-}
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3, "phi3": gguf.MODEL_ARCH.PHI3, "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "gpt2": gguf.MODEL_ARCH.GPT2, "gemma2": gguf.MODEL_ARCH.GEMMA2, "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "stablelm": gguf.MODEL_ARCH.STABLELM, "gpt_neox": gguf.MODEL_ARCH.GPTNEOX, "granite": gguf.MODEL_ARCH.GRANITE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "mixtral": gguf.MODEL_ARCH.LLAMA,
+}  # fmt: skip
 _SIZES = families.SIZES | {"num_hidden_layers": 6}
 _CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "gemma3": transformers.Gemma3TextConfig(**_SIZES, head_dim=32, sliding_window=8, query_pre_attn_scalar=32),
