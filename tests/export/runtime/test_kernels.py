@@ -31,7 +31,6 @@ from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.command_line import CommandLine
 from tests.support.export_models import Exports
-from tests.support.models import STORIES
 
 
 @pytest.fixture(scope="session")
@@ -139,9 +138,9 @@ def test_two_sessions_at_once(exports: Exports) -> None:
 
 
 @pytest.mark.parametrize(("bits", "cache"), [(4, "fp32"), (8, "fp16"), (8, "fp32"), (4, "int8")])
-def test_real_text_is_continued_as_by_pytorch(bits: int, cache: str, tmp_path: Path) -> None:
+def test_real_text_is_continued_as_by_pytorch(bits: int, cache: str, stories: Path, tmp_path: Path) -> None:
     """40 greedy tokens. Later ones differ: a model this small often has two tokens that are nearly as likely."""
-    quantize_checkpoint(checkpoint=STORIES, out=tmp_path / "packed", config=QuantizationConfig(bits=bits), method="rtn")
+    quantize_checkpoint(checkpoint=stories, out=tmp_path / "packed", config=QuantizationConfig(bits=bits), method="rtn")
     options: dict[str, Any] = {"threads": 2, "kv_cache": cache}
     if cache == "int8":
         (text := tmp_path / "text.txt").write_text(
