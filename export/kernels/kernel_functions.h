@@ -136,13 +136,28 @@ static inline void multiply(const uint8_t* bytes, int64_t row_bytes, const F (&s
                             const int8_t* numbers, const float* scales, const int32_t* zero_correction, int64_t chunks,
                             F (&total)[ROWS][kRowsAtOnce]) {
   const int64_t size = BITS == 4 ? 128 : 64;
-  for (int r = 0; r < kRowsAtOnce; ++r) {
-    const U w = left >= 64 ? load_bytes(bytes + r * row_bytes) : load_bytes_part(bytes + r * row_bytes, left);
+  const auto load_row = [=](int r) {
+    return left >= 64 ? load_bytes(bytes + r * row_bytes) : load_bytes_part(bytes + r * row_bytes, left);
+  };
+  const auto add = [&](int row, int r, U w, I middle, F scale_of_x) {
+    const int8_t* x = numbers + row * chunks * size;
+    const I dot = BITS == 4 ? dot_nibbles(middle, w, x) : dot_bytes(middle, w, x);
+    total[row][r] = fma(to_float(dot), mul(scale[r], scale_of_x), total[row][r]);
+  };
+  if constexpr (ROWS > 2) {  // more is loaded of the activations than of the matrix: once
+    U w[kRowsAtOnce];
+    for (int r = 0; r < kRowsAtOnce; ++r) w[r] = load_row(r);
     for (int row = 0; row < ROWS; ++row) {
       const I middle = load_ints(zero_correction + row * chunks * 16);
-      const I dot = BITS == 4 ? dot_nibbles(middle, w, numbers + row * chunks * size)
-                              : dot_bytes(middle, w, numbers + row * chunks * size);
-      total[row][r] = fma(to_float(dot), mul(scale[r], load(scales + row * chunks * 16)), total[row][r]);
+      const F scale_of_x = load(scales + row * chunks * 16);
+      for (int r = 0; r < kRowsAtOnce; ++r) add(row, r, w[r], middle, scale_of_x);
+    }
+  } else {
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+      const U w = load_row(r);
+      for (int row = 0; row < ROWS; ++row) {
+        add(row, r, w, load_ints(zero_correction + row * chunks * 16), load(scales + row * chunks * 16));
+      }
     }
   }
 }
@@ -300,20 +315,19 @@ static void fill_tile(const Matrix& w, int64_t first, int64_t last, int64_t part
       for (int i = 0; i < 4; ++i) rows[i] += part_bytes;
     }
   }
+  const int64_t start = part * prompt_part(BITS) / w.block;
+  int64_t block_of[Tile<BITS>::kParts];  // of the tile's; a division takes as long as many products
+  for (int64_t p = 0; p < parts; ++p) block_of[p] = (part + p) * prompt_part(BITS) / w.block - start;
   for (int64_t r = 0; r < kTileRows; ++r) {
-    const int64_t row = std::min(first + r, last - 1), start = part * prompt_part(BITS) / w.block;
-    alignas(64) float scales[16];  // a tile has no more blocks
-    store(scales, load_halves(w.scales + row * blocks + start, blocks - start));
-    for (int64_t p = 0; p < parts; ++p) {
-      const int64_t g = (part + p) * prompt_part(BITS) / w.block;
-      const float scale = scales[g - start];
-      tile->scales[p][r] = scale;
-      if (w.zeros != nullptr) {
-        const uint8_t* zeros = w.zeros + row * w.zero_bytes();
-        const int zero_point = BITS == 4 ? (zeros[g / 2] >> (g % 2 * 4)) & 15 : zeros[g];
-        tile->below[p][r] = scale * static_cast<float>((BITS == 4 ? 8 : 128) - zero_point);
-      }
-    }
+    const int64_t row = std::min(first + r, last - 1);
+    alignas(64) float scales[16], below[16];  // a tile has no more blocks
+    const F scale = load_halves(w.scales + row * blocks + start, blocks - start);
+    store(scales, scale);
+    for (int64_t p = 0; p < parts; ++p) tile->scales[p][r] = scales[block_of[p]];
+    if (w.zeros == nullptr) continue;
+    const F zero_point = zero_points<BITS>(w, row * w.zero_bytes() + start * BITS / 8);
+    store(below, mul(scale, sub(set1(BITS == 4 ? 8.0f : 128.0f), zero_point)));
+    for (int64_t p = 0; p < parts; ++p) tile->below[p][r] = below[block_of[p]];
   }
 }
 
