@@ -274,11 +274,13 @@ static void round_parts(const float* x, int64_t m, int64_t start, int64_t end, R
     alignas(16) int8_t q[kPart];
     for (int h = 0; h < kPart / 16; ++h) store_int8(q + h * 16, to_int(mul(v[h], by)));
     int8_t* to = out->numbers + at * kPart;
-    int32_t total = 0;
-    for (int j = 0; j < kPart; ++j) {
-      to[BITS == 4 ? j / 2 + j % 2 * kPart / 2 : j] = q[j];
-      total += q[j];
+    if (BITS == 4) {
+      for (int h = 0; h < kPart / 16; ++h) split_bytes(q + h * 16, to + h * 8, to + kPart / 2 + h * 8);
+    } else {
+      std::memcpy(to, q, kPart);
     }
+    int32_t total = 0;
+    for (int j = 0; j < kPart; j += 8) total += sum_of_8(q + j);
     const float scale = largest * (1.0f / 127);
     out->scales[at] = scale;
     out->zero_correction[at] = (BITS == 4 ? -8 : -128) * total;
@@ -308,7 +310,7 @@ static void fill_tile(const Matrix& w, int64_t first, int64_t last, int64_t part
     const uint8_t* rows[4];
     for (int i = 0; i < 4; ++i) {
       rows[i] = w.packed + std::min(first + r + i, last - 1) * row_bytes + part * part_bytes;
-      __builtin_prefetch(rows[i] + kTileRows * row_bytes, 0, 2);
+      for (int64_t at = 0; at < parts * part_bytes; at += 64) __builtin_prefetch(rows[i] + kTileRows * row_bytes + at, 0, 2);
     }
     for (int64_t p = 0; p < parts; ++p) {
       tile_rows<BITS>(rows, tile->numbers[p][r / 16], r % 16);
