@@ -15,12 +15,12 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast, get_args
+from typing import Annotated, Any, NamedTuple, Self, cast, get_args
 
 import typer
 
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
-from sportsllm.files import require_directory
+from sportsllm.files import describe, require_directory
 from sportsllm.options import BY_NAME, READS_TEXT, TRAINABLE
 
 
@@ -74,8 +74,19 @@ def load_command(name: str) -> Command:
 
 def python_command(name: str) -> Command:
     """`load_command` for callers in Python: plain types in its signature, the options' help in its documentation."""
-    function = load_command(name)
-    signature = inspect.signature(function, eval_str=True)
+    command = load_command(name)
+    signature = inspect.signature(command, eval_str=True)
+
+    @functools.wraps(command)
+    def function(*args: object, **given: object) -> object:
+        bound = signature.bind(*args, **given)
+        for key, value in bound.arguments.items():
+            try:
+                bound.arguments[key] = _from_python(signature.parameters[key], value)
+            except UsageError as error:
+                raise UsageError(f"{key}: {error}") from None
+        return command(*bound.args, **bound.kwargs)
+
     plain_ones, lines = [], [inspect.getdoc(function) or "", "", "Args:"]
     for parameter in signature.parameters.values():
         kind, option, *_ = get_args(parameter.annotation)
@@ -85,6 +96,37 @@ def python_command(name: str) -> Command:
     function.__doc__ = "\n".join(lines)
     function.__signature__ = signature.replace(parameters=plain_ones)  # type: ignore[attr-defined]
     return function
+
+
+def _from_python(parameter: inspect.Parameter, value: object) -> object:
+    """A parameter's value in its type; a list may be given as its only item, and `settings` as a mapping."""
+    kinds = types_in(parameter.annotation)
+    if isinstance(value, Path) and Path not in kinds:
+        value = str(value)
+    if list in kinds and isinstance(value, Mapping):
+        return value
+    return typed(parameter.annotation, [value] if list in kinds and isinstance(value, str | Path) else value)
+
+
+def typed(annotation: Any, value: object) -> object:
+    """A value in the type of an option, within its bounds.
+
+    Raises:
+        UsageError: what is wrong with it.
+    """
+    from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+    kind: Any = annotation
+    for mark in getattr(annotation, "__metadata__", ()):
+        if getattr(mark, "parser", None) and isinstance(value, int | float):
+            value = str(value)
+        for name, bound in (("ge", getattr(mark, "min", None)), ("le", getattr(mark, "max", None))):
+            kind = kind if bound is None else Annotated[kind, Field(**{name: bound})]
+    adapter = TypeAdapter[object](kind, config=ConfigDict(coerce_numbers_to_str=True))
+    try:
+        return adapter.validate_python(parsed(annotation, value))
+    except ValidationError as error:
+        raise UsageError(describe(error)) from None
 
 
 def load_function(module: str, name: str) -> Command:

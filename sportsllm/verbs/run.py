@@ -30,12 +30,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from sportsllm import __version__, options
-from sportsllm.commands import COMMANDS, Command, Result, load_command, parsed
+from sportsllm.commands import COMMANDS, Command, Result, load_command, typed
 from sportsllm.errors import ConflictError, SportsLLMError, UsageError, did_you_mean
 from sportsllm.files import JsonObject, atomic_write_text, read_json, read_toml
 
@@ -224,8 +224,6 @@ def _settings(
     """A stage's settings in the types of its command's parameters, with paths for @stage and @stage/file; mistakes; and
     the stages that it needs, all earlier ones if it reads their folder.
     """
-    from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-
     errors, checked, needs, parameters = list[str](), JsonObject(), set[str](), _parameters(load_command(command))
 
     def resolved(item: object) -> object:
@@ -253,17 +251,12 @@ def _settings(
         if name not in given:
             errors += [f"setting {name!r} is missing"] if parameter.default is parameter.empty else []
             continue
-        marks = getattr(parameter.annotation, "__metadata__", ())
-        least = next((mark.min for mark in marks if getattr(mark, "min", None) is not None), None)
-        kind: Any = list[str] | JsonObject | None if name == "settings" else parameter.annotation
-        kind = kind if least is None else Annotated[kind, Field(ge=least)]
+        value = resolved(given[name])
         try:
-            adapter = TypeAdapter[object](kind, config=ConfigDict(coerce_numbers_to_str=True))
-            checked[name] = adapter.validate_python(parsed(parameter.annotation, resolved(given[name])))
+            whole = name == "settings" and isinstance(value, dict)
+            checked[name] = value if whole else typed(parameter.annotation, value)
         except UsageError as error:
             errors.append(f"setting {name!r}: {error}")
-        except ValidationError as error:
-            errors.append(f"setting {name!r}: {error.errors()[0]['msg'].lower()}")
     return checked, errors, needs - {_FOLDER}
 
 

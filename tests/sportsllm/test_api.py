@@ -95,10 +95,35 @@ def test_commands_are_functions_with_typed_results_that_take_strings_as_paths() 
     signature = inspect.signature(sportsllm.train)
     assert signature.parameters["tokens"].annotation == int | None
     assert "tokens: Tokens to train on" in str(sportsllm.train.__doc__)
-    with pytest.raises(UsageError, match="'10x' is not a positive whole number"):
-        sportsllm.train(model="tiny-300k", tokens="10x")
+    for tokens in ("10x", -5, 1.5):
+        with pytest.raises(UsageError, match=f"tokens: '{tokens}' is not a positive whole number"):
+            sportsllm.train(model="tiny-300k", tokens=tokens)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         sportsllm.trian  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: Input should be greater than or equal to 1, not 0"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens: Input should be a valid integer"),
+        ({"threads": -1}, "threads: Input should be greater than or equal to 1, not -1"),
+        ({"top_p": "much"}, "top_p: Input should be a valid number"),
+        ({"prompt": None}, "prompt: Input should be a valid string, not None"),
+        ({"prompt_file": 5}, "prompt_file: Input is not a valid path"),
+    ],
+)
+def test_a_value_of_another_type_or_beyond_its_bounds(checkpoint: Path, setting: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        sportsllm.generate(checkpoint, **setting)
+
+
+def test_values_are_converted_as_on_the_command_line(checkpoint: Path) -> None:
+    text = sportsllm.generate(checkpoint, prompt="They", max_new_tokens="8", temperature=0).text
+    stopped = sportsllm.generate(str(checkpoint), prompt="They", max_new_tokens=8, temperature=0, stop=text[2]).text
+    assert stopped == text[: text.find(text[2])]
+    with pytest.raises(UsageError, match="port: Input should be less than or equal to 65535, not 99999"):
+        sportsllm.serve(checkpoint, port=99_999)
 
 
 def test_importing_and_looking_up_functions_loads_no_torch() -> None:
