@@ -105,6 +105,7 @@ def find_files(directory: Path) -> GraphFiles:
 
 # onnxruntime-genai allocates the cache for this many tokens at once; callers can ask for more, up to the context.
 GENAI_MAX_LENGTH = 1_024
+_OPTIMUM_ALL_HEADS = ("gemma2", "mixtral", "olmo2")
 _GENAI_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -124,8 +125,12 @@ def not_opened_by(config: ModelConfig) -> str | None:
             "config.json: this mix of parts is of no family that Hugging Face's loaders know; optimum and "
             "transformers.js cannot open the export, onnxruntime-genai and this program can"
         )
-    if family_of(config) == "mixtral" and config.num_key_value_heads != config.num_attention_heads:
-        return "optimum cannot open the export: for Mixtral it takes a cache with one key head a query head"
+    # optimum makes the first cache from config.json alone.
+    if family_of(config) != "gemma3_text" and config.hidden_size != config.query_size:
+        width = config.hidden_size / config.num_attention_heads
+        return f"optimum cannot open the export: it expects heads of {width:g} channels, these have {config.head_dim}"
+    if family_of(config) in _OPTIMUM_ALL_HEADS and config.num_key_value_heads != config.num_attention_heads:
+        return f"optimum cannot open the export: for {family_of(config)} it expects a key head for each query head"
     return None
 
 

@@ -1,6 +1,7 @@
 """Exports in other people's loaders, where those are installed."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,12 @@ from export.kernels.library import VERSION, library_of
 from export.layout import GRAPH_FILE, genai_config, not_opened_by
 from export.runtime.session import called_version
 from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Sampling, generate, open_decoder
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.config import Experts, Selection
 from sportsllm.models.presets import preset
+from tests.support import families
 from tests.support.export_models import TINY
 
 PROMPT = [0, 40, 70, 100, 200]
@@ -30,6 +33,28 @@ def test_optimum_generates_the_same_tokens(exported: Path, checkpoint: Path) -> 
     model = optimum.ORTModelForCausalLM.from_pretrained(str(exported), provider="CPUExecutionProvider")
     out = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=None)
     assert out[0, 5:].tolist() == greedy(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("family", "closed"),
+    [
+        ("qwen3", "it expects heads of 16 channels, these have 32"),
+        ("gemma3", None),
+        ("olmo2", "for olmo2 it expects a key head for each query head"),
+        ("gpt-neox", None),
+        ("opt", None),
+    ],
+)
+def test_what_optimum_opens_of_other_families(family: str, closed: str | None, tmp_path: Path) -> None:
+    optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
+    families.save(family, tmp_path / "checkpoint")
+    sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1)
+    reason = not_opened_by(load_config(tmp_path / "out"))
+    assert reason is None if closed is None else str(reason).endswith(closed)
+    model = optimum.ORTModelForCausalLM.from_pretrained(str(tmp_path / "out"), provider="CPUExecutionProvider")
+    with nullcontext() if closed is None else pytest.raises(Exception, match="invalid dimensions for input: past"):
+        out = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+        assert out[0, 5:].tolist() == greedy(tmp_path / "checkpoint")
 
 
 def test_optimum_inlines_layers_that_are_functions(exported_int4: Path) -> None:
