@@ -6,6 +6,7 @@ every integer fits 64 bits, and every string is valid UTF-8. Imports no large li
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -66,7 +67,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, JsonObject]]:
     Raises:
         ArtifactError: a line is damaged or not an object.
     """
-    for number, line in enumerate(_read(path).splitlines(), start=1):
+    for number, line in enumerate(_read(path).removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
         if line.strip():
             where = f"{path}: line {number}"
             yield number, as_object(parse_json(line, where, "fix or delete the line"), where)

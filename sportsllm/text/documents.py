@@ -7,6 +7,7 @@ is named, or are conversations.
 import functools
 import gzip
 import hashlib
+import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -215,12 +216,16 @@ def _jsonl(path: Path, asked: str) -> Iterator[Document]:
     field = ""
     for number, line in enumerate(_decoded(path), start=1):
         if line.strip():
-            record = parse_json(line, where := f"{path}: line {number}", "fix or delete the line")
+            record = parse_json(
+                line.removeprefix("\ufeff"), where := f"{path}: line {number}", "fix or delete the line"
+            )
             names = list(record) if isinstance(record, dict) else []
             field = field or _field_of(tuple(names), path, asked)
             document = _document(record, field, where) if names else None
             if document is None:
                 others = f"; it has {clip(', '.join(names))}, of which --set text_field=NAME takes one" if names else ""
+                if field in names:
+                    others = f" but {clip(json.dumps(record[field]))}; correct or delete the line"
                 raise ArtifactError(f"{where} has no {field!r} string{others}")
             yield document
 
@@ -243,6 +248,9 @@ def _parquet(path: Path, field: str) -> Iterator[Document]:
                 yield document
             elif field not in names:
                 raise ArtifactError(f"{path}: row {row} is no conversation; correct or delete it")
+            elif record[field] is not None:
+                kind = table.schema_arrow.field(field).type
+                raise ArtifactError(f"{path}: column {field!r} has the type {kind}, not string; convert it")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, KeyError) as error:  # OSError: a damaged page
         raise ArtifactError(f"{path}: no readable parquet file ({clip(error, 200)}); copy it again") from None
 

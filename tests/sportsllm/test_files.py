@@ -53,7 +53,7 @@ def test_damaged_toml_is_one_short_line(tmp_path: Path, content: str) -> None:
 
 def test_json_lines_come_with_their_numbers(tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
-    path.write_text('{"a": 1}\n\n{"a": 2}\n[]\n')
+    path.write_text('\ufeff{"a": 1}\n\n{"a": 2}\n[]\n', encoding="utf-8")
     lines = read_json_lines(path)
     assert [next(lines), next(lines)] == [(1, {"a": 1}), (3, {"a": 2})]
     with pytest.raises(ArtifactError, match="line 4: holds a list"):

@@ -71,6 +71,7 @@ def test_long_plain_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path: Path)
         ("a.jsonl", b'{"text": "ok"}\n{oops\n', "line 2: not valid JSON"),
         ("a.jsonl", b'{"body": "ok"}\n', "line 1 has no 'text'"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "surrogate"),
+        ("a.jsonl", b'{"text": null}\n', "line 1 has no 'text' string but null; correct or delete the line"),
         ("a.txt.gz", b"not gzip", "damaged gzip"),
         ("a.parquet", b"PAR1", "parquet"),
         ("a.docx", b"x", "kind of file"),
@@ -83,6 +84,18 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message:
         list(read_documents([path]))
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (path := tmp_path / "a.jsonl").write_bytes('\ufeff{"text": "one"}\r\n{"text": "two"}\r\n'.encode())
+    assert list(read_documents([path])) == ["one", "two"]
+
+
+@pytest.mark.parametrize(("values", "kind"), [([1, 2], "int64"), ([b"one"], "binary"), ([None, ["one"]], "list")])
+def test_a_column_of_another_type_is_named(values: list[object], kind: str, tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": values}), path := tmp_path / "a.parquet")
+    with pytest.raises(ArtifactError, match=f"column 'text' has the type {kind}.*, not string; convert it"):
+        list(read_documents([path]))
 
 
 def test_missing_and_empty(tmp_path: Path) -> None:
