@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple, Self, cast, get_args
 import typer
 
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
-from sportsllm.files import describe, require_directory
+from sportsllm.files import ADAPTER, describe, require_directory
 from sportsllm.options import BY_NAME, READS_TEXT, TRAINABLE
 
 
@@ -218,7 +218,12 @@ def find_model(text: str | Path) -> Path:
     if (file := find_gguf(path)) is None:
         from sportsllm.formats.huggingface import download_model
 
-        return path if path.exists() else download_model(str(text))
+        found = path if path.exists() else download_model(str(text))
+        if (found / ADAPTER).exists() and (found / "config.json").exists():
+            from sportsllm.console import log
+
+            log(f"{found}: the LoRA adapter beside the weights is not read; merge it into them to use it")
+        return found
     from sportsllm.formats.gguf.convert import convert_gguf
     from sportsllm.formats.manifest import file_sha256
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Record = TypeVar("Record")
 JsonObject = dict[str, Any]
 
+ADAPTER = "adapter_config.json"
+"""The file of a LoRA adapter as the library PEFT writes it."""
 MAX_BYTES = 512_000_000
 MAX_NESTING = 100
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -38,6 +40,8 @@ def read_json(path: Path) -> JsonObject:
     """
     if not path.is_file():
         hint = gguf_hint(path.parent) or f"is {path.parent} a checkpoint or an export?"
+        if (path.parent / ADAPTER).exists():
+            hint = "the directory holds a LoRA adapter; merge it into its base model and give the result"
         raise ArtifactError(f"{path}: not found; {hint}")
     return as_object(parse_json(_read(path), path, "write the directory again"), path)
 
@@ -129,7 +133,8 @@ def require_directory(directory: Path, wanted: str) -> None:
         if Path(f"{directory}.partial").is_dir():
             raise ArtifactError(f"{directory}: not finished yet; repeat the command that makes it with --resume")
         advice = gguf_hint(directory) or f"give {wanted}, or make it first"
-        raise ArtifactError(f"{directory}: no such directory; {advice}")
+        problem = "is a file, not a directory" if directory.is_file() else "no such directory"
+        raise ArtifactError(f"{directory}: {problem}; {advice}")
 
 
 def gguf_hint(path: Path) -> str | None:

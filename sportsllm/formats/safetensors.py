@@ -229,7 +229,9 @@ def _weight_files(directory: Path) -> list[Path]:
             f"{directory}: only {pickles[0]} found; pickle files can run code and are not read, "
             "convert them to safetensors"
         )
-    raise ArtifactError(f"{directory}: no {WEIGHTS}; give a finished checkpoint, not an export")
+    others = sorted(p.name for p in directory.glob("*.safetensors"))
+    advice = f"rename {others[0]}" if others else "give a finished checkpoint, not an export"
+    raise ArtifactError(f"{directory}: no {WEIGHTS}; {advice}")
 
 
 def quantization_config(directory: Path) -> JsonObject | None:

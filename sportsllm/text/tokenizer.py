@@ -27,6 +27,7 @@ _MOST_IDS = 2**22
 _LARGE_BYTES = 4_000_000
 _PROBE = "A Δ 1 \U0001f600"
 _CHARACTERS_AT_FIRST, _CHARACTERS_AT_ONCE = 2**13, 2**20
+_SLOW = ("tokenizer.model", "vocab.json")  # which `transformers` converts
 _ENCODING = Lock()
 Item = TypeVar("Item")
 
@@ -216,7 +217,9 @@ def read_tokenizer(path: Path, rows: int | None = None) -> Tokenizer:
         ArtifactError: missing or damaged.
     """
     if not path.exists():
-        raise ArtifactError(f"{path}: not found; the directory needs its tokenizer")
+        other = next((name for name in _SLOW if (path.parent / name).exists()), None)
+        advice = f"write it from {other} by AutoTokenizer of transformers and its save_pretrained"
+        raise ArtifactError(f"{path}: not found; {advice if other else 'the directory needs its tokenizer'}")
     data = read_json(path)
     _check_ids(data, path)
     try:

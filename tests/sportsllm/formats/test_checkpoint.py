@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import sportsllm
 from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
+from sportsllm.commands import find_model
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint, open_model
 from sportsllm.formats.huggingface import load_config
@@ -167,6 +169,28 @@ def test_tied_head_stored_twice_is_read_once(copy: Path) -> None:
     edit(copy, "lm_head.weight", torch.zeros(384, 64))
     with pytest.raises(ArtifactError, match=r"lm_head\.weight differs"):
         load_checkpoint(copy)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("config.json", "adapter_config.json", "config.json: not found; the directory holds a LoRA adapter"),
+        ("tokenizer.json", "tokenizer.model", "not found; write it from tokenizer.model by AutoTokenizer"),
+        (WEIGHTS, "model.fp16.safetensors", "no model.safetensors; rename model.fp16.safetensors"),
+    ],
+)
+def test_other_files_of_hugging_face_are_named(copy: Path, old: str, new: str, said: str) -> None:
+    (copy / old).rename(copy / new)
+    with pytest.raises(ArtifactError, match=said):
+        sportsllm.load(copy)
+
+
+def test_an_adapter_beside_the_weights_is_not_ignored_silently(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy / "adapter_config.json").write_text("{}", encoding="utf-8")
+    find_model(copy)
+    assert "the LoRA adapter beside the weights is not read" in capsys.readouterr().err
+    with pytest.raises(ArtifactError, match=f"{WEIGHTS}: is a file, not a directory; give a checkpoint"):
+        sportsllm.load(copy / WEIGHTS)
 
 
 @pytest.mark.parametrize(
