@@ -28,7 +28,7 @@ def write_page(directory: Path) -> None:
     (directory / "index.html").write_text(f"{begin}{script}{end}", encoding="utf-8")
     shutil.copyfile(source / "browser.js", directory / "browser.js")
     if not (files := library_files()):
-        log(f"index.html lacks transformers.js: run `{_INSTALL}` here, and export again")
+        log(f"index.html lacks transformers.js: run `{_INSTALL}` here, and export to another --out")
         return
     (directory / "lib").mkdir(exist_ok=True)  # matrices with wider inputs are written over the first export
     for file in files:

@@ -67,7 +67,7 @@ MOST_LINES = {
     "compress": 8_063,
     "export": 6_379,
     "benchmarks": 9_268,
-    "tests": 24_497,
+    "tests": 24_540,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
