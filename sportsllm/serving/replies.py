@@ -106,8 +106,8 @@ class Reply:
         }
 
     def _token(self, token: int, log_probability: float | None) -> Json:
-        text = self.tokenizer.piece(token)
-        return {"id": token, "token": text, "bytes": list(text.encode()), "logprob": log_probability}
+        text, data = self.tokenizer.piece(token), self.tokenizer.piece_bytes(token)
+        return {"id": token, "token": text, "bytes": list(data), "logprob": log_probability}
 
 
 class NativeReply(Reply):

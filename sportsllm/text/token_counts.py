@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from sportsllm.console import progress_bar
 from sportsllm.text.conversations import Document, plain_text
-from sportsllm.text.tokenizer import TextTokenizer
+from sportsllm.text.tokenizer import BYTE_OF, TextTokenizer
 
 _DOCUMENTS_AT_ONCE = 256
 _SPACE = "▁"  # SentencePiece's
@@ -67,16 +67,10 @@ def visible_piece(piece: str) -> str:
 
 def _from_bytes(token: str) -> str:
     try:
-        data = bytes(_BYTE_OF[character] for character in token)
+        data = bytes(BYTE_OF[character] for character in token)
     except KeyError:  # an added token is plain text
         return token
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
         return "".join(f"<0x{byte:02X}>" for byte in data)
-
-
-# The byte behind each character of a byte-level token (https://github.com/openai/gpt-2, `bytes_to_unicode`).
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}

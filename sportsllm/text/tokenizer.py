@@ -29,6 +29,10 @@ _PROBE = "A Δ 1 \U0001f600"
 _CHARACTERS_AT_FIRST, _CHARACTERS_AT_ONCE = 2**13, 2**20
 _SLOW = ("tokenizer.model", "vocab.json")  # which `transformers` converts
 _ENCODING = Lock()
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+"""The byte behind each character of a byte-level token (https://github.com/openai/gpt-2, `bytes_to_unicode`)."""
 Item = TypeVar("Item")
 
 
@@ -186,6 +190,16 @@ class TextTokenizer:
         anchor = self._anchor()
         text = self.decode([*anchor, token])[len(self.decode(anchor)) :]
         return text or self._tokenizer.id_to_token(token) or ""
+
+    def piece_bytes(self, token: int) -> bytes:
+        """UTF-8 of `piece`; of a token that is a part of a character its own bytes."""
+        text, spelled = self.piece(token), self._tokenizer.id_to_token(token) or ""
+        if "\ufffd" not in text:
+            return text.encode()
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", spelled):
+            return bytes.fromhex(spelled[3:5])
+        known = all(character in BYTE_OF for character in spelled)
+        return bytes(map(BYTE_OF.__getitem__, spelled)) if known else text.encode()
 
     def decode_stream(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
         """Text as its tokens arrive, never half a character; `prompt` is context and is not yielded."""

@@ -137,6 +137,14 @@ def test_a_piece_does_not_disturb_what_another_thread_encodes(tokenizer: TextTok
         assert not tokenizer._tokenizer.encode_special_tokens
 
 
+@pytest.mark.parametrize("kind", ["tokenizer_directory", "stories"])
+def test_bytes_of_pieces_make_up_characters_that_no_token_holds(kind: str, request: pytest.FixtureRequest) -> None:
+    directory = request.getfixturevalue(kind)
+    tokenizer = load_tokenizer(directory, load_config(directory) if kind == "stories" else None)
+    pieces = [tokenizer.piece_bytes(token) for token in tokenizer.encode(TEXT)]
+    assert b"".join(pieces).strip() == TEXT.encode().strip() and b"\xe6" in pieces
+
+
 def test_pieces_of_sentencepiece(stories: Path) -> None:
     pieces = token_pieces(read_tokenizer(stories / "tokenizer.json"), "Once upon a time", 10)
     assert "".join(pieces) == " Once upon a time" and "▁" not in "".join(pieces)
