@@ -15,6 +15,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from sportsllm.errors import GateError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, read_packed
 from sportsllm.formats.families.gemma import CAPS
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, RoundedModel
-from sportsllm.formats.gguf.config import ARCHITECTURES, LAYER_NORM, ROPE_FACTORS, open_gguf, read_config
+from sportsllm.formats.gguf.config import ARCHITECTURES, LAYER_NORM, LLAMA3, ROPE_FACTORS, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import GGUFTensors, gguf_names, paired_heads, rows_in_pairs
 from sportsllm.formats.huggingface import family_of, load_config
@@ -84,6 +85,8 @@ def architecture_of(config: ModelConfig) -> str:
         original = scaling.original_max_position_embeddings  # with Hugging Face's other defaults, llama.cpp's too
         if scaling != RopeScaling("yarn", scaling.factor, original_max_position_embeddings=original):
             raise UsageError("GGUF: YaRN with other settings than factor and original context is not supported")
+    if scaling is not None and scaling.rope_type == "llama3" and scaling != replace(LLAMA3, factor=scaling.factor):
+        raise UsageError("GGUF: llama3 scaling with other settings than a factor and Llama 3's own is not supported")
     if family in UNTIED and config.tie_word_embeddings:
         raise UsageError(f"GGUF: llama.cpp reads {family} models with a head of their own alone; this one's is tied")
     if config.experts is not None and (config.dense_layers or config.experts.weights != "sum"):

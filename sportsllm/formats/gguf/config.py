@@ -52,7 +52,7 @@ _READ_OF = {
 }
 # What these say is in other keys, or is about how the model came about.
 _IGNORED = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
-_LLAMA3 = RopeScaling("llama3", 1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+LLAMA3 = RopeScaling("llama3", 1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 _T = TypeVar("_T")
 _D = TypeVar("_D")
@@ -317,7 +317,7 @@ def _rope_scaling(file: GGUFFile, name: str, config: ModelConfig) -> RopeScaling
     if factors is None:
         return None
     stretch = np.asarray(factors.data, dtype=np.float64).ravel()
-    scaling = RopeScaling(**{**vars(_LLAMA3), "factor": _decimal(float(stretch.max()))})
+    scaling = RopeScaling(**{**vars(LLAMA3), "factor": _decimal(float(stretch.max()))})
     wanted = inverse_frequencies(config) / inverse_frequencies(config.with_changes(rope_scaling=scaling))
     if kind != "none" or stretch.shape != wanted.shape or not np.allclose(stretch, wanted, rtol=1e-5):
         raise file.error(f"{ROPE_FACTORS} stretches the rotary angles in another way than Llama 3; not supported")

@@ -95,10 +95,14 @@ def test_a_longer_context_is_in_the_file(checkpoint: Path, tmp_path: Path) -> No
     longer = {"max_position_embeddings": 4 * before.max_position_embeddings, "rope_scaling": scaling}
     assert after == before.with_changes(**longer)
     odd = tmp_path / "odd"
-    saved(odd, tiny_model(rope_scaling=replace(scaling, attention_factor=1.5)), checkpoint)
-    with pytest.raises(UsageError, match="YaRN with other settings"):
-        sportsllm.export(odd, out=tmp_path / "refused", format="gguf")
-    assert not (tmp_path / "refused").exists()
+    for other, said in (
+        (replace(scaling, attention_factor=1.5), "YaRN with other settings"),
+        (RopeScaling("llama3", 4.0, original_max_position_embeddings=64), "llama3 scaling with other settings"),
+    ):
+        saved(odd, tiny_model(rope_scaling=other), checkpoint)
+        with pytest.raises(UsageError, match=said):
+            sportsllm.export(odd, out=tmp_path / "refused", format="gguf")
+        assert not (tmp_path / "refused").exists()
 
 
 def test_the_order_of_rows_comes_back() -> None:
