@@ -127,12 +127,13 @@ def table(
 
 
 @contextmanager
-def progress_bar(description: str, total: float | None) -> Iterator["ProgressBar"]:
+def progress_bar(description: str, total: float | None, done: float = 0) -> Iterator["ProgressBar"]:
     """A progress bar on standard error; if that is no terminal, a line after three seconds and then a minute.
 
     Args:
         description: what is being done.
         total: the number of steps, or None where it is unknown.
+        done: steps that an earlier run has taken.
     """
     columns: list[ProgressColumn] = [
         TextColumn("{task.description}"),
@@ -143,15 +144,15 @@ def progress_bar(description: str, total: float | None) -> Iterator["ProgressBar
     ]
     console, plain = Console(stderr=True), not sys.stderr.isatty()
     with Progress(*columns, console=console, disable=plain or _quiet, transient=True) as progress:
-        task = progress.add_task(description, total=total, note="")
-        yield ProgressBar(progress, task, plain)
+        task = progress.add_task(description, total=total, completed=done, note="")
+        yield ProgressBar(progress, task, plain, done)
 
 
 class ProgressBar:
     """Handle that `progress_bar` yields."""
 
-    def __init__(self, progress: Progress, task: TaskID, plain: bool) -> None:
-        self._progress, self._task, self._plain = progress, task, plain
+    def __init__(self, progress: Progress, task: TaskID, plain: bool, done: float) -> None:
+        self._progress, self._task, self._plain, self._done = progress, task, plain, done
         self._started = time.monotonic()
         self._next_line = self._started + FIRST_LINE_S
 
@@ -164,8 +165,8 @@ class ProgressBar:
         if self._plain and now >= self._next_line and not task.finished:
             self._next_line = now + (VERBOSE_SECONDS_A_LINE if _verbose else SECONDS_A_LINE)
             parts = [task.description, str(task.fields["note"])]
-            if task.total and task.completed:
-                left_s = (now - self._started) * (task.total / task.completed - 1)
+            if task.total and task.completed > self._done:
+                left_s = (now - self._started) * (task.total - task.completed) / (task.completed - self._done)
                 parts[1:1] = [f"{task.percentage:.0f}%, about {duration(left_s)} left"]
             log(" · ".join(filter(None, parts)))
 

@@ -141,7 +141,7 @@ def train_model(
 
     with (
         (directory / METRICS).open("a", buffering=1, encoding="utf-8") as run.metrics,
-        progress_bar(description, (config.steps - first_step) * config.tokens_per_step) as bar,
+        progress_bar(description, config.steps * config.tokens_per_step, first_step * config.tokens_per_step) as bar,
         _interrupt_flag() as run.interrupted,
         batch_threads(config.parallel_batches) as run.threads,
     ):

@@ -30,14 +30,17 @@ def test_the_lines_of_many_steps_go_to_a_file(tmp_path: Path, capsys: pytest.Cap
 def test_progress_away_from_a_terminal_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = iter([0.0, 30.0, 240.0, 250.0, 480.0])
+    clock = iter([0.0, 30.0, 240.0, 250.0, 480.0, 0.0, 30.0])
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with progress_bar("train", 400) as bar:
         bar.advance(50)
         bar.advance(50, "loss 2.0")
         bar.advance(100)
         bar.advance(200)
+    with progress_bar("resumed", 400, done=100) as bar:
+        bar.advance(50)
     lines = ["train · 12%, about 4 min left", "train · 25%, about 12 min left · loss 2.0"]
+    lines.append("resumed · 38%, about 2 min left")
     assert capsys.readouterr().err.splitlines() == lines
 
 
