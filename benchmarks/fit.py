@@ -16,7 +16,7 @@ import typer
 
 from sportsllm import options
 from sportsllm.commands import Result
-from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
+from sportsllm.errors import ArtifactError, ConflictError, GateError, InterruptedRun, UsageError
 from sportsllm.settings import FIT, LIMITS, TEXT, parse_settings
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class FitResult(Result):
         band: factor by limit within which 90% of predictions are, in either direction.
         dry_run: whether candidates were only listed.
         documents: number of held-out documents for the trials and for the final measurement.
+        tokens: of the chosen's recovery; fewer than asked for if the time did not allow them.
         out, line: path of the export, and the recipe that makes it in a line.
         bench, stages: measurement of the export, and stages of its recipe.
         gave_up: other finished candidates with the limits that they miss.
@@ -60,6 +61,7 @@ class FitResult(Result):
     band: dict[str, float]
     dry_run: bool = False
     documents: dict[str, int] = field(default_factory=dict)
+    tokens: int | None = None
     out: Path | None = None
     line: str | None = None
     bench: dict[str, Any] | None = field(default=None, repr=False)
@@ -136,7 +138,11 @@ def fit(
     source = Source(teacher, text, tuple(calibration or text), held_out, threads, seed, rare, reading)
     limits = parse_settings(limit, LIMITS, option="--limit")
     device = Target(target, on_device, provider, find_provider(provider).processor, limits)
-    result = run_fit(source, device, out, effort, vocabularies=vocab_size or [], dry_run=dry_run)
+    try:
+        result = run_fit(source, device, out, effort, vocabularies=vocab_size or [], dry_run=dry_run)
+    except (KeyboardInterrupt, InterruptedRun):
+        again = f"run the same command again to continue the search in {out}"
+        raise InterruptedRun(f"interrupted; {again}") from None
     print_fit(output(), result.to_json())
     return result
 
@@ -199,7 +205,7 @@ def run_fit(
     trials = Trials(source, device, out / "trials", text.choosing, effort.search_tokens, *where, patience)
 
     def finish(candidate: Candidate) -> dict[str, Any]:
-        made = _make(out / candidate.name, candidate, source, effort, target, text.reporting, clock)
+        made = _make(out, candidate, source, effort, target, text.reporting, clock)
         return {**summary(search, candidate, trials.bits_per_byte(source.teacher)), **made}
 
     ranking = run_rounds(search, trials, effort, clock)
@@ -210,28 +216,37 @@ def run_fit(
     verdict = found.bench["budget"]["verdict"] if found.bench else "pass"
     if verdict == "pass":
         return found
-    return replace(found, complaint=complaint(found), exit_code=GateError.exit_code)
+    return replace(found, complaint=complaint(found, effort.tokens), exit_code=GateError.exit_code)
 
 
 def _make(
-    directory: Path, candidate: Candidate, source: Source, effort: Effort, target: Target, text: Path, clock: Clock
+    out: Path, candidate: Candidate, source: Source, effort: Effort, target: Target, text: Path, clock: Clock
 ) -> dict[str, Any]:
-    """Finish a candidate by a recipe: on all tokens, or on as many as the time allows."""
+    """Finish a candidate by a recipe: on all tokens, or on as many as the time allows, in a directory of its own.
+
+    A search that is run again finishes what it began, unless it now has the time for all tokens.
+    """
     from benchmarks.search.recipe import write_recipe
     from benchmarks.search.trials import LOG
     from sportsllm.console import log, logged
     from sportsllm.verbs.run import run
 
-    recipe = directory / RECIPE
-    tokens = effort.tokens
-    if not recipe.exists():  # a search that is run again finishes what it began
+    directory, tokens = out / candidate.name, effort.tokens
+    if not (directory / RECIPE).exists():
         tokens = clock.affordable("trial", effort.tokens, min(effort.tokens, effort.search_tokens))
+    if tokens < effort.tokens:
+        begun = (path.parent.name for path in out.glob(f"{candidate.name}-[0-9]*/{RECIPE}"))
+        tokens = max((int(name.rpartition("-")[2]) for name in begun), default=tokens)
+        directory = out / f"{candidate.name}-{tokens}"
+    recipe = directory / RECIPE
+    if not recipe.exists():
         write_recipe(recipe, candidate, source, replace(effort, tokens=tokens), target, text)
     short = f" instead of {effort.tokens:,}, which take too long" if tokens < effort.tokens else ""
     log(f"{candidate.name}: finishing it on {tokens:,} tokens{short}")
-    with logged(directory.parent / "trials" / LOG), clock.step("trial", tokens):
+    with logged(out / "trials" / LOG), clock.step("trial", tokens):
         made = run(recipe).to_json()
-    return {"out": directory / "export", "line": str(recipe), "bench": made["bench"], "stages": made["stages"]}
+    bench, stages = made["bench"], made["stages"]
+    return {"tokens": tokens, "out": directory / "export", "line": str(recipe), "bench": bench, "stages": stages}
 
 
 def finish_best(
@@ -275,19 +290,22 @@ def failed_limits(result: Mapping[str, Any]) -> dict[str, float]:
     return {one["name"]: one["value"] / one["limit"] for one in limits if one["verdict"] == "fail"}
 
 
-def complaint(result: FitResult) -> str:
-    """One line about a finished model that does not pass: by how much, and what to do."""
+def complaint(result: FitResult, tokens: int) -> str:
+    """One line about a finished model that does not pass: by how much, and what to do; `tokens` were asked for."""
     from benchmarks.reporting.bench_tables import verdict_line
     from benchmarks.reporting.measured import as_budget
 
     assert result.bench is not None
-    failed = list(failed_limits({"bench": result.bench}))
+    failed, limits = list(failed_limits({"bench": result.bench})), result.bench["budget"]["limits"]
+    timed = any(one["verdict"] == "fail" and one["unit"] == "ms" and one["source"] == "measured" for one in limits)
     if not failed:
         advice = "measure it on the device (bench --on-device), or give more held-out text for the quality"
+    elif _QUALITY in failed and (result.tokens or tokens) < tokens:
+        advice = f"it was recovered on {result.tokens:,} of {tokens:,} tokens: run it again with more --minutes"
     elif failed == [_QUALITY]:
         advice = "raise --tokens, relax that limit, or relax the limits that rule out larger models"
     else:
-        advice = f"relax {', '.join(failed)}, or repeat it on a quiet machine"
+        advice = f"relax {', '.join(failed)}" + ", or repeat it on a quiet machine" * timed
     return f"{result.chosen}: the best found; {verdict_line(as_budget(result.bench['budget']))}; {advice}"
 
 
@@ -306,7 +324,7 @@ def _claim(out: Path, source: Source, target: Target, effort: Effort, vocabulari
     """Write the search's identity into `out`, or check that the search there has the same but for the time limit."""
     from sportsllm.console import log
     from sportsllm.files import atomic_write_text, read_json
-    from sportsllm.formats.artifact import Stage
+    from sportsllm.formats.artifact import Stage, difference
 
     inputs = [source.teacher, *source.corpus, *source.calibration, *source.valid]
     inputs += [Path(target.device)] if Path(target.device).is_file() else []
@@ -314,8 +332,9 @@ def _claim(out: Path, source: Source, target: Target, effort: Effort, vocabulari
     settings = {name: value for name, value in settings.items() if name not in ("minutes", "threads", "processor")}
     identity, kept = Stage("fit", settings, inputs).fingerprint(), out / SETTINGS
     if kept.exists():
-        if read_json(kept).get("fingerprint") != identity:
-            raise ConflictError(f"{out}: holds a search with other settings or inputs; choose another --out")
+        if (there := read_json(kept)).pop("fingerprint", None) != identity:
+            which = difference(there, settings)
+            raise ConflictError(f"{out}: holds a search with other settings or inputs{which}; choose another --out")
         log(f"{out}: resuming the search there")
         return
     if out.exists() and any(out.iterdir()):

@@ -118,7 +118,7 @@ def _with_json(function: Command) -> Command:
             with silenced(processes.rank() > 0):
                 result = function(*args, **kwargs)
         except KeyboardInterrupt:
-            raise InterruptedRun("interrupted; nothing was published") from None
+            raise InterruptedRun("interrupted" + "; nothing was published" * ("out" in kwargs)) from None
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None

@@ -127,7 +127,7 @@ def table(
 
 
 @contextmanager
-def progress_bar(description: str, total: float | None, done: float = 0) -> Iterator["ProgressBar"]:
+def progress_bar(description: str, total: float | None, done: int = 0) -> Iterator["ProgressBar"]:
     """A progress bar on standard error; if that is no terminal, a line after three seconds and then a minute.
 
     Args:
@@ -151,7 +151,7 @@ def progress_bar(description: str, total: float | None, done: float = 0) -> Iter
 class ProgressBar:
     """Handle that `progress_bar` yields."""
 
-    def __init__(self, progress: Progress, task: TaskID, plain: bool, done: float) -> None:
+    def __init__(self, progress: Progress, task: TaskID, plain: bool, done: int) -> None:
         self._progress, self._task, self._plain, self._done = progress, task, plain, done
         self._started = time.monotonic()
         self._next_line = self._started + FIRST_LINE_S

@@ -65,9 +65,11 @@ def print_fit(console: Console, result: Mapping[str, Any]) -> None:
     others = [one for one in result["candidates"] if one is not chosen]
     titles = [LIMITS[name].title for name in _FIGURES]
     headers = ("candidate", "cut", "weights", *titles, "tried", "at the end", "")
-    rows = [_cells(one, result) for one in [chosen, *others][:_SHOWN]]
+    rows = [_cells(one, result) for one in [chosen, *others][: None if result.get("dry_run") else _SHOWN]]
     title = f"{result['target']}: {len(result['candidates'])} candidates, decided by {result['decided_by']}"
     Table(title, headers, rows, (0, 1, len(headers) - 1)).print(console)
+    if more := len(others) + 1 - len(rows):
+        console.print(f"{more} more in fit.json", markup=False)
     console.print(_choice(result, chosen, others), markup=False)
     if bench := result.get("bench"):
         console.print(_foretold(chosen, bench, result), markup=False)
@@ -91,7 +93,7 @@ def _cells(one: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     cells.append(MISSING if loss is None else f"{loss:+.1f}%" + (_interval(interval) if interval else ""))
     cells.append(MISSING if expected is None else f"{expected:+.1f}%")
     notes = [
-        "chosen" if one["name"] == result["chosen"] else "",
+        "chosen" if one["name"] == result["chosen"] and not result.get("dry_run") else "",
         "outside" if not one["within"] else "" if one["sure"] else "uncertain",
         "busy machine" if one["busy"] else "",
         f"not {', '.join(one['closed_to'])}" if one["closed_to"] else "",
@@ -132,8 +134,8 @@ def _foretold(chosen: Mapping[str, Any], bench: Mapping[str, Any], result: Mappi
         ""
         if chosen["expected_loss_percent"] is None
         else (
-            f"expected {chosen['expected_loss_percent']:+.1f}% after trials on {documents['trials']} documents"
-            f"{_interval(chosen['interval_percent'])}, "
+            f"{chosen['rounded_loss_percent']:+.1f}%{_interval(chosen['interval_percent'])} after trials on "
+            f"{documents['trials']} documents, from which {chosen['expected_loss_percent']:+.1f}% is expected; "
         )
     )
     return (

@@ -247,6 +247,8 @@ def try_plain(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
         worst = max((tried.losses.rounded for tried in search.tried.values()), default=0.0)
         if _good_enough(search) and (planned.way != WHOLE or worst > EQUAL_PERCENT):
             return
+        if planned.name in search.tried:
+            continue
         if search.tried and not _has_time(planned, effort, clock):
             return
         candidate = _as_timed(search, trials, planned, sure)
@@ -341,6 +343,7 @@ def _as_timed(search: Search, trials: Trials, planned: Candidate, sure: bool) ->
 
 def _try(search: Search, trials: Trials, candidate: Candidate, tokens: int, clock: Clock, longer: bool = False) -> None:
     cuts = candidate.way != WHOLE
+    log(f"trying {candidate.name}" + f" on {tokens:,} tokens" * cuts)
     with clock.step("trial" if cuts else "rounding", tokens if cuts else 1.0):
         losses = trials.losses(candidate, tokens, trained=longer)
     search.found.setdefault(candidate.name, candidate)

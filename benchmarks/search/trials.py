@@ -55,6 +55,7 @@ class Clock:
         self._now, self._start = now, now()
         self._limit = math.inf if minutes is None else 60 * minutes
         self._seen: dict[str, list[tuple[float, float]]] = {}
+        self._refused: set[str] = set()  # said once
 
     @property
     def seconds(self) -> float:
@@ -89,6 +90,9 @@ class Clock:
         if self.left() > max(0.0, needed):
             return True
         left = max(0.0, self.left()) / 60
+        if what in self._refused:
+            return False
+        self._refused.add(what)
         log(f"no time for {what}: about {needed / 60:.1f} minutes, the finish included, and {left:.1f} are left")
         return False
 

@@ -95,7 +95,12 @@ def _differences(made: Manifest, stage: Stage) -> str:
     """The first settings of a finished directory that this run has other values of, in brackets."""
     if made.command != stage.command:
         return ""
-    there, wanted = _flat(made.settings | {"seed": made.seed}), _flat(_as_json(stage.settings) | {"seed": stage.seed})
+    return difference({**made.settings, "seed": made.seed}, {**stage.settings, "seed": stage.seed})
+
+
+def difference(made: JsonObject, settings: JsonObject) -> str:
+    """The first settings that were other ones when something was made, in brackets."""
+    there, wanted = _flat(made), _flat(_as_json(settings))
     names = [name for name in {**wanted, **there} if there.get(name) != wanted.get(name)]
     found = [f"{name} {clip(there.get(name))}, not {clip(wanted.get(name))}" for name in names[:_SHOWN_DIFFERENCES]]
     return f" ({'; '.join(found) or 'the content of an input'})"

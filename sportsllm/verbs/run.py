@@ -36,7 +36,7 @@ import typer
 
 from sportsllm import __version__, options
 from sportsllm.commands import COMMANDS, Command, Result, load_command, typed
-from sportsllm.errors import ConflictError, SportsLLMError, UsageError, did_you_mean
+from sportsllm.errors import ConflictError, InterruptedRun, SportsLLMError, UsageError, did_you_mean
 from sportsllm.files import JsonObject, atomic_write_text, read_json, read_toml
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -128,6 +128,9 @@ def run(
         try:
             with silenced(stage.command == "bench"):  # the report's table has its figures
                 result = _run_stage(checked, stage, threads)
+        except (KeyboardInterrupt, InterruptedRun):
+            again = "run the same command again to continue"
+            raise InterruptedRun(f"stage {stage.name!r}: interrupted; {again}") from None
         except SportsLLMError as error:
             error.args = (f"stage {stage.name!r}: {error}",)
             raise

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.devices.load import DEVICES, load_device
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import judge
-from benchmarks.fit import FitResult, finish_best, fit, run_fit
+from benchmarks.fit import FitResult, _make, complaint, finish_best, fit, run_fit
 from benchmarks.measure.bench import ShortBench
 from benchmarks.model_size import ModelFormat, file_bytes, sizes
 from benchmarks.search.candidates import (
@@ -40,7 +40,7 @@ from sportsllm.formats.huggingface import load_config, to_hf
 from sportsllm.formats.manifest import directory_bytes, manifest_of
 from sportsllm.models.config import Experts, ModelConfig
 from sportsllm.models.presets import preset
-from sportsllm.verbs.run import load_recipe
+from sportsllm.verbs.run import RunResult, load_recipe
 from tests.support.models import tiny_config
 
 TEACHER = tiny_config(
@@ -437,7 +437,7 @@ def test_a_search_from_start_to_end(line: Line, capsys: pytest.CaptureFixture[st
     calls = len(line.calls)
     again = line.fit()
     assert again.chosen == found.chosen and len(line.calls) == calls
-    with pytest.raises(ConflictError, match="other settings or inputs"):
+    with pytest.raises(ConflictError, match=r"other settings or inputs \(finalists 1, not 2\)"):
         line.fit(effort=Effort(tokens=256, search_tokens=128, finalists=2))
     with pytest.raises(ConflictError, match="other settings or inputs"):
         line.fit(valid=(line.corpus,))
@@ -477,7 +477,10 @@ def finished(name: str, loss: float, **figures: float) -> dict[str, Any]:
         {**one, "verdict": "pass" if one["value"] is None else one["verdict"]} for one in judged.to_json()["limits"]
     ]
     verdict = "fail" if any(one["verdict"] == "fail" for one in limits) else "pass"
-    return {"chosen": name, "bench": {"quality_loss_percent": loss, "budget": {"verdict": verdict, "limits": limits}}}
+    return {
+        "chosen": name,
+        "bench": {"quality_loss_percent": loss, "budget": judged.to_json() | {"verdict": verdict, "limits": limits}},
+    }
 
 
 @pytest.mark.parametrize(
@@ -497,16 +500,50 @@ def test_the_best_of_the_finished_models_is_returned(made: list[dict[str, Any]],
     assert set(result["gave_up"]) == {one["chosen"] for one in made[:attempts]} - {best}
 
 
+def test_a_finish_that_the_time_cut_short_is_kept_and_made_anew_with_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidate = one_of(started(with_limits(file_mb=0.3)), "feed-forward")
+    (tmp_path / "trials").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(TEACHER)), encoding="utf-8")
+    made = RunResult(recipe="", stages=[], bench=None, seconds=0.0)
+    monkeypatch.setattr("sportsllm.verbs.run.run", lambda _: made)
+    tokens = list[int]()
+    for minutes in (1.0, 0.1, None, 1.0):
+        clock = Clock(minutes, now=lambda: 0.0)
+        clock._seen["trial"] = [(100, 30.0), (200, 60.0)]
+        source, effort, target = Source(tmp_path, (), ()), Effort(1_000, 100), Target("laptop-x86")
+        found = _make(tmp_path, candidate, source, effort, target, tmp_path, clock)
+        written = tomllib.loads(Path(found["line"]).read_text(encoding="utf-8"))
+        tokens.append(found["tokens"])
+        assert written["stage"][0]["recover"] == found["tokens"]
+    assert 100 < tokens[0] == tokens[1] < 200 and tokens[2:] == [1_000, 1_000]
+
+
+def test_the_advice_is_about_the_limits_that_are_missed() -> None:
+    def advice(tokens: int, loss: float, **figures: float) -> str:
+        bench = finished("a", loss, **figures)["bench"]
+        nothing: dict[str, Any] = {"target": "", "decided_by": "", "limits": {}, "candidates": [], "band": {}}
+        found = FitResult.of({**nothing, "uncertain": False, "whole_teacher": False, "chosen": "a", "bench": bench})
+        return complaint(replace(found, tokens=tokens), 1_000)
+
+    assert "with more --minutes" in advice(100, 4.0) and "raise --tokens" in advice(1_000, 4.0)
+    assert advice(1_000, 1.0, file_mb=900.0).endswith("relax file_mb")
+    assert "quiet machine" in advice(1_000, 1.0, ttft_ms=2000.0)
+
+
 @pytest.fixture
 def fresh(line: Line, tmp_path: Path) -> Line:
     """The same, with nothing made yet."""
     return replace(line, out=tmp_path / "fit", calls=[])
 
 
-def test_a_dry_run_makes_nothing_and_needs_no_text(fresh: Line) -> None:
+def test_a_dry_run_lists_all_makes_nothing_and_needs_no_text(fresh: Line, capsys: pytest.CaptureFixture[str]) -> None:
     result = fit(teacher=fresh.teacher, target=str(fresh.budget), out=fresh.out, dry_run=True)
     assert not fresh.out.exists() and not fresh.calls
     assert result.chosen and not any(one["tried_tokens"] for one in result.candidates)
+    shown = capsys.readouterr().out.replace("\n", "")
+    assert all(one["name"] in shown for one in result.candidates) and "chosen" not in shown
 
 
 def test_a_smaller_vocabulary_is_a_candidate_and_must_be_smaller(fresh: Line) -> None:

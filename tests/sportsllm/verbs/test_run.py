@@ -164,7 +164,7 @@ def test_an_interrupted_stage_is_taken_up_again(tmp_path: Path, capsys: pytest.C
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(InterruptedRun, match="stage 'model'"):
+    with pytest.raises(InterruptedRun, match=r"'model': interrupted; run the same command again to continue$"):
         run(path, tmp_path / "out")
     thread.join()
     result = run(path, tmp_path / "out")
