@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, LAST_NORM, POSITIONS, block_state
 from sportsllm.models.language_model import SportsLLM, rope_of
 from sportsllm.models.rope import rope_tables
+from sportsllm.process_memory import give_back
 from sportsllm.text.tokenizer import load_tokenizer
 
 FLOAT, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
@@ -94,12 +96,12 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
     config, graph = load_config(export), ir.load(find_files(export).graph)
     if config != load_config(checkpoint):
         raise ArtifactError(f"{export / 'config.json'}: is not that of {checkpoint}; compare an export with its source")
-    tokenizer = load_tokenizer(checkpoint, config) if (checkpoint / "tokenizer.json").exists() else None
+    unequal = tuple(unequal_tables(graph, config, TensorFiles(checkpoint)))
+    sequences, changes = _sequences(checkpoint, config)
     precision = graph_precision(graph_nodes(graph), graph.graph.initializers.values())
-    rounding, sequences = graph_rounding(graph, config), make_sequences(config, tokenizer)
+    rounding = graph_rounding(graph, config)
     rounds = precision != "fp32" or isinstance(rounding, HalfCache)  # the files compute something else than exactly
     model = open_model(checkpoint)
-    unequal = tuple(unequal_tables(graph, config, TensorFiles(checkpoint)))
     halved = rounds and (computes_in_half(graph) or precision == "fp16")
     reread = halved or isinstance(rounding, HalfCache)  # the exact pass widens a cache of float16
     with threads_of_torch(threads):
@@ -132,8 +134,19 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
                 expected = _read_whole(model, sequences, None if isinstance(rounding, HalfCache) else rounding)
             exact = OnnxDecoder(export, threads, exact_graph(graph, config))
             passes = [*_passes("exact", exact, sequences, expected, exact_limits), *passes]
-    changes = None if tokenizer is None else tuple(t for t in TEXTS if tokenizer.decode(tokenizer.encode(t)) != t)
     return ParityReport(precision, tuple(passes), unequal, changes)
+
+
+def _sequences(checkpoint: Path, config: ModelConfig) -> tuple[list[list[int]], tuple[str, ...] | None]:
+    """What is read, and the texts that the tokenizer changes, whose memory is given back."""
+    if not (checkpoint / "tokenizer.json").exists():
+        return make_sequences(config, None), None
+    tokenizer = load_tokenizer(checkpoint, config)
+    changes = tuple(text for text in TEXTS if tokenizer.decode(tokenizer.encode(text)) != text)
+    sequences = make_sequences(config, tokenizer)
+    del tokenizer
+    give_back()
+    return sequences, changes
 
 
 def _deployed_limits(graph: ir.Model, config: ModelConfig, precision: str) -> Limits:
@@ -293,11 +306,19 @@ def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, T
     rotary = {name: table for name, table in zip(layout.ROPE_CACHES, rope_of(config), strict=False) if name in found}
     for name in (*rotary, *(name for name in tensors if name.startswith(f"{EMBEDDING}."))):
         value = found.get(name, found.get(f"{name}{FLAT}"))
-        stored = None if value is None else cast(Any, value.const_value).numpy()
         tensor = rotary[name] if name in rotary else tensors[name]
         table = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
-        if stored is None or not np.array_equal(stored.ravel(), table.astype(stored.dtype, copy=False).ravel()):
+        if value is None or not _equals(cast(Any, value.const_value), table):
             yield name
+
+
+def _equals(stored: Any, table: npt.NDArray[Any]) -> bool:
+    """Whether a tensor of a graph holds a table; its file is mapped into memory only meanwhile."""
+    try:
+        return bool(np.array_equal(stored.numpy().ravel(), table.astype(stored.numpy().dtype, copy=False).ravel()))
+    finally:
+        if isinstance(stored, ir.ExternalTensor):
+            stored.release()
 
 
 def round_model(model: SportsLLM, every: bool) -> None:

@@ -17,7 +17,7 @@ from export.runtime.providers import CPU, Provider, find_provider, one_line, pla
 from export.runtime.session import Kernels, choose_kernels, open_session, portable, raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.huggingface import load_config
-from sportsllm.inference.decoder import LOGITS_AT_ONCE, Logits, log_softmax
+from sportsllm.inference.decoder import Logits, log_softmax, logits_at_once
 from sportsllm.models.kinds import block_state
 
 # Prompts are read in pieces of this many tokens, so that memory does not grow with the prompt. Time for 512 tokens
@@ -168,7 +168,7 @@ class OnnxDecoder:
         del self._read[0][len(self._read[0]) - count :]
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """See `Decoder.score`; uses a cache of its own, and holds the logits of at most `LOGITS_AT_ONCE` tokens.
+        """See `Decoder.score`; uses a cache of its own, and holds the logits of at most `logits_at_once` tokens.
 
         INT8 per row rounds inputs by the range of the whole piece, so a token's score depends slightly on the tokens
         after it in the piece.
@@ -202,10 +202,10 @@ class OnnxDecoder:
 
     def _all_logits(self, ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, Logits]]:
         """Yield (start, (T, V) logits) piece by piece; a piece is overwritten by the next one."""
-        cache = self._make_cache(1, max(len(ids), 1))
-        buffer = np.empty((1, min(len(ids), LOGITS_AT_ONCE), self.config.vocab_size), dtype=np.float32)
-        for start in range(0, len(ids), LOGITS_AT_ONCE):
-            piece = ids[None, start : start + LOGITS_AT_ONCE]
+        cache, most = self._make_cache(1, max(len(ids), 1)), logits_at_once(self.config.vocab_size)
+        buffer = np.empty((1, min(len(ids), most), self.config.vocab_size), dtype=np.float32)
+        for start in range(0, len(ids), most):
+            piece = ids[None, start : start + most]
             out = buffer[:, : piece.shape[1]]
             self._run(cache, slice(0, 1), piece, out, keep=0)
             yield start, out[0]

@@ -19,8 +19,11 @@ from sportsllm.inference.lookup import Draft, DraftLookup, PromptLookup
 from sportsllm.models.config import ModelConfig
 
 Logits = npt.NDArray[np.float32]
-LOGITS_AT_ONCE = 128
-"""Tokens whose logits `stream_logits` holds at once."""
+
+
+def logits_at_once(vocab_size: int) -> int:
+    """Tokens whose logits `stream_logits` holds at once: 128, or fewer, so that they take 32 MB at most."""
+    return max(1, min(128, 2**23 // vocab_size))
 
 
 class Decoder(Protocol):
@@ -46,7 +49,7 @@ class Decoder(Protocol):
         """
 
     def stream_logits(self, row: Sequence[int]) -> Iterator[Logits]:
-        """Logits after every token of a sequence, in order: (`LOGITS_AT_ONCE`, V), the last may be shorter.
+        """Logits after every token of a sequence, in order: (`logits_at_once`, V), the last may be shorter.
 
         The next array may overwrite the one before. Neither reads nor changes the cache.
         """

@@ -9,7 +9,7 @@ import torch
 
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import open_model
-from sportsllm.inference.decoder import LOGITS_AT_ONCE, Logits
+from sportsllm.inference.decoder import Logits, logits_at_once
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import KVCache
 from sportsllm.processors import find_device
@@ -80,9 +80,9 @@ class TorchDecoder:
         with torch.inference_mode():
             tokens_1T = torch.tensor([list(row)], device=self.model.device)
             hidden_TD = self.model.hidden(tokens_1T)[0]
-        for start in range(0, len(row), LOGITS_AT_ONCE):
+        for part_TD in torch.split(hidden_TD, logits_at_once(self.config.vocab_size)):
             with torch.inference_mode():
-                logits_TV: Logits = self.model.logits(hidden_TD[start : start + LOGITS_AT_ONCE]).float().cpu().numpy()
+                logits_TV: Logits = self.model.logits(part_TD).float().cpu().numpy()
             yield logits_TV
 
     def _next_token_scores(self, tokens_BT: torch.Tensor) -> npt.NDArray[np.float32]:

@@ -1,6 +1,7 @@
 """The parity gate: what passes and what must not."""
 
 import json
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 
 from export.cache_scales import CacheScales
 from export.layout import GRAPH_FILE
-from export.parity.check import check_parity
+from export.parity.check import check_parity, unequal_tables
 from export.parity.comparison import (
     DEPLOYED,
     EXACT,
@@ -30,7 +32,8 @@ from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.packed import ROW_BITS
-from sportsllm.inference.decoder import Logits
+from sportsllm.formats.safetensors import TensorFiles
+from sportsllm.inference.decoder import Logits, logits_at_once
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.export_models import CONTEXT, TINY, Exports, edit_tensor, save, save_graph, tiny_model
 
@@ -198,6 +201,22 @@ def test_figures_by_hand() -> None:
     assert figures.relative_error == pytest.approx(1 / np.sqrt(2 / 3), rel=1e-6)
     assert figures.kl == pytest.approx(float((p * np.log(p / q)).sum()) / 2, rel=1e-5)
     assert figures.greedy_match == 0.5
+
+
+def test_neither_tables_nor_copies_of_all_logits_stay_in_memory(exports: Exports) -> None:
+    directory, expected = exports(None).directory, np.random.default_rng(0).normal(size=(64, 20_000))
+    graph, config = ir.load(directory / GRAPH_FILE), load_config(directory)
+    assert not list(unequal_tables(graph, config, TensorFiles(directory)))
+    tensors = [each.const_value for each in graph.graph.initializers.values()]
+    assert {each.raw for each in tensors if isinstance(each, ir.ExternalTensor)} == {None}
+    assert (logits_at_once(49_152), logits_at_once(262_144)) == (128, 32)
+    logits = expected.astype(np.float32)
+    tracemalloc.start()
+    try:
+        compare(logits, logits)
+        assert tracemalloc.get_traced_memory()[1] < logits.nbytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_limits_follow_what_moved_keys_cost_the_model_between_bounds() -> None:

@@ -116,7 +116,7 @@ def test_the_context_can_be_filled(model: SportsLLM, decoder: OnnxDecoder) -> No
 
 @pytest.mark.parametrize("chunk", [5, 128])
 def test_score(chunk: int, model: SportsLLM, decoder: OnnxDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "LOGITS_AT_ONCE", chunk)
+    monkeypatch.setattr(runtime, "logits_at_once", lambda vocab_size: chunk)
     rows = draw(1, 2, 33, 64)
     decoder.prefill([rows[2]])
     before = decoder.score(rows)
