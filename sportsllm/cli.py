@@ -7,9 +7,11 @@ which takes a third of the time of `--help`.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import errno
 import functools
+import gc
 import inspect
 import json
 import os
@@ -36,6 +38,7 @@ from sportsllm.errors import (
     did_you_mean,
 )
 
+atexit.register(gc.freeze)  # Python's end would visit every object, which takes long with PyTorch loaded
 LONGEST_MESSAGE = 400
 _VERBOSE = "Print times, and progress every five seconds. Like --quiet, before or after the command."
 _EXTRA_OF = {

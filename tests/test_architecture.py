@@ -179,9 +179,10 @@ def test_help_loads_nothing_heavy() -> None:
     code = "import sys\nfrom sportsllm.cli import build_app\nbuild_app()\n"
     code += f"print(sorted({HEAVY!r} & set(sys.modules)))"
     assert run(code).strip() == "[]"
-    code = "import sys\nfrom sportsllm.cli import main\ntry:\n    main(['--help'])\n"
-    code += "except SystemExit:\n    print(sorted(sys.modules))"
-    loaded = run(code).splitlines()[-1]
+    code = "import atexit, gc, sys\nfrom sportsllm.cli import main\ntry:\n    main(['--help'])\n"
+    code += "except SystemExit:\n    print(sorted(sys.modules))\natexit._run_exitfuncs()\nprint(gc.get_freeze_count())"
+    *_, loaded, frozen = run(code).splitlines()
+    assert int(frozen) > 10_000, "the program's end visits every object"
     for name in ("compress", "export", "benchmarks", "sportsllm.verbs", "pydantic", "rich"):
         assert f"'{name}'" not in loaded, name
 
