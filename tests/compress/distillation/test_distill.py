@@ -97,11 +97,6 @@ def test_a_nf4_teacher_is_the_model_with_nf4_matrices(
     assert likeness(exact, cheap) > 0.999  # what is left is bfloat16
 
 
-def test_a_larger_student_is_refused(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="larger than the teacher"):
-        run(checkpoint, "tiny-1m", tmp_path / "out", corpus_file)
-
-
 def test_a_mixture_counts_by_what_a_token_is_computed_with() -> None:
     dense = tiny_model().config
     experts = Experts(count=4, active=2)

@@ -193,8 +193,6 @@ def test_budgets_that_cannot_be_kept() -> None:
         SizeBudget(4.2).spare_bytes(config, QuantizationConfig())
     with pytest.raises(UsageError, match=r"--size-mb 0\.01 is less"):
         SizeBudget(None, 0.01).spare_bytes(config, QuantizationConfig())
-    with pytest.raises(UsageError, match="not both"):
-        SizeBudget(5.0, 1.0).spare_bytes(config, QuantizationConfig())
     with pytest.raises(UsageError, match="leave --bits 8 out"):
         SizeBudget(9.0).spare_bytes(config, QuantizationConfig(bits=8))
 

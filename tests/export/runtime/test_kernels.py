@@ -140,7 +140,7 @@ def test_two_sessions_at_once(exports: Exports) -> None:
 @pytest.mark.parametrize(("bits", "cache"), [(4, "fp32"), (8, "fp16"), (8, "fp32"), (4, "int8")])
 def test_real_text_is_continued_as_by_pytorch(bits: int, cache: str, stories: Path, tmp_path: Path) -> None:
     """40 greedy tokens. Later ones differ: a model this small often has two tokens that are nearly as likely."""
-    quantize_checkpoint(checkpoint=stories, out=tmp_path / "packed", config=QuantizationConfig(bits=bits), method="rtn")
+    quantize_checkpoint(stories, tmp_path / "packed", QuantizationConfig(bits=bits), "rtn")
     options: dict[str, Any] = {"threads": 2, "kv_cache": cache}
     if cache == "int8":
         (text := tmp_path / "text.txt").write_text(

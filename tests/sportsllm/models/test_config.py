@@ -55,11 +55,6 @@ def test_missing_field_is_named() -> None:
         config_from_hf(data)
 
 
-def test_unknown_preset_lists_the_others() -> None:
-    with pytest.raises(UsageError, match="tiny-1m"):
-        preset("huge")
-
-
 def test_transformers_5_rope_parameters_are_read() -> None:
     data = to_hf(tiny_config())
     del data["rope_theta"]

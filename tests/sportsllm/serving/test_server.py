@@ -48,12 +48,10 @@ KEY = "secret"
 
 
 @pytest.fixture(scope="session")
-def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def export(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """stories260K as ONNX."""
-    if not STORIES.exists():
-        pytest.skip("needs the shared data folder")
     out = tmp_path_factory.mktemp("serve") / "stories"
-    sportsllm.export(STORIES, out=out)
+    sportsllm.export(stories, out=out)
     return out
 
 
