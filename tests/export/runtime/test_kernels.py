@@ -141,7 +141,7 @@ def test_two_sessions_at_once(exports: Exports) -> None:
 def test_real_text_is_continued_as_by_pytorch(bits: int, cache: str, stories: Path, tmp_path: Path) -> None:
     """40 greedy tokens. Later ones differ: a model this small often has two tokens that are nearly as likely."""
     quantize_checkpoint(stories, tmp_path / "packed", QuantizationConfig(bits=bits), "rtn")
-    options: dict[str, Any] = {"threads": 2, "kv_cache": cache}
+    options: dict[str, Any] = {"threads": 1, "kv_cache": cache}
     if cache == "int8":
         (text := tmp_path / "text.txt").write_text(
             "Once upon a time, there was a little girl named Lily. She loved to play outside in the sunshine. "
@@ -152,7 +152,7 @@ def test_real_text_is_continued_as_by_pytorch(bits: int, cache: str, stories: Pa
     model = load_checkpoint(tmp_path / "packed")
     tokenizer = load_tokenizer(tmp_path / "packed", model.config)
     prompt = [tokenizer.begin_id, *tokenizer.encode("Once upon a time")]
-    decoders = [TorchDecoder(model), *(OnnxDecoder(tmp_path / "out", 2, kernels=k) for k in ("native", "portable"))]
+    decoders = [TorchDecoder(model), *(OnnxDecoder(tmp_path / "out", 1, kernels=k) for k in ("native", "portable"))]
     found = [list(generate(decoder, prompt, 40, Sampling(temperature=0))) for decoder in decoders]
     assert len(found[0]) == 40 and found[1] == found[0] and found[2] == found[0]
 
