@@ -50,7 +50,7 @@ def _tables(result: Mapping[str, Any], training: bool) -> Iterator[Table]:
     if "shapes" in result:
         rows = [
             (
-                shape["name"] + ("" if shape["held"] else " (never made whole)"),
+                shape["name"] + ("" if shape["held"] else " (never held whole)"),
                 shape["kind"],
                 " x ".join(f"{size:,}" for size in shape["shape"]),
                 str(shape["layers"]),

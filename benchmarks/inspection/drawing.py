@@ -140,7 +140,7 @@ def _tensor(item: Activation) -> Part:
         shape = (*item.shape[:-1], "T", *item.shape[-1:])
     elif item.kind == "scores":
         shape = (*item.shape, "T", "T")
-    return Part(item.name, _ROLES[item.kind], sizes(*shape), note="" if item.held else "never made whole")
+    return Part(item.name, _ROLES[item.kind], sizes(*shape), note="" if item.held else "never held whole")
 
 
 def sizes(*sizes: int | str) -> str:
@@ -156,7 +156,7 @@ def draw_model(config: ModelConfig, name: str) -> str:
         f'<div class="model"><h2>{escape(name)}</h2>',
         f"<p>{size}, residual stream of {config.hidden_size:,}.</p>",
     ]
-    lines.append("<p>T is the number of tokens. Bare figures are parameters, biases included.</p>")
+    lines.append("<p>T is the number of tokens. Numbers without dimensions are parameters, biases included.</p>")
     for kind in dict.fromkeys(types := config.layer_types or ()):
         layers = [layer for layer, own in enumerate(types) if own == kind]
         seen = f", the last {config.sliding_window:,} tokens" if kind == SLIDING else ""

@@ -36,7 +36,7 @@ def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     row = result["predicted"][0]
     shown = band(row["tpot_ms_low"], row["tpot_ms_high"])
-    for part in ("97,241,856", "73,728", "q_proj.weight", "never made whole", "fail", "uncertain", shown):
+    for part in ("97,241,856", "73,728", "q_proj.weight", "never held whole", "fail", "uncertain", shown):
         assert part in printed
     factors = result["efficiency"]["band"]
     words = " ".join(printed.split())
