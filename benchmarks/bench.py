@@ -101,6 +101,7 @@ def bench(
     from sportsllm.console import log, output
     from sportsllm.files import atomic_write_text, require_directory
     from sportsllm.formats.huggingface import load_config
+    from sportsllm.formats.manifest import manifest_of
     from sportsllm.inference.decoder import is_onnx_directory
     from sportsllm.text.reading import take_reading
 
@@ -116,6 +117,11 @@ def bench(
         check_on_device(device, on_device, placed.processor)
     if runtimes:
         turn_depths(config.max_position_embeddings)  # refused now rather than after minutes
+    if manifest_of(directory).command == "gguf":
+        log(
+            "size, speed and memory are those of its float32 checkpoint in PyTorch; to measure the GGUF file itself: "
+            "bench EXPORT --against llama.cpp=FILE.gguf"
+        )
     if is_onnx_directory(directory):
         log(str(kernels_of_directory(directory, kernels, placed)))
     reading = take_reading(found, directory, teacher)

@@ -66,8 +66,8 @@ MOST_LINES = {
     "sportsllm": 18_832,
     "compress": 8_063,
     "export": 6_403,
-    "benchmarks": 9_296,
-    "tests": 24_587,
+    "benchmarks": 9_302,
+    "tests": 24_593,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -281,6 +282,11 @@ def test_the_command_exits_4_when_a_limit_is_missed(
     assert error.startswith("error: ") and "file size" in error
     assert printed["clean"] is False and "NOISY, not a clean result" in err
     assert cli(*arguments)[0] == 6  # the result of the first run is not overwritten
+    (converted := shutil.copytree(export, tmp_path / "converted") / "manifest.json").write_text(
+        json.dumps({**json.loads((export / "manifest.json").read_text(encoding="utf-8")), "command": "gguf"})
+    )
+    code, _, err = cli("bench", converted.parent)
+    assert code == 0 and "to measure the GGUF file itself: bench EXPORT --against llama.cpp=" in err
     assert run(export).measured.budget is None  # without a target nothing is judged
     with pytest.raises(UsageError, match="--on-device needs --target"):
         run(export, on_device=True)
