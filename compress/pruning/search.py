@@ -92,8 +92,8 @@ def choose_shape(
         shown = ", ".join(f"{name} {size}" for name, size in shape.sizes().items())
         raise UsageError(f"{job.checkpoint}: nothing is cut, the model has that shape ({shown}); ask for less")
     tokens = target.search_tokens
-    if tokens is not None and (share is None or job.recovery is None):
-        raise UsageError("--search needs a size (--params or --size-mb) and --recover TOKENS")
+    if (tokens is not None and share is None) or (tokens and job.recovery is None):
+        raise UsageError("--search needs a size (--params or --size-mb), and above 0 also --recover TOKENS")
     if share is None:
         return shape, []
     if target.megabytes is not None and config.has_large_vocabulary:

@@ -117,6 +117,7 @@ def test_quantized_input_and_empty_calibration_are_refused(run: Pruning, tmp_pat
         ({"layers": 2}, r"nothing is cut, the model has that shape \(hidden 64, "),
         ({"params": 1.0}, "nothing is cut"),
         ({"params": 0.5, "search": 10}, "--search needs"),
+        ({"layers": 1, "search": 0}, "--search needs"),
         ({"params": 0.5, "device": "cuda"}, "--device cuda: this PyTorch finds no CUDA GPU"),
         ({"params": 0.5, "settings": {"refits": "false"}}, "there is no 'refits'; did you mean refit"),
         ({"params": 0.5, "settings": {"temperature": 2}}, "options of --recover: --set temperature"),
@@ -126,6 +127,13 @@ def test_options_that_do_not_go_together(run: Pruning, tmp_path: Path, given: di
     with pytest.raises(UsageError, match=message):
         run(tmp_path / "out", **given)
     assert not (tmp_path / "out").exists()
+
+
+def test_widths_are_cut_alike_without_a_search(run: Pruning, tmp_path: Path) -> None:
+    full = load_config(run.checkpoint)
+    result = run(tmp_path / "out", params=0.5, search=0)
+    assert result.search == [] and result.shape["layers"] == full.num_hidden_layers
+    assert result.share_of_block_parameters < 0.55
 
 
 def test_a_file_size_is_met(run: Pruning, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
