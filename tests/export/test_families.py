@@ -74,7 +74,7 @@ def test_pruned_quantized_and_over_an_int8_cache(model: Path, text: Path, tmp_pa
     shape = Shape(
         full.hidden, 2 * full.intermediate // 3, full.heads // 2, max(1, full.kv_heads // 2), 3, full.head_dim
     )
-    prune_checkpoint(PruneJob(model, [text], PruneConfig(samples=4)), shape, tmp_path / "pruned")
+    prune_checkpoint(PruneJob(model, [text], PruneConfig(samples=5)), shape, tmp_path / "pruned")
     smaller = load_config(tmp_path / "pruned")
     assert (smaller.num_hidden_layers, smaller.intermediate_size, smaller.num_attention_heads) == (
         3,
@@ -82,7 +82,7 @@ def test_pruned_quantized_and_over_an_int8_cache(model: Path, text: Path, tmp_pa
         2,
     )
     assert smaller.output_norms == config.output_norms and smaller.position_kind == config.position_kind
-    quantize_checkpoint(tmp_path / "pruned", tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,), 4))
+    quantize_checkpoint(tmp_path / "pruned", tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,), 5))
     # Random experts are chosen by hairs, which a rounded latent tips over: a float32 cache for these.
     int8 = config.attention_kind == "grouped_query" or config.experts is None
     options: dict[str, Any] = {"kv_cache": "int8", "calibration": [text]} if int8 else {}
@@ -104,7 +104,7 @@ def test_sliding_and_unrotated_layers_in_float16(name: str, tmp_path: Path) -> N
     assert result.parity["kl"] < 1e-3  # the gate's own limit: activations have 11 bits
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "mixtral"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2"])
 def test_gguf_is_refused_by_family(name: str, tmp_path: Path) -> None:
     from export.gguf.write import architecture_of
 
