@@ -86,7 +86,7 @@ def fit(
     calibration: options.Calibration = None,
     vocab_size: Annotated[
         list[int] | None,
-        typer.Option(min=1, metavar="N", help="A smaller vocabulary to consider too; may be repeated."),
+        typer.Option(metavar="N", help="A smaller vocabulary to consider too; may be repeated."),
     ] = None,
     tokens: Annotated[
         int | None,

@@ -105,7 +105,7 @@ def _from_python(parameter: inspect.Parameter, value: object) -> object:
         value = str(value)
     if list in kinds and isinstance(value, Mapping):
         return value
-    return typed(parameter.annotation, [value] if list in kinds and isinstance(value, str | Path) else value)
+    return typed(parameter.annotation, [value] if list in kinds and isinstance(value, str | Path | int) else value)
 
 
 def typed(annotation: Any, value: object) -> object:

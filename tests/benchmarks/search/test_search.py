@@ -6,11 +6,13 @@ import shutil
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+import sportsllm
 from benchmarks.devices.load import DEVICES, load_device
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import judge
@@ -547,10 +549,11 @@ def test_a_dry_run_lists_all_makes_nothing_and_needs_no_text(fresh: Line, capsys
 
 
 def test_a_smaller_vocabulary_is_a_candidate_and_must_be_smaller(fresh: Line) -> None:
-    result = fresh.fit(dry_run=True, vocabularies=[320])
-    assert any(one["shape"]["vocab_size"] == 320 for one in result.candidates)
-    with pytest.raises(UsageError, match="below the teacher's 384"):
-        fresh.fit(vocabularies=[384])
+    search = partial(sportsllm.fit, teacher=fresh.teacher, target=str(fresh.budget), out=fresh.out, dry_run=True)
+    assert any(one["shape"]["vocab_size"] == 320 for one in search(vocab_size=320).candidates)
+    for size in (0, 384):
+        with pytest.raises(UsageError, match=f"--vocab-size {size}: must be below the teacher's 384 and above 0"):
+            search(vocab_size=[320, size])
 
 
 def test_a_directory_that_holds_something_else_is_left_alone(fresh: Line) -> None:
