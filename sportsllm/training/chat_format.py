@@ -6,7 +6,6 @@ from itertools import count, islice
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from sportsllm.console import log
@@ -16,6 +15,7 @@ from sportsllm.formats.checkpoint import copy_tokenizer, write_generation_config
 from sportsllm.models.kinds import EMBEDDING, HEAD
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.chat import find_template
+from sportsllm.text.tokenizer import read_tokenizer
 
 _STEP = 32  # rows come in multiples of this, the smallest block of the integer kernels
 FORMATS = {
@@ -58,7 +58,7 @@ def with_format(model: SportsLLM, checkpoint: Path, directory: Path, name: str) 
     special, template = FORMATS[name]
     copy_tokenizer(checkpoint, directory)
     path = directory / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = read_tokenizer(path, model.config.vocab_size)
     used = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
     added = tokenizer.add_special_tokens(list(special))
     if (size := used + added) > model.config.vocab_size:
