@@ -39,9 +39,7 @@ def read_json(path: Path) -> JsonObject:
         ArtifactError: missing, damaged, beyond the bounds, or not an object.
     """
     if not path.is_file():
-        hint = gguf_hint(path.parent) or f"is {path.parent} a checkpoint or an export?"
-        if (path.parent / ADAPTER).exists():
-            hint = "the directory holds a LoRA adapter; merge it into its base model and give the result"
+        hint = adapter_hint(path.parent) or gguf_hint(path.parent) or f"is {path.parent} a checkpoint or an export?"
         raise ArtifactError(f"{path}: not found; {hint}")
     return as_object(parse_json(_read(path), path, "write the directory again"), path)
 
@@ -135,6 +133,12 @@ def require_directory(directory: Path, wanted: str) -> None:
         advice = gguf_hint(directory) or f"give {wanted}, or make it first"
         problem = "is a file, not a directory" if directory.is_file() else "no such directory"
         raise ArtifactError(f"{directory}: {problem}; {advice}")
+
+
+def adapter_hint(directory: Path) -> str | None:
+    """What to do with a LoRA adapter whose base model is elsewhere; None if the directory holds none."""
+    found = (directory / ADAPTER).exists()
+    return "the directory holds a LoRA adapter; merge it into its base model and give the result" if found else None
 
 
 def gguf_hint(path: Path) -> str | None:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
-from sportsllm.files import JsonObject, as_object, clip, read_json, require_directory, validate
+from sportsllm.files import JsonObject, adapter_hint, as_object, clip, read_json, require_directory, validate
 from sportsllm.formats.bitsandbytes import companions, read_dense
 from sportsllm.formats.huggingface import load_config, packed_by_bitsandbytes
 from sportsllm.formats.layouts import LAYOUTS, Part, UnlikeTensor, is_buffer, layout_name, parts_of
@@ -231,6 +231,7 @@ def _weight_files(directory: Path) -> list[Path]:
         )
     others = sorted(p.name for p in directory.glob("*.safetensors"))
     advice = f"rename {others[0]}" if others else "give a finished checkpoint, not an export"
+    advice = adapter_hint(directory) or advice
     raise ArtifactError(f"{directory}: no {WEIGHTS}; {advice}")
 
 

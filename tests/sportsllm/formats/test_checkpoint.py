@@ -191,6 +191,8 @@ def test_an_adapter_beside_the_weights_is_not_ignored_silently(copy: Path, capsy
     assert "the LoRA adapter beside the weights is not read" in capsys.readouterr().err
     with pytest.raises(ArtifactError, match=f"{WEIGHTS}: is a file, not a directory; give a checkpoint"):
         sportsllm.load(copy / WEIGHTS)
+    (copy / WEIGHTS).rename(copy / "adapter_model.safetensors")
+    refused(copy, f"no {WEIGHTS}; the directory holds a LoRA adapter; merge it into its base model")
 
 
 @pytest.mark.parametrize(
