@@ -103,7 +103,7 @@ def _from_python(parameter: inspect.Parameter, value: object) -> object:
     kinds = types_in(parameter.annotation)
     if isinstance(value, Path) and Path not in kinds:
         value = str(value)
-    if list in kinds and isinstance(value, Mapping):
+    if {list, str} <= kinds and isinstance(value, Mapping):
         return value
     return typed(parameter.annotation, [value] if list in kinds and isinstance(value, str | Path | int) else value)
 

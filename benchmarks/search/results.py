@@ -60,7 +60,7 @@ def summary(search: Search, chosen: Candidate, teacher_bits_per_byte: float | No
 
 
 def print_fit(console: Console, result: Mapping[str, Any]) -> None:
-    """What was chosen, what it costs, what was next best and why not: at most twenty lines."""
+    """What was chosen, what it costs, what was next best and why not; a dry run shows every candidate."""
     chosen = next(one for one in result["candidates"] if one["name"] == result["chosen"])
     others = [one for one in result["candidates"] if one is not chosen]
     titles = [LIMITS[name].title for name in _FIGURES]

@@ -98,6 +98,8 @@ def test_commands_are_functions_with_typed_results_that_take_strings_as_paths() 
     for tokens in ("10x", -5, 1.5):
         with pytest.raises(UsageError, match=f"tokens: '{tokens}' is not a positive whole number"):
             sportsllm.train(model="tiny-300k", tokens=tokens)
+    with pytest.raises(UsageError, match="corpus: Input should be a valid list"):
+        sportsllm.train(model="tiny-300k", corpus={"path": "text.txt"})
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         sportsllm.trian  # noqa: B018
 
