@@ -71,7 +71,7 @@ def load_device(name_or_path: str) -> Device:
 
 
 def _advice(name: str, names: list[str]) -> str:
-    near = did_you_mean(name, names)
+    near = did_you_mean(name, [*ALIASES, *names])
     return f"{near} Choose one of {', '.join(names)}" if near else f"choose one of {', '.join(names)}"
 
 
