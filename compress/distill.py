@@ -71,7 +71,7 @@ def distill(
         str | None,
         typer.Option(
             help="Weight of the divergence, or a range over training such as 0.5:1; the rest is cross-entropy.",
-            show_default="0.5 for teachers of less than 100 tokens per parameter, else 1; 0.9 for random weights",
+            show_default="0.5 for teachers trained on under 100 tokens per parameter, else 1; 0.9 for random weights",
             rich_help_panel=_LOSS,
         ),
     ] = None,

@@ -57,7 +57,7 @@ def generate(
     ] = None,
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="Answer --prompt by the model's chat template; without --prompt, converse."),
+        typer.Option("--chat", help="Answer --prompt with the model's chat template; without --prompt, converse."),
     ] = False,
     system: Annotated[
         str | None, typer.Option(help="System message of --chat.", show_default="the chat template's")

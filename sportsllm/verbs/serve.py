@@ -60,7 +60,7 @@ def serve(
     context: Annotated[
         int | None, typer.Option(min=2, help="Maximum tokens of a request.", show_default="the model's context")
     ] = None,
-    cache_mb: Annotated[int, typer.Option(min=0, help="Memory for shared beginnings of prompts, per model.")] = 128,
+    cache_mb: Annotated[int, typer.Option(min=0, help="Memory for shared prompt prefixes, per model.")] = 128,
     draft: options.Draft = None,
     kernels: options.Kernels = "auto",
     threads: options.Threads = None,
