@@ -78,7 +78,7 @@ def sample(
         bool, typer.Option("--chat", help="Write conversations: answers to --prompts, or to questions of its own.")
     ] = False,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 1 is the model's own distribution.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this probability; 1 is off.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total; 1 is off.")] = 1.0,
     batch_size: Annotated[
         int | None,
         typer.Option(min=1, help="Texts to write at once.", show_default="up to 128, by cache size"),
