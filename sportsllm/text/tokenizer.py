@@ -238,7 +238,9 @@ def read_tokenizer(path: Path, rows: int | None = None) -> Tokenizer:
     _check_ids(data, path)
     try:
         changed = rows is not None and leave_out(data, path, rows)
-        tokenizer = Tokenizer.from_str(json.dumps(data) if changed else path.read_text(encoding="utf-8"))
+        text = json.dumps(data) if changed else path.read_text(encoding="utf-8")
+        del data  # takes more memory than the tokenizer
+        tokenizer = Tokenizer.from_str(text)
         ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
         tokenizer.decode(ids)
     except BaseException as error:  # the library raises plain Exception for faults of the file, and panics

@@ -1,10 +1,15 @@
 import json
 import re
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.files import read_json
 from sportsllm.formats.huggingface import load_config
 from sportsllm.serving.sampler import Constraints
 from sportsllm.text.documents import read_documents
@@ -62,6 +67,27 @@ def test_a_small_corpus_is_filled_up_with_reserved_tokens(tmp_path: Path, capsys
 def test_ids_beyond_the_embedding_are_refused(tokenizer_directory: Path) -> None:
     with pytest.raises(ArtifactError, match="embedding has 300 rows"):
         load_tokenizer(tokenizer_directory, tiny_config(vocab_size=300))
+
+
+def test_the_parsed_file_is_freed_before_the_tokenizer_is_made(
+    tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Parsed(dict[str, Any]):
+        """A dictionary that can be watched."""
+
+    read = list[weakref.ref[Parsed]]()
+
+    def parse(path: Path) -> Parsed:
+        read.append(weakref.ref(data := Parsed(read_json(path))))
+        return data
+
+    def from_str(text: str) -> Tokenizer:
+        assert read[0]() is None
+        return Tokenizer.from_str(text)
+
+    monkeypatch.setattr("sportsllm.text.tokenizer.read_json", parse)
+    monkeypatch.setattr("sportsllm.text.tokenizer.Tokenizer", SimpleNamespace(from_str=from_str))
+    assert read_tokenizer(tokenizer_directory / "tokenizer.json").get_vocab_size() == TINY_VOCAB
 
 
 @pytest.mark.parametrize("template", ["", "{{ messages }}<|image|>"])
