@@ -63,11 +63,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_837,
+    "sportsllm": 18_839,
     "compress": 8_063,
     "export": 6_403,
     "benchmarks": 9_302,
-    "tests": 24_620,
+    "tests": 24_646,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
