@@ -179,6 +179,11 @@ class Search:
         counts = expert_counts(self.teacher)
         return list(widest_shapes(self.teacher, fits, experts=counts if counts != [0] else (), most=_VALUES))
 
+    def small_enough(self) -> dict[str, Tried]:
+        """Those that were tried and whose exported files, if there are any, keep to the limit."""
+        limit = self.device.limits.file_mb
+        return {name: tried for name, tried in self.tried.items() if (tried.losses.file_mb or 0.0) <= limit}
+
     def expected(self, candidate: Candidate) -> float:
         """Loss at the end of the recovery, in percent: a cut's part of it falls with the tokens that are left."""
         tried, whole = self.tried[candidate.name], Shape.of(self.teacher)
@@ -186,8 +191,11 @@ class Search:
         return tried.losses.rounded - cut + cut * math.pow(tried.tokens / self.tokens, _DECAY)
 
     def ranking(self) -> list[Candidate]:
-        """Those that were tried: the ones recovered for longer first, then by expected loss; equal ones the fastest."""
-        compared = [self.found[name] for name in self.tried]
+        """Those that were tried: the ones recovered for longer first, then by expected loss; equal ones the fastest.
+
+        Those whose exported files exceed the limit are left out, unless all do.
+        """
+        compared = [self.found[name] for name in self.small_enough() or self.tried]
         equal = min(map(self.expected, compared), default=0.0) + EQUAL_PERCENT
 
         def place(one: Candidate) -> tuple[bool, float, int, float, float]:
@@ -226,7 +234,7 @@ def run_rounds(search: Search, trials: Trials, effort: Effort, clock: Clock) -> 
         try_plain(search, trials, effort, clock, sure)
         if search.tried and not _good_enough(search):
             try_mixed(search, trials, effort, clock, sure)
-        best = min((search.expected(search.found[name]) for name in search.tried), default=math.inf)
+        best = min((search.expected(search.found[name]) for name in search.small_enough()), default=math.inf)
         if best <= search.device.limits.quality_loss_percent:
             break  # what is surely inside is good enough: nothing else need be tried
     if not search.tried:
@@ -282,7 +290,7 @@ def try_longer(search: Search, trials: Trials, effort: Effort, clock: Clock) -> 
 
     The best export so far is one of them, whatever the others are expected to gain by more tokens.
     """
-    best, tried = search.ranking()[: effort.finalists], search.tried
+    best, tried = search.ranking()[: effort.finalists], search.small_enough() or search.tried
     if len(best) < 2 or _good_enough(search):
         return
     first = search.found[min(tried, key=lambda name: tried[name].losses.rounded)]
@@ -316,7 +324,7 @@ def _float_cache(format: ModelFormat) -> ModelFormat:
 
 def _good_enough(search: Search) -> bool:
     """Whether the whole teacher loses no more than counts as equal: nothing that is cut can be better."""
-    whole = [name for name in search.tried if search.found[name].way == WHOLE]
+    whole = [name for name in search.small_enough() if search.found[name].way == WHOLE]
     return any(search.tried[name].losses.rounded <= EQUAL_PERCENT for name in whole)
 
 

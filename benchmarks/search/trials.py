@@ -39,7 +39,7 @@ from sportsllm.commands import load_command
 from sportsllm.console import log, logged
 from sportsllm.files import atomic_write_text, read_json
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.manifest import digest
+from sportsllm.formats.manifest import digest, directory_bytes
 from sportsllm.models.config import ModelConfig
 
 LOG = "log.txt"
@@ -110,12 +110,14 @@ class Clock:
 class Losses(NamedTuple):
     """Rise of bits per byte over the teacher, in percent: of the recovered model, and of the same as exported.
 
-    `interval` is the 95% interval of the second over documents; None if the text has too few.
+    `interval` is the 95% interval of the second over documents; None if the text has too few. `file_mb` is the size of
+    the export's files; None if the trial made no export.
     """
 
     recovered: float
     rounded: float
     interval: tuple[float, float] | None = None
+    file_mb: float | None = None
 
 
 class Timed(NamedTuple):
@@ -185,11 +187,13 @@ class Trials:
         student = self._student(candidate.size, tokens)
         qad = qad_tokens(candidate.format, tokens) if trained else None
         made = self._packed(student, candidate.format, qad)
+        file_mb = None
         if candidate.format.quantized and self.processor == "cpu":
             made = self._exported(made, candidate.format)
+            file_mb = directory_bytes(made) / 1e6
         own, teacher = self._score(made), self._score(self.source.teacher)
         interval = quality_loss(own, teacher)[1]
-        return Losses(self._loss(student), self._loss(made), interval)
+        return Losses(self._loss(student), self._loss(made), interval, file_mb)
 
     def timed(self, candidate: Candidate) -> Timed:
         """Figures by the limits' names, measured here on an export of the candidate's shape with random weights.

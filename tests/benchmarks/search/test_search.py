@@ -214,6 +214,20 @@ def test_of_those_as_good_as_the_best_the_one_that_opens_everywhere_and_is_faste
     assert search.ranking()[0] == names["worse"]
 
 
+def test_an_export_whose_files_exceed_the_limit_is_not_finished_while_another_fits() -> None:
+    """The prediction put both inside."""
+    search = started(with_limits(file_mb=0.4))
+    large, small = one_of(search, "feed-forward"), one_of(search, "depth")
+    for candidate, losses in ((large, Losses(0.0, 0.0, None, 0.401)), (small, Losses(5.0, 5.0, None, 0.399))):
+        search.found[candidate.name], search.tried[candidate.name] = candidate, Tried(10_000, losses)
+    assert search.ranking() == [small]
+    trials = Rule()
+    try_longer(search, cast(Trials, trials), EFFORT, Clock())
+    assert not trials.calls
+    del search.tried[small.name]
+    assert search.ranking() == [large]
+
+
 class Rule:
     """A teacher whose losses follow a rule: a cut of the FFN costs least, rounding by its bits, all less by tokens."""
 
