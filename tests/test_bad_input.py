@@ -74,7 +74,7 @@ CASES: list[tuple[str, int, str]] = [
     # options of another command, and directories of another kind
     (f"export {MODEL} --out {NEW} --bits 4", USAGE, "no option --bits; quantize has it"),
     (f"serve {MODEL}", ARTIFACT, "not an export"),
-    (f"verify {TAKEN}", ARTIFACT, "has no manifest.json"),
+    (f"verify {TAKEN}", ARTIFACT, "only finished output has one"),
     (f"report {TAKEN}", ARTIFACT, "holds no model"),
     # options that exclude each other
     (f"train --model tiny-300k --corpus {TEXT} --out {NEW} --steps 1 --tokens 5", USAGE, "--tokens"),

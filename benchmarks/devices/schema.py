@@ -187,7 +187,7 @@ class Limits(Strict):
         other, sign, why = _ORDER[str(info.field_name)]
         bound = info.data.get(other)
         if bound is not None and sign * value < sign * bound:
-            raise ValueError(f"{value:g} contradicts {other} {bound:g}: {why}")
+            raise ValueError(f"must be at {'least' if sign > 0 else 'most'} {other}, {bound:g} ({why})")
         return value
 
 

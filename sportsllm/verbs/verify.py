@@ -67,7 +67,7 @@ def verify(
     if provider != "cpu" and not exported:
         raise UsageError(f"--provider {provider}: {directory} is a checkpoint, which PyTorch runs; export it first")
     if not (directory / MANIFEST).exists():
-        raise ArtifactError(f"{directory}: has no {MANIFEST} to check it against; only what this program made has one")
+        raise ArtifactError(f"{directory}: has no {MANIFEST} to check it against; only finished output has one")
     files, problems = verify_directory(directory)
     if (directory / "config.json").exists():
         try:

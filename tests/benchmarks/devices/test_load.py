@@ -123,7 +123,11 @@ def test_several_mistakes_are_one_line_by_field(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "field"),
     [
-        ("peak_memory_mb = 4_000", "peak_memory_mb = 1_000", "file is read into that memory"),
+        (
+            "peak_memory_mb = 4_000",
+            "peak_memory_mb = 1_000",
+            r"must be at least file_mb, .*file is read into that memory",
+        ),
         ("peak_memory_mb = 4_000", "peak_memory_mb = 9_000", "more than the device's memory_usable"),
         ("tpot_p50_ms = 10\ntpot_p95_ms = 15", "tpot_p50_ms = 200\ntpot_p95_ms = 300", "longer than a prompt"),
         ("value = 7_590", "value = 75_900", "more than memory_total"),
