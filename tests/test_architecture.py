@@ -67,7 +67,7 @@ MOST_LINES = {
     "compress": 8_063,
     "export": 6_403,
     "benchmarks": 9_314,
-    "tests": 24_660,
+    "tests": 24_664,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
