@@ -88,7 +88,7 @@ DISTILLATION: Group = {
     "hidden_weight": Setting(
         float,
         "Weight of hidden-state matching in the loss",
-        "3 for pruned weights, 0 if the teacher was trained on fewer than 5 tokens per parameter",
+        "3 for pruned weights, 0 if the teacher was trained on fewer than 2 tokens per parameter",
     ),
     "signal_tokens": Setting(int, "Tokens to cache with --signals", "the tokens of the training", 1),
     "teacher_precision": Setting(

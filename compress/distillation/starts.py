@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from compress.distillation.settings import LEAST_TRAINING, distillation_config
+from compress.distillation.settings import distillation_config
 from compress.distillation.student import StudentText, StudentTraining
 from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig, check_cut, cut_to_config
 from sportsllm.console import log
@@ -28,6 +28,8 @@ from sportsllm.text.reading import Reading
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training import settings
 from sportsllm.training.settings import fit_vocabulary, shape_of
+
+_BARELY_TRAINED = 5.0  # tokens a parameter below which a student takes the rates of random weights
 
 
 def resolve_teacher(name: str) -> Path:
@@ -208,7 +210,7 @@ def choose_start(student: str, start: str | None, teacher: Path) -> Fresh:
         path = Path(student)
         begin = Checkpoint(_checkpoint_shape(path, teacher), [path])
         if begin.already_trained and layers_of_teacher(path, teacher) is None:  # its hidden states are its own
-            barely = (tokens_per_parameter(path) or math.inf) < LEAST_TRAINING
+            barely = (tokens_per_parameter(path) or math.inf) < _BARELY_TRAINED
             return replace(begin, kind=settings.Start.BARELY_TRAINED if barely else settings.Start.TRAINED)
         return begin
     theirs = load_config(teacher)
