@@ -64,10 +64,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_839,
-    "compress": 8_063,
+    "compress": 8_065,
     "export": 6_403,
     "benchmarks": 9_314,
-    "tests": 24_664,
+    "tests": 24_660,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
