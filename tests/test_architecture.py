@@ -66,8 +66,8 @@ MOST_LINES = {
     "sportsllm": 18_839,
     "compress": 8_065,
     "export": 6_403,
-    "benchmarks": 9_314,
-    "tests": 24_660,
+    "benchmarks": 9_315,
+    "tests": 24_667,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

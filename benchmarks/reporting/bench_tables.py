@@ -58,9 +58,10 @@ def describe(bench: Bench) -> str:
     """The model and how it was run, in a line."""
     kernels = f", {bench.kernels} kernels" if bench.kernels else ""
     pinned = f"pinned to {', '.join(map(str, bench.cpus))}" if bench.cpus else "not pinned"
+    processes = "1 fresh process" if bench.rounds == 1 else f"{bench.rounds} fresh processes"
     return (
         f"{bench.directory}: {count(bench.parameters)} parameters, {with_unit(bench.file_bytes, 'MB', 1e6)}, "
-        f"{bench.runtime}{kernels}, {count(bench.threads)} threads ({pinned}), {bench.rounds} fresh processes"
+        f"{bench.runtime}{kernels}, {count(bench.threads)} threads ({pinned}), {processes}"
     )
 
 
@@ -176,7 +177,7 @@ def _figures(bench: Bench) -> Table:
 
 
 def _noise(bench: Bench, key: str, scale: float = 1.0) -> str:
-    found = bench.noise.get(key)
+    found = bench.noise.get(key) if bench.rounds > 1 else None
     return "" if found is None else interval(found.low, found.high, scale) + (" (noisy)" if found.noisy else "")
 
 

@@ -24,8 +24,8 @@ from benchmarks.measure.summary import bytes_read_per_token
 from benchmarks.measure.worker import time_depth
 from benchmarks.model_size import sizes, stored_format
 from benchmarks.predict.latency import Formulas, costs, predict_directory, resolve, total
-from benchmarks.reporting.bench_tables import verdict_line
-from benchmarks.reporting.measured import Bench, Budget, as_budget
+from benchmarks.reporting.bench_tables import bench_tables, describe, verdict_line
+from benchmarks.reporting.measured import Bench, Budget, as_bench, as_budget
 from sportsllm.errors import UsageError
 from sportsllm.formats.manifest import directory_bytes
 from sportsllm.inference.scoring import TextScore
@@ -150,6 +150,13 @@ def test_rows_are_decoded_together_and_for_a_while(result: dict[str, Any]) -> No
     sustained = result["sustained"]
     assert sustained["depth"] == 152 and sustained["minutes"] == 0.02
     assert sustained["first_tokens_per_s"] == sustained["windows"][0]["tokens_per_s"] > 0
+
+
+def test_one_round_has_no_interval(result: dict[str, Any]) -> None:
+    for rounds, processes in ((2, "2 fresh processes"), (1, "1 fresh process")):
+        shown = as_bench({**result, "rounds": rounds})
+        measured = next(table for table in bench_tables(shown) if table.title == "Measured")
+        assert describe(shown).endswith(processes) and any(row[2] for row in measured.rows) == (rounds > 1)
 
 
 def test_figures_are_medians_of_the_rounds_that_are_kept(result: dict[str, Any]) -> None:
