@@ -65,9 +65,9 @@ LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_839,
     "compress": 8_065,
-    "export": 6_403,
+    "export": 6_407,
     "benchmarks": 9_315,
-    "tests": 24_667,
+    "tests": 24_676,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -10,6 +10,7 @@ from typing import Any
 from gguf import TokenType
 from tokenizers import Tokenizer, models
 
+from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.files import read_json
 from sportsllm.formats.gguf.tokenizer import PRE_TOKENIZERS, SPACE
@@ -17,6 +18,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.text.chat import find_template
 
 _NEVER = -1e9  # the score of a token that no merge makes
+_ENDS = ("eos", "eot", "eom")
 
 
 def tokenizer_metadata(directory: Path, config: ModelConfig) -> dict[str, Any]:
@@ -43,7 +45,9 @@ def tokenizer_metadata(directory: Path, config: ModelConfig) -> dict[str, Any]:
     else:
         found |= {"model": "gpt2", "pre": _pre_tokenizer(data, path), "merges": [" ".join(pair) for pair in merges]}
     ids = {"bos": config.bos_token_id, "padding": config.pad_token_id}
-    ids |= dict(zip(("eos", "eot", "eom"), config.stop_token_ids, strict=False))
+    ids |= dict(zip(_ENDS, config.stop_token_ids, strict=False))
+    if beyond := [tokens[number] for number in config.stop_token_ids[len(_ENDS) :]]:
+        log(f"GGUF has keys for {len(_ENDS)} end tokens: llama.cpp will not stop at {', '.join(beyond)}")
     found |= {f"{name}_token_id": number for name, number in ids.items() if number is not None}
     first = Tokenizer.from_file(str(path)).encode("a").ids[:1]
     found["add_bos_token"] = config.bos_token_id is not None and first == [config.bos_token_id]

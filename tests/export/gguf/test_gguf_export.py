@@ -184,6 +184,15 @@ def test_single_digits_come_back(checkpoint: Path, texts: list[str], tmp_path: P
         assert back.encode(text) == ours.encode(text)
 
 
+def test_end_tokens_beyond_those_that_gguf_names_are_reported(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(checkpoint).with_changes(eos_token_id=(1, 5, 6, 7))
+    found = tokenizer_metadata(checkpoint, config)
+    assert [found[f"ggml.{name}_token_id"] for name in ("eos", "eot", "eom")] == [1, 5, 6]
+    assert f"llama.cpp will not stop at {found['ggml.tokens'][7]}" in capsys.readouterr().err
+
+
 def test_tokenizers_that_gguf_cannot_say_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     copy = tmp_path / "model"
     shutil.copytree(checkpoint, copy)
