@@ -85,7 +85,7 @@ def render_chats(directory: Path, chats: Sequence[Messages]) -> Iterator[str]:
     for answer in _answers(directory, chats):
         if "problem" in answer:
             problem = clip(answer["problem"], 200)
-            raise ArtifactError(f"{directory}: its chat template fails ({problem}); leave --chat out")
+            raise ArtifactError(f"{directory}: its chat template fails ({problem}); give a plain prompt")
         yield str(answer["text"])
 
 
@@ -126,7 +126,7 @@ def _header(directory: Path, special: Sequence[str] | None = None) -> JsonObject
     template, settings = find_template(directory)
     if template is None:
         raise ArtifactError(
-            f"{directory}: has no chat template, so the model was not trained to chat; leave --chat out"
+            f"{directory}: has no chat template, so the model was not trained to chat; give a plain prompt"
             if special is None
             else f"{directory}: has no chat template; give plain text, or give it one with train --chat-template chatml"
         )

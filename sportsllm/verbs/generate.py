@@ -144,7 +144,7 @@ def generate(
     if last.stopped:
         raise KeyboardInterrupt
     runtime = {"kernels": ran, "provider": None if ran is None else provider, "placement": placement}
-    return GenerateResult.of(vars(last) | {"prompt": shown, "tokens": len(last.ids)} | runtime)
+    return GenerateResult.of(vars(last) | {"prompt": prompt, "tokens": len(last.ids)} | runtime)
 
 
 @dataclass

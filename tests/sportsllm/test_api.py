@@ -82,7 +82,8 @@ def test_chat_replies_as_the_terminal_does(checkpoint: Path, messages: Any, tmp_
     (directory / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
     model = sportsllm.load(directory, threads=1)
     reply = "".join(model.chat(messages, max_new_tokens=8, seed=4))
-    assert reply == sportsllm.generate(directory, prompt="Who won?", chat=True, max_new_tokens=8, seed=4).text
+    generated = sportsllm.generate(directory, prompt="Who won?", chat=True, max_new_tokens=8, seed=4)
+    assert (generated.prompt, generated.text) == ("Who won?", reply)
     for wrong in ([], [{"role": "user"}], ["Who won?"]):
         with pytest.raises(UsageError, match="messages: give a text, or records"):
             model.chat(wrong)  # type: ignore[arg-type]
