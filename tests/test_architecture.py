@@ -67,7 +67,7 @@ MOST_LINES = {
     "compress": 8_065,
     "export": 6_407,
     "benchmarks": 9_315,
-    "tests": 24_677,
+    "tests": 24_678,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -174,6 +174,7 @@ def test_all_that_bench_measured_is_shown() -> None:
     ratio = {"ratio": 2.0, "low": 1.5, "high": 2.5, "peer": "llama.cpp", "better": "higher"}
     score = {"metric": "acc", "metrics": {"acc": [0.5, None]}, "documents": 99, "shots": 0}
     bench = measured(
+        rounds=5,
         memory_split={"pss_bytes": 41_000_000},
         joules_per_token=0.25,
         sustained={
