@@ -101,7 +101,7 @@ def bench(
     from sportsllm.console import log, output
     from sportsllm.files import atomic_write_text, require_directory
     from sportsllm.formats.huggingface import load_config
-    from sportsllm.formats.manifest import manifest_of
+    from sportsllm.formats.manifest import source_gguf
     from sportsllm.inference.decoder import is_onnx_directory
     from sportsllm.text.reading import take_reading
 
@@ -117,10 +117,10 @@ def bench(
         check_on_device(device, on_device, placed.processor)
     if runtimes:
         turn_depths(config.max_position_embeddings)  # refused now rather than after minutes
-    if manifest_of(directory).command == "gguf":
+    if (gguf := source_gguf(directory)) is not None:
         log(
-            "size, speed and memory are those of its float32 checkpoint in PyTorch; to measure the GGUF file itself: "
-            "bench EXPORT --against llama.cpp=FILE.gguf"
+            "speed and memory are those of its float32 checkpoint in PyTorch, by which no budget is judged; to measure "
+            f"the GGUF file itself: bench EXPORT --against llama.cpp={gguf}"
         )
     if is_onnx_directory(directory):
         log(str(kernels_of_directory(directory, kernels, placed)))
@@ -144,7 +144,10 @@ def bench(
         if unsteady := [name for name, one in result["against"].items() if one.get("steady") is False]:
             result["clean"] = False
             result["noise_reasons"].append(f"the turns of {', '.join(unsteady)} do not agree or are too few")
-    result["budget"] = device and judge_budget(device, result, config, directory, on_device, predict_directory)
+    if gguf is not None:
+        result |= {"directory": str(gguf), "file_bytes": gguf.stat().st_size}
+    predict = predict_directory if gguf is None else None
+    result["budget"] = device and judge_budget(device, result, config, directory, on_device, predict)
     if out is not None:
         atomic_write_text(out, json.dumps(result, indent=1) + "\n")
     measured = as_bench(result)
@@ -265,5 +268,7 @@ def advice(measured: Bench) -> str:
     if any(limit.name in qualities and limit.verdict == "uncertain" for limit in limits):
         return "give --teacher and more held-out --text, or --tasks, so that the quality is known more closely"
     if budget and budget.decided_by == "prediction":
+        if budget.efficiency is None:
+            return "a GGUF file's speed and memory are not known here: bench the ONNX export of its checkpoint"
         return "measure it on the device (--on-device), which a prediction cannot replace"
     return "give more rounds (--set rounds=N), on a quiet machine"

@@ -10,7 +10,7 @@ from pathlib import Path
 from sportsllm.errors import UsageError
 from sportsllm.files import read_json
 from sportsllm.formats.huggingface import packed_by_bitsandbytes
-from sportsllm.formats.manifest import directory_bytes, manifest_of
+from sportsllm.formats.manifest import GGUF_RECORD, directory_bytes, manifest_of
 from sportsllm.models import kinds
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_matrices, block_state, sublayers
@@ -175,7 +175,7 @@ def stored_format(directory: Path) -> ModelFormat:
     packed = read_json(directory / "config.json").get("quantization_config") or {}
     settings = manifest_of(directory).settings
     cache = settings.get("kv_cache") or "fp32"
-    if packed_by_bitsandbytes(packed) is not None:
+    if packed_by_bitsandbytes(packed) is not None or (directory / GGUF_RECORD).exists():
         return ModelFormat("fp32", cache=cache)  # read as dense: the file's size says nothing of what is moved
     size, standard = directory_bytes(directory) or None, settings.get("format") == "standard"
     if not packed:

@@ -98,7 +98,7 @@ def verdict_line(budget: Budget) -> str:
         text += f"; open: {', '.join(unsure)}"
     if 0 < (depth := budget.tpot_depth_tokens or 0) < BUDGET_DEPTH:
         text += f"; time per token after {depth} tokens, all that the context has room for"
-    if budget.decided_by == "prediction":
+    if budget.decided_by == "prediction" and budget.efficiency is not None:
         why = "this machine is not the device" if budget.of_export else "for the ONNX export, by PyTorch's files"
         text += f" (speed and memory are predicted: {why})"
     return text

@@ -151,6 +151,13 @@ def linked_gguf(directory: Path) -> Parent | None:
     return parents[0]
 
 
+def source_gguf(directory: Path) -> Path | None:
+    """The GGUF file that a checkpoint was converted from; None if there was none, or it is gone."""
+    made = manifest_of(directory)
+    found = Path(made.parents[0].path) if made.command == "gguf" and made.parents else None
+    return found if found is not None and found.is_file() else None
+
+
 def link_problem(directory: Path, gguf: Parent, in_full: bool = False) -> str | None:
     """What is wrong with the GGUF file of `linked_gguf`; None if nothing is.
 
@@ -188,7 +195,9 @@ def verify_directory(directory: Path) -> tuple[int, list[str]]:
 
 
 def directory_bytes(directory: Path) -> int:
-    """Size of a directory's weight files in bytes (safetensors, the graph and its data, or GGUF)."""
+    """Size of a directory's weight files in bytes (safetensors, the graph and its data, or GGUF, also a linked one)."""
+    if (record := directory / GGUF_RECORD).exists():
+        return int(read_json(record).get("bytes") or 0)
     names = ["*.safetensors", "*.onnx", "*.onnx.data", "*.gguf"]
     if not any(directory.glob("*.safetensors")):  # beside them such graphs are other forms of the same model
         names += ["onnx/*.onnx", "onnx/*.onnx_data"]

@@ -37,7 +37,7 @@ def convert_gguf(source: Path, out: Path) -> JsonObject:
     file = open_gguf(source)
     config, started = read_config(file), time.perf_counter()
     linked = 4 * config.parameters > _LARGE
-    stage = Stage("gguf", {"source": source.name, "reader": _READER}, [source.absolute() if linked else source])
+    stage = Stage("gguf", {"source": source.name, "reader": _READER}, [source.absolute()])
 
     def make(directory: Path) -> JsonObject:
         tensors = GGUFTensors(file, config)
@@ -61,9 +61,9 @@ def convert_gguf(source: Path, out: Path) -> JsonObject:
         }
 
     result = run_stage(out, stage, make)
-    if linked and result["cached"]:
+    if result["cached"]:
         _link_again(out, source.absolute())
-    elif not result["cached"]:
+    else:
         how = (
             "each tensor is read from it when it is needed" if linked else f"converted to the float32 checkpoint {out}"
         )

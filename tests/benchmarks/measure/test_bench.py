@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from benchmarks.predict.latency import Formulas, costs, predict_directory, resol
 from benchmarks.reporting.bench_tables import bench_tables, describe, verdict_line
 from benchmarks.reporting.measured import Bench, Budget, as_bench, as_budget
 from sportsllm.errors import UsageError
-from sportsllm.formats.manifest import directory_bytes
+from sportsllm.formats.manifest import Manifest, Parent, directory_bytes
 from sportsllm.inference.scoring import TextScore
 from sportsllm.process_memory import peak_rss_bytes
 from tests.support.command_line import CommandLine
@@ -289,14 +290,26 @@ def test_the_command_exits_4_when_a_limit_is_missed(
     assert error.startswith("error: ") and "file size" in error
     assert printed["clean"] is False and "NOISY, not a clean result" in err
     assert cli(*arguments)[0] == 6  # the result of the first run is not overwritten
-    (converted := shutil.copytree(export, tmp_path / "converted") / "manifest.json").write_text(
-        json.dumps({**json.loads((export / "manifest.json").read_text(encoding="utf-8")), "command": "gguf"})
-    )
-    code, _, err = cli("bench", converted.parent)
-    assert code == 0 and "to measure the GGUF file itself: bench EXPORT --against llama.cpp=" in err
     assert run(export).measured.budget is None  # without a target nothing is judged
     with pytest.raises(UsageError, match="--on-device needs --target"):
         run(export, on_device=True)
+
+
+def test_a_gguf_file_is_judged_by_its_own_size_and_by_no_copy_of_it(
+    benched: Path, result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
+) -> None:
+    """What PyTorch takes for its float32 copy says nothing of the file."""
+    monkeypatch.setattr(bench, "run_bench", lambda *_, **__: {**copy.deepcopy(result), "runtime": "torch 2"})
+    (file := tmp_path / "model.gguf").write_bytes(bytes(1_000))
+    converted = shutil.copytree(benched, tmp_path / "converted")
+    Manifest(command="gguf", parents=(Parent(str(file), ""),)).write(converted)
+    code, shown, err = cli("bench", converted, "--target", "host", "--json")
+    printed = json.loads(shown.splitlines()[-1])
+    assert printed["directory"] == str(file) and printed["file_bytes"] == 1_000
+    verdicts = {one["name"]: (one["value"], one["verdict"]) for one in printed["budget"]["limits"]}
+    assert verdicts["file_mb"] == (0.001, "pass")
+    assert verdicts["peak_memory_mb"] == verdicts["tpot_p50_ms"] == (None, "uncertain")
+    assert code == 4 and f"--against llama.cpp={file}" in err and "are predicted" not in err
 
 
 @pytest.mark.parametrize(
@@ -322,7 +335,7 @@ def test_flags_that_cannot_be_meant_exit_2(export: Path, flags: list[str], cli: 
         ("file_mb ttft_ms", "fail", True, "measurement", "compress it further"),
         ("quality_loss_percent", "fail", False, "measurement", "prune less"),
         ("quality_loss_percent", "uncertain", True, "measurement", "give --teacher and more held-out"),
-        ("tpot_p50_ms", "uncertain", True, "prediction", "measure it on the device"),
+        ("tpot_p50_ms", "uncertain", True, "prediction", "bench the ONNX export of its checkpoint"),
         ("tpot_p50_ms", "uncertain", True, "measurement", "more rounds"),
     ],
 )
@@ -332,3 +345,5 @@ def test_the_advice_is_about_what_was_missed(
     limits = [LimitVerdict(name, 1.0, "ms", None, None, None, None, verdict) for name in names.split()]
     budget = Budget("host", verdict, limits, decided_by=decided_by)
     assert words in advice(Bench("export", {}, budget=budget, clean=clean))
+    predicted = advice(Bench("export", {}, budget=replace(budget, efficiency={}), clean=clean))
+    assert ("measure it on the device" in predicted) == (decided_by == "prediction")

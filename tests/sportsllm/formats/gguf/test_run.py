@@ -26,7 +26,7 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.convert import convert_gguf
 from sportsllm.formats.gguf.weights import rows_in_halves
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.manifest import read_manifest, verify_directory
+from sportsllm.formats.manifest import directory_bytes, read_manifest, source_gguf, verify_directory
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support import llama_cpp_converter
@@ -129,6 +129,10 @@ def test_a_file_or_its_directory_stands_for_a_checkpoint(
     same_logits(out, llama)
     written = (out / "model.safetensors").stat().st_mtime_ns
     assert find_model(str(file.parent)) == out and (out / "model.safetensors").stat().st_mtime_ns == written
+    moved = file.rename(tmp_path / file.name)
+    assert find_model(moved) == out and source_gguf(out) == moved
+    moved.rename(file)
+    assert source_gguf(out) is None
     file.with_name("second.gguf").write_bytes(b"")
     with pytest.raises(ArtifactError, match=r"holds 2 GGUF files; give one of them, for example model\.gguf"):
         find_model(file.parent)
@@ -191,7 +195,7 @@ def test_a_file_that_weights_stay_in_may_be_a_link_but_not_another(
     same_logits(shutil.copytree(out, tmp_path / "copy"), llama)
     config = load_config(out)
     assert choose_start(str(out), None, out) == Checkpoint(config, [out])
-    assert stored_format(out).file_bytes is None
+    assert stored_format(out).file_bytes is None and directory_bytes(out) == file.stat().st_size
     whole = file.read_bytes()
     for changed, age in ((whole[:-1] + b"\x01", 60), (whole + b"\x01", -60)):
         file.write_bytes(changed)
