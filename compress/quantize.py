@@ -17,7 +17,7 @@ import typer
 
 from sportsllm import options
 from sportsllm.commands import TrainingResult
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import UsageError
 from sportsllm.settings import DISTILLATION, QUANTIZATION, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
 
 if TYPE_CHECKING:
@@ -26,17 +26,12 @@ if TYPE_CHECKING:
     from compress.quantization.config import QuantizationConfig
     from compress.quantization.layer_by_layer import RoundedWeights
     from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget
+    from compress.quantization.plan import QuantizationPlan
     from sportsllm.inference.calibration import CalibrationText
-    from sportsllm.models.config import ModelConfig
 
 PADDING_NOTED = 10.0
 """Percent of padding from which a line is printed."""
-LEAST_TOKENS = 4_096  # of calibration text: with 400 GPTQ is worse than no text at all, more than this gain little
 _SENSITIVITY_SAMPLES = 4  # samples that choose the matrices with 8 bits
-
-
-METHODS = {"rtn": 0, "mse": 0, "balance": 16, "gptq": 64}
-"""Rounding methods, with the default number of calibration samples; 0 for those that read no text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +179,7 @@ def quantize_checkpoint(
         checkpoint: an unquantized checkpoint, or a bitsandbytes one, which is rounded a second time.
         out: directory to make.
         config: bits and grid of every matrix.
-        method: one of METHODS; see `resolve_method` for None.
+        method: see `compress.quantization.plan.resolve_method`.
         text: calibration text.
         budget: mix 4 and 8 bits to this size; its default counts only for methods that read text.
         recovery: quantization-aware training, see `compress.quantization.qad`.
@@ -196,19 +191,14 @@ def quantize_checkpoint(
     """
     from compress.distillation.student import RunState
     from compress.quantization.config import QuantizationConfig, bits_per_weight, padding_percent
-    from compress.quantization.mixed_precision import SizeBudget
+    from compress.quantization.plan import METHODS, plan_quantization
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.checkpoint import write_config
     from sportsllm.formats.safetensors import TensorFiles, bitsandbytes_kind
     from sportsllm.inference.calibration import CalibrationText
-    from sportsllm.text.documents import tokens_per_parameter
 
     config, text = config or QuantizationConfig(), text or CalibrationText()
-    untrained = tokens_per_parameter(checkpoint) == 0
-    sized = None if budget == SizeBudget() else budget
-    name = resolve_method(method, config, text, sized, untrained)
-    budget = budget if METHODS[name] else sized
-    plan = check_request(checkpoint, config, name, text, budget)
+    plan = plan_quantization(checkpoint, config, method, text, budget)
     settings, parents, cache, seed = plan.settings() | text.reading.record(), [checkpoint], None, None
     parents += [*plan.text.files, *plan.text.valid] if plan.text else []
     if recovery is not None:
@@ -221,13 +211,13 @@ def quantize_checkpoint(
         started = time.perf_counter()
         rounded, groups = round_weights(plan, directory, keep_originals=recovery is not None)
         packed = rounded.packed
-        write_config(directory, plan.model, checkpoint, packed.record(name))
+        write_config(directory, plan.model, checkpoint, packed.record(plan.method))
         results: dict[str, Any] = {}
         if recovery is not None:
             state = RunState(directory, stage.fingerprint(), resume)
             results = train_rounded(plan, rounded, recovery, cache, state)
         if (packed_before := bitsandbytes_kind(checkpoint)) is not None:
-            error = None if METHODS[name] else packed.relative_change(TensorFiles(checkpoint))
+            error = None if METHODS[plan.method] else packed.relative_change(TensorFiles(checkpoint))
             results |= {"regridded_from": packed_before, "regrid_relative_error": error}
         record = config.record()
         return {
@@ -235,7 +225,7 @@ def quantize_checkpoint(
             "parameters": plan.model.parameters,
             **record,
             "group_size": record["block_size"],
-            "method": name,
+            "method": plan.method,
             "bits_per_weight": bits_per_weight(plan.model, packed.config),
             "padding_percent": padding_percent(plan.model, config),
             "calibration_tokens": rounded.calibration_tokens,
@@ -244,89 +234,6 @@ def quantize_checkpoint(
         }
 
     return QuantizeResult.of(run_stage(out, stage, make, resume))
-
-
-def resolve_method(
-    name: str | None, config: QuantizationConfig, text: CalibrationText, budget: SizeBudget | None, untrained: bool
-) -> str:
-    """The method's name; by default gptq at 4 bits and for whole rows, balance at 8 bits, mse if untrained.
-
-    Raises:
-        UsageError: an unknown method, or options that do not go with it.
-    """
-    from sportsllm.console import log
-
-    if name is None:
-        name = "balance" if config.bits == 8 and not config.per_channel else "gptq"
-        if untrained and not text.files:
-            log("untrained weights: rounding without calibration (mse)")
-            name = "mse"
-    if name not in METHODS:
-        raise UsageError(f"--method {name!r} is not known; choose one of {', '.join(METHODS)}")
-    if config.per_channel and budget is not None:
-        raise UsageError("--group-size 0 is one precision for all; leave bits_per_weight and --size-mb out")
-    if not METHODS[name] and budget is None and (text.files or text.samples):
-        raise UsageError(f"--method {name} reads no calibration text; leave it out, or choose gptq")
-    return name
-
-
-@dataclass(frozen=True)
-class QuantizationPlan:
-    """A checked request. `text` is None if none is read, `budget` None for one precision."""
-
-    checkpoint: Path
-    model: ModelConfig
-    config: QuantizationConfig
-    method: str
-    text: CalibrationText | None
-    budget: SizeBudget | None
-
-    def settings(self) -> dict[str, Any]:
-        """For the manifest."""
-        from sportsllm.text.documents import held_out_setting, left_out, manifest_setting
-
-        settings: dict[str, Any] = {
-            "checkpoint": str(self.checkpoint),
-            **self.config.record(),
-            "method": self.method,
-            "corpus": manifest_setting(self.checkpoint, "corpus"),
-            "valid": manifest_setting(self.checkpoint, "valid"),
-        }
-        held_out = left_out(() if self.text is None else self.text.valid, self.checkpoint)
-        settings |= held_out_setting([Path(name) for name in settings["valid"] or []], held_out)
-        if self.text is not None:
-            settings |= {"calibration": [str(path) for path in self.text.files], "samples": self.text.samples}
-        if self.budget is not None:
-            settings |= {"bits_per_weight": self.budget.bits_per_weight, "size_mb": self.budget.size_mb}
-        return settings
-
-
-def check_request(
-    checkpoint: Path, config: QuantizationConfig, method: str, text: CalibrationText, budget: SizeBudget | None
-) -> QuantizationPlan:
-    """Check a request against the checkpoint, and find the calibration text.
-
-    Raises:
-        UsageError: the budget is too small.
-        ArtifactError: the checkpoint is damaged or quantized already.
-    """
-    from sportsllm.console import log
-    from sportsllm.formats.huggingface import load_config
-    from sportsllm.formats.safetensors import bitsandbytes_kind, quantization_config
-
-    if quantization_config(checkpoint) is not None:
-        raise ArtifactError(f"{checkpoint}: is quantized already; give the unquantized checkpoint")
-    if (kind := bitsandbytes_kind(checkpoint)) is not None:
-        log(
-            f"{checkpoint}: bitsandbytes stored its matrices as {kind}; they are rounded again; start from the "
-            "full-precision checkpoint if there is one"
-        )
-    model = load_config(checkpoint)
-    if budget is not None:
-        budget.spare_bytes(model, config)
-    if not METHODS[method] and budget is None:
-        return QuantizationPlan(checkpoint, model, config, method, None, None)
-    return QuantizationPlan(checkpoint, model, config, method, text.found(checkpoint), budget)
 
 
 def round_weights(
@@ -338,9 +245,8 @@ def round_weights(
     from sportsllm.formats.safetensors import WEIGHTS
     from sportsllm.processors import training_device
 
-    config, groups, count = plan.config, [], METHODS[plan.method]
+    config, groups, samples = plan.config, [], plan.read_samples()
     device = training_device(quiet=True)
-    samples = [] if plan.text is None else plan.text.read(plan.checkpoint, plan.model, count or 64, LEAST_TOKENS)
     if plan.budget is not None:
         few = samples[:: max(1, len(samples) // _SENSITIVITY_SAMPLES)][:_SENSITIVITY_SAMPLES]
         groups = measure_groups(plan.checkpoint, plan.model, config, few, directory, device=device)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -13,22 +12,14 @@ import typer
 
 from sportsllm import options
 from sportsllm.commands import StageResult
-from sportsllm.errors import GateError, UsageError
+from sportsllm.errors import GateError
 from sportsllm.settings import EXPORT, TEXT, parse_settings
 
 if TYPE_CHECKING:
     from export.parity.comparison import ParityReport
+    from export.request import ExportRequest
     from sportsllm.formats.gguf.blocks import RoundedModel
-    from sportsllm.inference.calibration import CalibrationText
 
-FORMATS = ("onnx", "web", "standard", "gguf")
-DTYPES = ("fp32", "fp16", "fp16-weights")
-BLOCK_DTYPES = (
-    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q4_k_s", "q4_k_m", "q5_k", "q5_k_s", "q5_k_m", "q6_k", "iq4_nl",
-    "iq4_xs",
-)  # fmt: skip
-"""Types for `--format gguf`, by llama.cpp's names; `q4_k` and `q5_k` stand for `q4_k_m` and `q5_k_m`."""
-CACHES = ("fp32", "fp16", "int8")
 _REPORTED = ("max_abs_logit_error", "kl", "greedy_match", "passed", "input_rounding", "tokenizer_changes")
 
 
@@ -105,6 +96,7 @@ def export(
         GateError: the result does not compute what the model computes; nothing is left behind.
         ConflictError: `out` holds something else.
     """
+    from export.request import ExportRequest, refuse
     from sportsllm.files import require_directory, write_json
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.huggingface import checkpoint_with, load_config
@@ -115,7 +107,7 @@ def export(
 
     require_directory(checkpoint, "a checkpoint directory")
     found = parse_settings(settings, EXPORT, TEXT)
-    job = _Job(
+    request = ExportRequest(
         checkpoint=checkpoint,
         format=format,
         dtype=dtype,
@@ -125,8 +117,8 @@ def export(
         threads=threads,
         provider=provider,
     )
-    _refuse(job)
-    stage = Stage("export", job.settings(rope_scaling), [checkpoint, *job.text.files])
+    refuse(request)
+    stage = Stage("export", request.settings(rope_scaling), [checkpoint, *request.text.files])
     config = load_config(checkpoint)
     if rope_scaling is not None:
         config = with_rope_scaling(config, rope_scaling)
@@ -135,13 +127,13 @@ def export(
         started = time.perf_counter()
         with checkpoint_with(checkpoint, config) as source:
             if format == "gguf":
-                facts, check = _write_gguf(job, source, directory)
+                facts, check = _write_gguf(request, source, directory)
             else:
-                facts, check = _write_graph(job, source, directory)
+                facts, check = _write_graph(request, source, directory)
             built = time.perf_counter()
             report = check()
             if format != "gguf" and not report.passed and report.only_rounding_failed():
-                facts, report = _widen_inputs(job, source, directory, facts, report)
+                facts, report = _widen_inputs(request, source, directory, facts, report)
         _require(checkpoint, report)
         parity = report.to_dict()
         write_json(directory / "parity.json", parity)
@@ -160,156 +152,13 @@ def export(
     return result
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What to write: parameters of `export`, and what follows from them."""
-
-    checkpoint: Path
-    format: str
-    dtype: str | None
-    kv_cache: str
-    given: CalibrationText
-    inline: bool
-    threads: int | None
-    provider: str
-
-    @property
-    def mix(self) -> str | None:
-        """llama.cpp's types that matrices are rounded to."""
-        name = {"q4_k": "q4_k_m", "q5_k": "q5_k_m"}.get(self.dtype or "", self.dtype)
-        return name if name in BLOCK_DTYPES else None
-
-    @cached_property
-    def text(self) -> CalibrationText:
-        """Calibration text: what is given or, to round matrices by, the checkpoint's training text."""
-        return self.given if self.mix is None else self.given.found(self.checkpoint)
-
-    @property
-    def half(self) -> bool:
-        """Whether dense matrices are stored in float16."""
-        return self.dtype in ("fp16", "fp16-weights")
-
-    @property
-    def in_half(self) -> bool:
-        """Whether the graph computes in float16."""
-        return self.dtype == "fp16" and self.format != "gguf"
-
-    @property
-    def cache(self) -> str:
-        """What the graph caches in."""
-        return "fp16" if self.in_half and self.kv_cache == "fp32" else self.kv_cache
-
-    def settings(self, rope_scaling: str | None) -> dict[str, Any]:
-        """What decides the content, for the manifest."""
-        from export.web_page import library_files
-        from sportsllm.formats.safetensors import quantization_config
-
-        dense = "fp16" if self.half else "fp32"
-        given = {
-            "computed_in": "fp16" if self.in_half else None,
-            "inline": self.inline,
-            "transformers_js": self.format == "web" and bool(library_files()),
-            "calibration": [str(path) for path in self.text.files],
-            "rope_scaling": rope_scaling,
-        }
-        return {
-            "format": self.format,
-            "dtype": self.mix or ("packed" if quantization_config(self.checkpoint) is not None else dense),
-            "kv_cache": self.cache,
-            **{name: value for name, value in given.items() if value},
-            **self.text.reading.record(),
-        }
-
-
-def _refuse(job: _Job) -> None:
-    """Refuse parameters that are unknown, exclude each other or do not fit the checkpoint."""
-    for flag, value, known in (
-        ("--format", job.format, FORMATS),
-        ("--dtype", job.dtype or "fp32", (*DTYPES, *BLOCK_DTYPES) if job.format == "gguf" else DTYPES),
-        ("--kv-cache", job.kv_cache, CACHES),
-    ):
-        if value not in known:
-            raise UsageError(f"{flag} {value!r}: choose {', '.join(known[:-1])} or {known[-1]}")
-    reason = next((reason for reason, found in (*_excluded(job), *_unfit(job)) if found), None)
-    if reason is not None:
-        raise UsageError(reason)
-
-
-def _excluded(job: _Job) -> Iterator[tuple[str, bool]]:
-    """Parameters that exclude each other: what to say, and whether they are given."""
-    from export.runtime.providers import find_provider
-
-    kind, cache = job.format, job.kv_cache
-    elsewhere = not find_provider(job.provider).is_cpu
-    yield (
-        "--calibration is for --kv-cache int8 and GGUF's --dtype q4_k_m and the like; leave it out, or add one of them",
-        bool(job.given.files) and cache != "int8" and job.mix is None,
-    )
-    for flag, given in {"--kv-cache": cache != "fp32", "--provider": elsewhere, "--set": job.inline}.items():
-        yield f"{flag} is for ONNX graphs; leave it out, or --format gguf", given and kind == "gguf"
-    yield (
-        f"--format standard with --kv-cache {cache}: no standard operator reads such a cache; leave one of them out",
-        kind == "standard" and cache != "fp32",
-    )
-    yield (
-        "--format web with --kv-cache fp16: browsers cache in float16 if they compute in it; use --dtype fp16, or "
-        "--kv-cache int8",
-        kind == "web" and cache == "fp16" and not job.in_half,
-    )
-    for flag, given in {"--kv-cache int8": cache == "int8", "--format standard": kind == "standard"}.items():
-        yield f"--dtype fp16 with {flag}: that is for CPUs; leave one of them out", job.in_half and given
-
-
-def _unfit(job: _Job) -> Iterator[tuple[str, bool]]:
-    """What the checkpoint has no form for: what to say, and whether it is asked for."""
-    from export.graph.decoder import check_kinds, computes_in_half
-    from sportsllm.formats.huggingface import load_config
-    from sportsllm.formats.safetensors import quantization_config
-
-    model, kind, dtype = job.checkpoint, job.format, job.dtype
-    packed, config = quantization_config(model) or {}, load_config(model)
-    per_row, dense = bool(packed.get("per_row")), not packed
-    advice = "use --dtype fp16-weights, or leave --dtype out" if dense else "leave --dtype out"
-    yield (
-        f"--dtype fp16: {model}: this kind of model has no graph in float16; {advice}",
-        job.in_half and not computes_in_half(config),
-    )
-    yield (
-        f"--dtype fp16: {model} has INT8 per row, which only CPUs multiply; quantize it in blocks",
-        job.in_half and per_row,
-    )
-    yield (
-        f"--dtype fp16 with --format web: transformers.js opens 4-bit matrices there, not those of {model}",
-        job.in_half and kind == "web" and not dense and packed.get("bits") != 4,
-    )
-    yield (
-        f"--dtype {dtype}: {model} is packed already and is exported as it is; leave --dtype out"
-        + (", or use --dtype fp16 to compute in float16" if kind != "gguf" and job.kv_cache != "int8" else ""),
-        dtype is not None and not dense and not job.in_half,
-    )
-    if kind == "gguf":
-        return
-    check_kinds(config, "fp32" if job.in_half else job.kv_cache)
-    latent, lstm, selected = (config.attention_kind == name for name in ("latent", "lstm", "selected"))
-    experts = config.experts is not None
-    for form, reason, found in (
-        ("standard", "INT8 per row has no standard operators; quantize in blocks", per_row),
-        ("standard", "joining the cache at each step takes longer than selection saves", selected),
-        ("standard", "ONNX Runtime loads no packed LSTM in them", lstm and not dense),
-        ("standard", "packed experts have no standard operators", experts and not dense),
-        ("web", "selected attention writes into a cache with room, which browsers do not give", selected),
-        ("web", "browsers give a latent cache no room to write into", latent),
-        ("web", "browsers pass on keys and values, not the states of an LSTM", lstm),
-    ):
-        yield f"--format {form}: {model}: {reason}; leave it out", form == kind and found
-    yield f"{model}: INT8 per row is not for experts; quantize in blocks", experts and per_row
-
-
 _Written = tuple[dict[str, Any], Callable[[], "ParityReport"]]
 """Fields of the result, and the gate of what was written."""
 
 
-def _write_graph(job: _Job, checkpoint: Path, directory: Path, wide_inputs: frozenset[str] = frozenset()) -> _Written:
+def _write_graph(
+    request: ExportRequest, checkpoint: Path, directory: Path, wide_inputs: frozenset[str] = frozenset()
+) -> _Written:
     """Write the graph, and the files that loaders read beside it."""
     from export.cache_scales import cache_scales
     from export.graph.builder import GraphForm
@@ -326,23 +175,23 @@ def _write_graph(job: _Job, checkpoint: Path, directory: Path, wide_inputs: froz
     if stored_as is not None:
         log(
             f"{checkpoint}: bitsandbytes stored its matrices as {stored_as}; they are exported dense, in "
-            f"{'fp16' if job.half else 'fp32'}; quantize the checkpoint first for a small export"
+            f"{'fp16' if request.half else 'fp32'}; quantize the checkpoint first for a small export"
         )
-    if job.in_half:
+    if request.in_half:
         log("fp16: computes and caches in float16, for GPUs; a CPU converts to float32 and back, slower than fp32")
     form = GraphForm(
-        operators=job.format,
-        half=job.half,
-        in_half=job.in_half,
-        half_cache=job.kv_cache == "fp16" and not job.in_half,
-        scales=cache_scales(checkpoint, job.given) if job.kv_cache == "int8" else None,
-        inline=job.inline,
+        operators=request.format,
+        half=request.half,
+        in_half=request.in_half,
+        half_cache=request.kv_cache == "fp16" and not request.in_half,
+        scales=cache_scales(checkpoint, request.given) if request.kv_cache == "int8" else None,
+        inline=request.inline,
         wide_inputs=wide_inputs,
     )
     written = write_graph(checkpoint, directory, form)
     log(str(written.kernels))
-    web = web_precision(written.precision, job.in_half) if job.format == "web" else None
-    write_loader_files(checkpoint, directory, job.format != "standard", web, job.in_half)
+    web = web_precision(written.precision, request.in_half) if request.format == "web" else None
+    write_loader_files(checkpoint, directory, request.format != "standard", web, request.in_half)
     if web is not None:
         write_page(directory)
     others = not_opened_by(load_config(checkpoint))
@@ -350,15 +199,15 @@ def _write_graph(job: _Job, checkpoint: Path, directory: Path, wide_inputs: froz
         log(others)
     facts = {
         "precision": written.precision,
-        "kv_cache": job.cache,
+        "kv_cache": request.cache,
         "kernels": written.kernels.version,
         "wide_inputs": sorted(written.wide_inputs),
     }
-    return facts, lambda: check_parity(checkpoint, directory, job.threads, find_provider(job.provider))
+    return facts, lambda: check_parity(checkpoint, directory, request.threads, find_provider(request.provider))
 
 
 def _widen_inputs(
-    job: _Job, checkpoint: Path, directory: Path, facts: dict[str, Any], report: ParityReport
+    request: ExportRequest, checkpoint: Path, directory: Path, facts: dict[str, Any], report: ParityReport
 ) -> tuple[dict[str, Any], ParityReport]:
     """Write the graph again, with 16-bit inputs for the matrices that 8-bit inputs harm most, until it passes."""
     from export.parity.wide_inputs import remedies
@@ -366,7 +215,7 @@ def _widen_inputs(
 
     log(f"8-bit inputs change this model too much ({report.failures()[0]}); measuring which matrices they harm")
     for remedy in remedies(checkpoint, report, facts["wide_inputs"]):
-        facts, check = _write_graph(job, checkpoint, directory, remedy.modules)
+        facts, check = _write_graph(request, checkpoint, directory, remedy.modules)
         report = check()
         log(str(remedy))
         if report.passed:
@@ -374,7 +223,7 @@ def _widen_inputs(
     return facts, report
 
 
-def _write_gguf(job: _Job, checkpoint: Path, directory: Path) -> _Written:
+def _write_gguf(request: ExportRequest, checkpoint: Path, directory: Path) -> _Written:
     """Write model.gguf and a Modelfile for Ollama."""
     from export.gguf.mixes import block_types
     from export.gguf.write import GGUF_FILE, architecture_of, check_gguf, write_gguf
@@ -384,17 +233,17 @@ def _write_gguf(job: _Job, checkpoint: Path, directory: Path) -> _Written:
 
     config, rounded = load_config(checkpoint), None
     architecture = architecture_of(config)
-    if job.mix is not None:
-        if not job.text.files:
-            log(f"no calibration text: each block is rounded by itself; --calibration FILE makes {job.mix} lose less")
+    if request.mix is not None:
+        if not request.text.files:
+            log(f"no calibration text: blocks are rounded one by one; --calibration FILE makes {request.mix} better")
         round_to_blocks = load_function("compress.quantization.block_checkpoint", "round_to_blocks")
-        types = block_types(config, job.mix, bool(job.text.files))
-        rounded = cast("RoundedModel", round_to_blocks(checkpoint, types, job.text))
-    formats = write_gguf(checkpoint, directory / GGUF_FILE, job.half, rounded, job.mix)
+        types = block_types(config, request.mix, bool(request.text.files))
+        rounded = cast("RoundedModel", round_to_blocks(checkpoint, types, request.text))
+    formats = write_gguf(checkpoint, directory / GGUF_FILE, request.half, rounded, request.mix)
     modelfile = f"FROM ./{GGUF_FILE}\nPARAMETER num_ctx {config.max_position_embeddings}\n"
     (directory / "Modelfile").write_text(modelfile, encoding="utf-8")
     facts = {"architecture": architecture, "formats": formats}
-    return facts, lambda: check_gguf(checkpoint, directory / GGUF_FILE, job.threads, rounded)
+    return facts, lambda: check_gguf(checkpoint, directory / GGUF_FILE, request.threads, rounded)
 
 
 def _require(checkpoint: Path, report: ParityReport) -> None:

@@ -36,7 +36,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cache_scales", "runtime", "web_page"},
         {"graph"},
         {"parity"},
-        {"gguf"},
+        {"gguf", "request"},
         {"export"},
     ],
     "compress": [
@@ -64,10 +64,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_848,
-    "compress": 8_065,
-    "export": 6_407,
+    "compress": 8_075,
+    "export": 6_418,
     "benchmarks": 9_320,
-    "tests": 24_697,
+    "tests": 24_698,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -82,7 +82,7 @@ def round_checkpoint(
         checkpoint: an unquantized one, read one layer at a time.
         model: its shape.
         config: bits and grid of every matrix.
-        method: see `compress.quantize.METHODS`.
+        method: one of `compress.quantization.plan.METHODS`.
         samples: calibration token ids, each (B, T), for the last two.
         keep_originals: for `compress.quantization.qad`.
         path: the file for the tensors; they stay in memory if None.

@@ -106,7 +106,7 @@ def write_gguf(
         path: the file.
         half: see above.
         rounded: the weights of a checkpoint that is not packed, in blocks of `mix`.
-        mix: one of `export.export.BLOCK_DTYPES`.
+        mix: one of `export.request.BLOCK_DTYPES`.
 
     Returns:
         Bytes of tensors by format, the largest first.

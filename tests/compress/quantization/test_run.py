@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from compress.quantization.config import Granularity, GridSpec, QuantizationConfig
 from compress.quantization.mixed_precision import SizeBudget
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
-from compress.quantize import METHODS, quantize_checkpoint, resolve_method
+from compress.quantization.plan import METHODS, resolve_method
+from compress.quantize import quantize_checkpoint
 from sportsllm.commands import load_command
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint

@@ -7,9 +7,9 @@ import gguf
 import pytest
 
 import sportsllm
-from export.export import BLOCK_DTYPES
 from export.gguf.mixes import block_types
 from export.gguf.write import GGUF_FILE
+from export.request import BLOCK_DTYPES
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.convert import convert_gguf

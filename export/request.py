@@ -1,0 +1,162 @@
+"""A request to export: parameters of `export`, what follows from them, and which of them cannot be met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from export.graph.decoder import check_kinds, computes_in_half
+from export.runtime.providers import find_provider
+from export.web_page import library_files
+from sportsllm.errors import UsageError
+from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.safetensors import quantization_config
+from sportsllm.inference.calibration import CalibrationText
+
+FORMATS = ("onnx", "web", "standard", "gguf")
+DTYPES = ("fp32", "fp16", "fp16-weights")
+BLOCK_DTYPES = (
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q4_k_s", "q4_k_m", "q5_k", "q5_k_s", "q5_k_m", "q6_k", "iq4_nl",
+    "iq4_xs",
+)  # fmt: skip
+"""Types for `--format gguf`, by llama.cpp's names; `q4_k` and `q5_k` stand for `q4_k_m` and `q5_k_m`."""
+CACHES = ("fp32", "fp16", "int8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """What to write: parameters of `export`, and what follows from them."""
+
+    checkpoint: Path
+    format: str
+    dtype: str | None
+    kv_cache: str
+    given: CalibrationText
+    inline: bool
+    threads: int | None
+    provider: str
+
+    @property
+    def mix(self) -> str | None:
+        """llama.cpp's types that matrices are rounded to."""
+        name = {"q4_k": "q4_k_m", "q5_k": "q5_k_m"}.get(self.dtype or "", self.dtype)
+        return name if name in BLOCK_DTYPES else None
+
+    @cached_property
+    def text(self) -> CalibrationText:
+        """Calibration text: what is given or, to round matrices by, the checkpoint's training text."""
+        return self.given if self.mix is None else self.given.found(self.checkpoint)
+
+    @property
+    def half(self) -> bool:
+        """Whether dense matrices are stored in float16."""
+        return self.dtype in ("fp16", "fp16-weights")
+
+    @property
+    def in_half(self) -> bool:
+        """Whether the graph computes in float16."""
+        return self.dtype == "fp16" and self.format != "gguf"
+
+    @property
+    def cache(self) -> str:
+        """What the graph caches in."""
+        return "fp16" if self.in_half and self.kv_cache == "fp32" else self.kv_cache
+
+    def settings(self, rope_scaling: str | None) -> dict[str, Any]:
+        """What decides the content, for the manifest."""
+        dense = "fp16" if self.half else "fp32"
+        given = {
+            "computed_in": "fp16" if self.in_half else None,
+            "inline": self.inline,
+            "transformers_js": self.format == "web" and bool(library_files()),
+            "calibration": [str(path) for path in self.text.files],
+            "rope_scaling": rope_scaling,
+        }
+        return {
+            "format": self.format,
+            "dtype": self.mix or ("packed" if quantization_config(self.checkpoint) is not None else dense),
+            "kv_cache": self.cache,
+            **{name: value for name, value in given.items() if value},
+            **self.text.reading.record(),
+        }
+
+
+def refuse(request: ExportRequest) -> None:
+    """Refuse parameters that are unknown, exclude each other or do not fit the checkpoint."""
+    for flag, value, known in (
+        ("--format", request.format, FORMATS),
+        ("--dtype", request.dtype or "fp32", (*DTYPES, *BLOCK_DTYPES) if request.format == "gguf" else DTYPES),
+        ("--kv-cache", request.kv_cache, CACHES),
+    ):
+        if value not in known:
+            raise UsageError(f"{flag} {value!r}: choose {', '.join(known[:-1])} or {known[-1]}")
+    reason = next((reason for reason, found in (*_excluded(request), *_unfit(request)) if found), None)
+    if reason is not None:
+        raise UsageError(reason)
+
+
+def _excluded(request: ExportRequest) -> Iterator[tuple[str, bool]]:
+    """Parameters that exclude each other: what to say, and whether they are given."""
+    kind, cache = request.format, request.kv_cache
+    elsewhere = not find_provider(request.provider).is_cpu
+    yield (
+        "--calibration is for --kv-cache int8 and GGUF's --dtype q4_k_m and the like; leave it out, or add one of them",
+        bool(request.given.files) and cache != "int8" and request.mix is None,
+    )
+    for flag, given in {"--kv-cache": cache != "fp32", "--provider": elsewhere, "--set": request.inline}.items():
+        yield f"{flag} is for ONNX graphs; leave it out, or --format gguf", given and kind == "gguf"
+    yield (
+        f"--format standard with --kv-cache {cache}: no standard operator reads such a cache; leave one of them out",
+        kind == "standard" and cache != "fp32",
+    )
+    yield (
+        "--format web with --kv-cache fp16: browsers cache in float16 if they compute in it; use --dtype fp16, or "
+        "--kv-cache int8",
+        kind == "web" and cache == "fp16" and not request.in_half,
+    )
+    for flag, given in {"--kv-cache int8": cache == "int8", "--format standard": kind == "standard"}.items():
+        yield f"--dtype fp16 with {flag}: that is for CPUs; leave one of them out", request.in_half and given
+
+
+def _unfit(request: ExportRequest) -> Iterator[tuple[str, bool]]:
+    """What the checkpoint has no form for: what to say, and whether it is asked for."""
+    model, kind, dtype = request.checkpoint, request.format, request.dtype
+    packed, config = quantization_config(model) or {}, load_config(model)
+    per_row, dense = bool(packed.get("per_row")), not packed
+    advice = "use --dtype fp16-weights, or leave --dtype out" if dense else "leave --dtype out"
+    yield (
+        f"--dtype fp16: {model}: this kind of model has no graph in float16; {advice}",
+        request.in_half and not computes_in_half(config),
+    )
+    yield (
+        f"--dtype fp16: {model} has INT8 per row, which only CPUs multiply; quantize it in blocks",
+        request.in_half and per_row,
+    )
+    yield (
+        f"--dtype fp16 with --format web: transformers.js opens 4-bit matrices there, not those of {model}",
+        request.in_half and kind == "web" and not dense and packed.get("bits") != 4,
+    )
+    yield (
+        f"--dtype {dtype}: {model} is packed already and is exported as it is; leave --dtype out"
+        + (", or use --dtype fp16 to compute in float16" if kind != "gguf" and request.kv_cache != "int8" else ""),
+        dtype is not None and not dense and not request.in_half,
+    )
+    if kind == "gguf":
+        return
+    check_kinds(config, "fp32" if request.in_half else request.kv_cache)
+    latent, lstm, selected = (config.attention_kind == name for name in ("latent", "lstm", "selected"))
+    experts = config.experts is not None
+    for form, reason, found in (
+        ("standard", "INT8 per row has no standard operators; quantize in blocks", per_row),
+        ("standard", "joining the cache at each step takes longer than selection saves", selected),
+        ("standard", "ONNX Runtime loads no packed LSTM in them", lstm and not dense),
+        ("standard", "packed experts have no standard operators", experts and not dense),
+        ("web", "selected attention writes into a cache with room, which browsers do not give", selected),
+        ("web", "browsers give a latent cache no room to write into", latent),
+        ("web", "browsers pass on keys and values, not the states of an LSTM", lstm),
+    ):
+        yield f"--format {form}: {model}: {reason}; leave it out", form == kind and found
+    yield f"{model}: INT8 per row is not for experts; quantize in blocks", experts and per_row
