@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -68,6 +68,8 @@ class LoadedModel:
     ) -> Iterator[str]:
         """Stream the text that continues a prompt, piece by piece, up to a `stop` text. Temperature 0 is greedy.
 
+        A line on standard error says if it ends because the context is full.
+
         Raises:
             UsageError: a setting out of its range, a prompt that fills the context, or, while the text is read, another
                 text that was begun.
@@ -117,7 +119,8 @@ class LoadedModel:
     def _stream(
         self, begin: list[int], most: int, sampling: Sampling, stop: str | Sequence[str] | None, ends: Sequence[int]
     ) -> Iterator[str]:
-        from sportsllm.inference.decoder import generate, until
+        from sportsllm.console import log
+        from sportsllm.inference.decoder import full_context, generate, until
 
         stops = [stop] if isinstance(stop, str) else stop or ()
         if "" in stops:
@@ -126,7 +129,7 @@ class LoadedModel:
             raise UsageError(f"max_new_tokens is {most}; it must be at least 1")
 
         def tokens() -> Iterator[int]:
-            text, made = object(), generate(self.decoder, begin, most, sampling, ends)
+            text, count, made = object(), 0, generate(self.decoder, begin, most, sampling, ends)
             with self._lock:
                 self._text = text
             while True:
@@ -135,7 +138,10 @@ class LoadedModel:
                         raise UsageError("another text was begun on this model; read one to its end, or load it twice")
                     token = next(made, None)
                 if token is None:
+                    if full := full_context(self.config.max_position_embeddings, len(begin), count, most):
+                        log(full)
                     return
+                count += 1
                 yield token
 
         return until(self.tokenizer.decode_stream(begin, tokens()), stops)
@@ -149,7 +155,7 @@ class LoadedModel:
         """
         from sportsllm.inference.scoring import score_documents
 
-        documents = [text] if isinstance(text, str) else list(text)
+        documents = list(text) if isinstance(text, Iterable) and not isinstance(text, str) else [text]
         if not all(isinstance(each, str) for each in documents):
             raise UsageError("give a text to score, or several")
         return score_documents(self.decoder, self.tokenizer, documents)

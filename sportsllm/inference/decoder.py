@@ -325,6 +325,13 @@ def generate(
         lookup.read(len(proposed))
 
 
+def full_context(context: int, prompt: int, made: int, asked: int) -> str | None:
+    """A line for `made` of `asked` tokens that end because they fill the context behind the prompt, else None."""
+    if made >= asked or prompt + made < context:
+        return None
+    return f"the context of {context:,} tokens is full: {made:,} of {asked:,} were generated"
+
+
 class StopSearch:
     """Looks for the first complete one of `stops` in text that comes in chunks, however they cut it.
 

@@ -33,10 +33,13 @@ HELD_OUT = "held_out"
 @functools.cache  # a file is read more than once, its line is logged once
 def _field_of(names: tuple[str, ...], path: Path, field: str) -> str:
     """The field to read in a file whose records have these fields."""
-    if field in names or USUAL.text_field not in names:
-        return field
-    log(f"{path}: no field {field!r}; reading {USUAL.text_field!r}")
-    return USUAL.text_field
+    if field not in names and USUAL.text_field in names:
+        log(f"{path}: no field {field!r}; reading {USUAL.text_field!r}")
+        field = USUAL.text_field
+    chats = next((name for name in FIELDS[:2] if name in names), field)
+    if field in names and field != chats:
+        log(f"{path}: reading {field!r}; to read the conversations, give --set text_field={chats}")
+    return field
 
 
 class Chunk(NamedTuple):
@@ -237,7 +240,7 @@ def _parquet(path: Path, field: str) -> Iterator[Document]:
     try:
         table = pyarrow.parquet.ParquetFile(path, buffer_size=_BLOCK_BYTES)
         field = _field_of(tuple(names := table.schema_arrow.names), path, field)
-        columns = [name for name in (field, *FIELDS) if name in names]
+        columns = [name for name in dict.fromkeys((field, *FIELDS)) if name in names]
         if not columns:
             raise ArtifactError(
                 f"{path}: no column {field!r}; it has {clip(', '.join(names))}: give --set text_field=NAME"

@@ -99,8 +99,8 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
 
     from sportsllm.console import log
+    from sportsllm.inference.decoder import full_context, log_runtime, open_decoder, open_draft
     from sportsllm.inference.decoder import generate as sample_tokens
-    from sportsllm.inference.decoder import log_runtime, open_decoder, open_draft
     from sportsllm.text.chat import ChatRenderer
     from sportsllm.text.tokenizer import load_tokenizer
 
@@ -119,8 +119,8 @@ def generate(
             raise UsageError(f"the prompt has {len(begin):,} tokens, the model's context is {context:,}; shorten it")
         made = sample_tokens(decoder, begin, max_new_tokens, sampling, stops, proposer)
         found = _stream(tokenizer, begin, made, stop or [], ids, "" if ids else shown)
-        if not found.stopped and len(found.ids) < max_new_tokens and len(begin) + len(found.ids) >= context:
-            log(f"the context of {context:,} tokens is full: {len(found.ids):,} of {max_new_tokens:,} were generated")
+        if not found.stopped and (full := full_context(context, len(begin), len(found.ids), max_new_tokens)):
+            log(full)
             found.context_full = True
         if chat and len(found.ids) >= max_new_tokens:
             log(f"the reply was cut off at --max-new-tokens {max_new_tokens:,}")

@@ -47,9 +47,20 @@ def test_a_loaded_model_generates_scores_and_gives_logits(checkpoint: Path) -> N
             model.generate(**setting)
     with pytest.raises(UsageError, match="token id 384 lies outside the vocabulary of 384"):
         model.logits([0, 384])
-    with pytest.raises(UsageError, match="give a text to score"):
-        model.score(["a", 5])  # type: ignore[list-item]
+    for other in (["a", 5], 5, None):
+        with pytest.raises(UsageError, match="give a text to score"):
+            model.score(other)  # type: ignore[arg-type]
     assert pickle.dumps(model) and np.array_equal(copy.copy(model).logits(ids), logits)
+
+
+def test_a_stream_says_that_the_context_is_full(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, asked = sportsllm.load(checkpoint, threads=1), 10**6
+    list(model.generate("They", max_new_tokens=3))
+    assert "is full" not in capsys.readouterr().err
+    pieces = list(model.generate("They", max_new_tokens=asked, temperature=0))
+    assert f"of {asked:,} were generated" in capsys.readouterr().err
+    list(model.generate("They", max_new_tokens=asked, temperature=0, stop="".join(pieces)[1:3]))
+    assert "is full" not in capsys.readouterr().err
 
 
 def test_a_stream_ends_when_another_text_begins(exported: Path) -> None:

@@ -127,8 +127,20 @@ def test_every_form_of_a_record_is_one_conversation(tmp_path: Path) -> None:
     read += read_documents([tmp_path / "b.parquet"])
     assert {*read} == {Conversation((("user", "Who?"), ("assistant", "They.")))} and len(read) == 7
     assert isinstance(read[6], Conversation) and read[6].where == f"{tmp_path / 'b.parquet'}: row 2"
-    mixed = written(tmp_path / "c.jsonl", {"text": "plain", "messages": MESSAGES}, {"messages": MESSAGES})
-    assert [type(each) for each in read_documents([mixed])] == [str, Conversation]
+
+
+def test_of_text_and_messages_the_text_is_read_unless_messages_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records: list[dict[str, object]] = [{"text": "plain", "messages": MESSAGES}, {"messages": MESSAGES}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "b.parquet")
+    for path in (written(tmp_path / "a.jsonl", *records), tmp_path / "b.parquet"):
+        for _ in range(2):
+            assert [type(each) for each in read_documents([path])] == [str, Conversation]
+        said = f"{path}: reading 'text'; to read the conversations, give --set text_field=messages\n"
+        assert capsys.readouterr().err == said
+        assert [type(each) for each in read_documents([path], "messages")] == [Conversation, Conversation]
+        assert capsys.readouterr().err == ""
 
 
 IMAGE = {"role": "user", "content": [{"type": "text", "text": "What?"}, {"type": "image", "url": "x"}]}
