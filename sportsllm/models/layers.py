@@ -278,8 +278,8 @@ class FeedForward(nn.Module):
 
     def neurons(self, x: Tensor) -> Tensor:
         """The input of down_proj, (..., intermediate_size)."""
-        up: Tensor = self.up_proj(x)
-        return self.activation(self.gate_proj(x)) * up if self.gated else self.activation(up)
+        inner: Tensor = self.activation(self.gate_proj(x)) if self.gated else self.activation(self.up_proj(x))
+        return inner * self.up_proj(x) if self.gated else inner
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to (..., D)."""
