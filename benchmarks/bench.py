@@ -133,7 +133,6 @@ def bench(
         threads=threads,
         timeout_s=found.get("timeout"),
         prompt_lengths=parse_numbers("prompt_lengths", found.get("prompt_lengths")),
-        batch_sizes=parse_numbers("batch_size", found.get("batch_size")),
         minutes=minutes,
         kernels=kernels,
         provider=provider,

@@ -126,7 +126,6 @@ EXPORT: Group = {
 BENCH: Group = {
     "rounds": Setting(int, "Fresh processes per figure", "5", 1),
     "prompt_lengths": Setting(str, "Further prompt lengths for the time to first token, such as 64,256", "128,512"),
-    "batch_size": Setting(str, "Sequences to decode together, such as 1,4", "1"),
     "timeout": Setting(float, "Seconds until a measuring process counts as hung", "900", 1),
     "most_rounds": Setting(int, "Maximum rounds; three are added at a time while the intervals are too wide", "8", 1),
 }

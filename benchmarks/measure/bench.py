@@ -15,7 +15,6 @@ from benchmarks.devices.verdict import TIMED_STEPS, depths_that_fit, limit_lengt
 from benchmarks.measure.machine import choose_cpus, default_threads, machine
 from benchmarks.measure.process import CHECK_EVERY, DEFAULT_TIMEOUT_S, run_child, take_turns, worker_turn
 from benchmarks.measure.summary import (
-    BATCH,
     bandwidth_bound,
     budget_depth,
     bytes_read_per_token,
@@ -32,7 +31,6 @@ from sportsllm.formats.manifest import directory_bytes
 ROUNDS = 5
 MOST_ROUNDS = 8  # one more check: at most 1.6 times the time
 MEMORY_ROUNDS = 2
-COLD_ROUNDS = 3
 PROMPTS = (128, 512)
 STEPS = 128  # as llama-bench's tg128
 WARM_UP_STEPS = TIMED_STEPS - STEPS
@@ -40,7 +38,6 @@ REPEATS = 4  # at least 12 prompts over the rounds
 SECONDS_PER_FIGURE = 0.25
 MEMORY_CONTEXT_TOKENS = 1024
 MEMORY_STEPS = 16
-BATCH_PROMPT = 128
 LARGEST_WORKING_SET_BYTES = 512 * 2**20  # beyond every cache; more would only cost memory
 SHORT = {"steps": 48, "warm_up_steps": 8, "repeats": 5, "seconds_per_figure": 0.1, "memory_steps": 8}  # `short_bench`
 
@@ -52,12 +49,11 @@ def run_bench(
     threads: int | None = None,
     timeout_s: float | None = None,
     prompt_lengths: Sequence[int] = (),
-    batch_sizes: Sequence[int] = (),
     minutes: float = 0.0,
     kernels: str = "auto",
     provider: str = "cpu",
 ) -> dict[str, Any]:
-    """Measure a directory: speed, bandwidth and batches in turns, then memory, cold loads and `minutes` of decoding.
+    """Measure a directory: speed and bandwidth in turns, then memory and `minutes` of decoding.
 
     Returns:
         Figures in ms, bytes and tokens per second, `settings`, what every worker was told, `raw`, every sample of every
@@ -65,7 +61,7 @@ def run_bench(
 
     Raises:
         ArtifactError: the directory is damaged.
-        UsageError: a prompt, a batch or `minutes` that the context has no room for.
+        UsageError: a prompt or `minutes` that the context has no room for.
         ChildFailure: a measuring process crashed, hung or was killed.
     """
     timeout_s = timeout_s or DEFAULT_TIMEOUT_S
@@ -74,7 +70,6 @@ def run_bench(
     depth = budget_depth(depths := depths_that_fit(context))
     if minutes and not depths:
         raise UsageError(f"--minutes: a context of {context} tokens has no room for {STEPS} steps after a prompt")
-    batches = {f"{BATCH}{rows}": ragged_lengths(rows, context) for rows in batch_sizes}
     read = bytes_read_per_token(directory, config)
     per_token = read["weight_bytes"] + read["kv_bytes_per_token"] * depth
     settings = {
@@ -82,7 +77,7 @@ def run_bench(
         "kernels": kernels,
         "prompts": prompts_that_fit(context, prompt_lengths),
         "depths": depths,
-        "energy_depth": depth,
+        "pass_depth": depth,
         "steps": STEPS,
         "warm_up_steps": WARM_UP_STEPS,
         "repeats": max(REPEATS, -(-12 // check_after_rounds[0])),
@@ -94,10 +89,8 @@ def run_bench(
     # Speeds and bandwidth take turns so that all see the same machine.
     title = f"bench {directory.name}"
     timed = [worker_turn(settings, "speed"), worker_turn(settings, "bandwidth")]
-    timed += [worker_turn({**settings, "lengths": lengths}, "batch", name) for name, lengths in batches.items()]
     raw = take_turns(title, timed, check_after_rounds, is_steady, timeout_s)
-    for mode, rounds in (("memory", MEMORY_ROUNDS), ("cold", COLD_ROUNDS)):
-        raw |= take_turns(title, [worker_turn(settings, mode)], [rounds], lambda _: True, timeout_s)
+    raw |= take_turns(title, [worker_turn(settings, "memory")], [MEMORY_ROUNDS], lambda _: True, timeout_s)
     figures: dict[str, Any] = {
         "directory": str(directory),
         "runtime": raw["speed"][0]["runtime"],
@@ -184,14 +177,6 @@ def prompts_that_fit(context: int, asked: Sequence[int] = ()) -> list[int]:
         if not 0 < prompt <= context:
             raise UsageError(f"--set prompt_lengths={prompt}: must be from 1 to the context of {context} tokens")
     return sorted({*asked, *(prompt for prompt in PROMPTS if prompt <= context)})
-
-
-def ragged_lengths(rows: int, context: int) -> list[int]:
-    """Prompt lengths of a batch, in tokens: evenly from 128, or what fits, down to half of that."""
-    longest = min(BATCH_PROMPT, context - TIMED_STEPS)
-    if longest < 2:
-        raise UsageError(f"--set batch_size: a context of {context} tokens has no room for {STEPS} steps and a prompt")
-    return [longest - (longest // 2) * row // max(1, rows - 1) for row in range(rows)]
 
 
 def _settings(directory: Path, threads: int | None, provider: str) -> dict[str, Any]:

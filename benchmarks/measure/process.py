@@ -27,7 +27,6 @@ QUIET_CORES = 0.2
 CHECK_EVERY = 3
 """Rounds between two checks of the noise. Checking after each round, and stopping at the first that agrees, would
 flatter the interval."""
-MEMORY_SAMPLE_S = 0.02
 _ROOT = Path(__file__).resolve().parents[2]
 _MEMORY_WORDS = ("MemoryError", "bad_alloc", "bad allocation", "can't allocate memory", "Cannot allocate memory")
 
@@ -52,7 +51,6 @@ class Turn:
         what: names it in messages.
         environment: variables set on top of this process's own; None removes one.
         cpus: processors that it is pinned to: only what others do on these counts as noise; None means all.
-        watch_memory: sample what its memory consists of. Not for what is timed.
     """
 
     name: str
@@ -60,7 +58,6 @@ class Turn:
     what: str
     environment: Mapping[str, str | None] = field(default_factory=dict)
     cpus: Sequence[int] | None = None
-    watch_memory: bool = False
 
 
 def worker_turn(settings: Mapping[str, Any], mode: str, name: str | None = None) -> Turn:
@@ -72,7 +69,7 @@ def worker_turn(settings: Mapping[str, Any], mode: str, name: str | None = None)
         environment["OPENBLAS_NUM_THREADS"] = "1"  # the probe has threads of its own
     name = name or mode
     what = f"bench {Path(settings['directory']).name} ({name})" if "directory" in settings else name
-    return Turn(name, command, what, environment, settings.get("cpus"), watch_memory=mode == "memory")
+    return Turn(name, command, what, environment, settings.get("cpus"))
 
 
 def run_child(
@@ -80,9 +77,8 @@ def run_child(
 ) -> dict[str, Any]:
     """The JSON object that a turn's process printed.
 
-    Adds its `seconds`, `other_cpu_cores`, the processor time that other programs and the hypervisor took meanwhile, in
-    cores, and if its memory is watched `split`, see `memory_split`, at the largest rss seen, with the `samples`; None
-    if nothing could be read. A peak shorter than the samples' distance can slip through.
+    Adds its `seconds` and `other_cpu_cores`, the processor time that other programs and the hypervisor took meanwhile,
+    in cores.
 
     Args:
         turn: what to run.
@@ -96,7 +92,6 @@ def run_child(
     changed: dict[str, str | None] = {**os.environ, "PYTHONPATH": path, **turn.environment}
     variables = {name: value for name, value in changed.items() if value is not None}
     others_before, started = _others_seconds(turn.cpus), time.perf_counter()
-    split: dict[str, int] = {}
     with subprocess.Popen(
         turn.command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
     ) as process:
@@ -104,7 +99,7 @@ def run_child(
             if turn.cpus is not None:
                 with suppress(OSError):  # a container's rules, or a processor that was taken away meanwhile
                     os.sched_setaffinity(process.pid, turn.cpus)
-            stdout, stderr = _communicate(process, timeout_s, waiting, split if turn.watch_memory else None)
+            stdout, stderr = _communicate(process, timeout_s, waiting)
         except subprocess.TimeoutExpired:
             process.kill()
             raise ChildFailure(
@@ -118,43 +113,21 @@ def run_child(
     seconds = time.perf_counter() - started
     others = max(0.0, (_others_seconds(turn.cpus) - others_before) / seconds)
     payload = _payload(turn.what, process.returncode, stdout, stderr)
-    payload |= {"seconds": round(seconds, 3), "other_cpu_cores": round(others, 3)}
-    return payload | ({"split": split or None} if turn.watch_memory else {})
+    return payload | {"seconds": round(seconds, 3), "other_cpu_cores": round(others, 3)}
 
 
-def _communicate(
-    process: subprocess.Popen[str], timeout_s: float, waiting: Callable[[float], None], split: dict[str, int] | None
-) -> tuple[str, str]:
-    """What the process printed; `TimeoutExpired` after `timeout_s`. Samples its memory into `split` meanwhile."""
+def _communicate(process: subprocess.Popen[str], timeout_s: float, waiting: Callable[[float], None]) -> tuple[str, str]:
+    """What the process printed; `TimeoutExpired` after `timeout_s`."""
     started = before = time.monotonic()
-    every = 1.0 if split is None else MEMORY_SAMPLE_S
     while True:
         try:
-            return process.communicate(timeout=min(every, timeout_s))
+            return process.communicate(timeout=min(1.0, timeout_s))
         except subprocess.TimeoutExpired:
             now = time.monotonic()
             if now - started >= timeout_s:
                 raise
             waiting(now - before)
             before = now
-        if split is not None and (held := memory_split(process.pid)) is not None:
-            samples = split.get("samples", 0) + 1
-            split |= (held if held["rss_bytes"] >= split.get("rss_bytes", 0) else {}) | {"samples": samples}
-
-
-def memory_split(pid: int) -> dict[str, int] | None:
-    """What a process holds now, in bytes; None if the system does not say, or the process has ended.
-
-    rss = anonymous + file. `pss_bytes` counts a page that n processes share as 1/n, `uss_bytes` only unshared ones.
-    """
-    try:
-        held = psutil.Process(pid).memory_full_info()
-    except (psutil.Error, OSError):
-        return None
-    if not hasattr(held, "pss"):  # only Linux counts shared pages in shares
-        return None
-    parts = {"rss_bytes": held.rss, "pss_bytes": held.pss, "uss_bytes": held.uss}
-    return parts | {"anonymous_bytes": held.rss - held.shared, "file_bytes": held.shared}
 
 
 def _payload(what: str, code: int, stdout: str, stderr: str) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.memory import kv_cache_bytes_per_token, state_bytes
 
 Raw = Mapping[str, Sequence[Mapping[str, Any]]]
-BATCH = "batch-"
-"""The name of a batch's turns is this and its number of rows."""
 THROTTLED = 0.05  # a last window slower than the first by more than this share is called throttled
 
 
@@ -32,34 +30,13 @@ def round_figures(one: Mapping[str, Any]) -> dict[str, float]:
         figures[f"decode_tokens_per_s.{depth}"] = 1000 / statistics.fmean(steps)
     for tokens, samples in one.get("pass_ms", {}).items():
         figures[f"pass_ms.{tokens}"] = statistics.median(samples)
-    if "joules_per_token" in one["energy"]:
-        figures["joules_per_token"] = one["energy"]["joules_per_token"]
     return figures
-
-
-def batch_figures(rows: str, one: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of one round of a batch: all rows' tokens a second, and the time of a step that gives each one."""
-    steps = [sample for sweep in one["step_ms"] for sample in sweep]
-    figures = {f"step_ms.{name}": value for name, value in percentiles(steps).items()}
-    figures["decode_tokens_per_s"] = int(rows) * 1000 / statistics.fmean(steps)
-    return {f"batches.{rows}.{name}": value for name, value in figures.items()}
 
 
 def rounds_by_name(raw: Raw) -> dict[str, list[float]]:
     """Each figure's values, one a round. A figure that only some rounds have is left out."""
-    kinds = [[round_figures(one) for one in raw["speed"]]]
-    kinds += [[batch_figures(rows, one) for one in rounds] for rows, rounds in _batches(raw).items()]
-    return {
-        name: [one[name] for one in rounds]
-        for rounds in kinds
-        for name in rounds[0]
-        if all(name in one for one in rounds)
-    }
-
-
-def _batches(raw: Raw) -> dict[str, Sequence[Mapping[str, Any]]]:
-    """The rounds of each batch by its number of rows."""
-    return {name.removeprefix(BATCH): rounds for name, rounds in raw.items() if name.startswith(BATCH)}
+    rounds = [round_figures(one) for one in raw["speed"]]
+    return {name: [one[name] for one in rounds] for name in rounds[0] if all(name in one for one in rounds)}
 
 
 def nested(figures: Mapping[str, float]) -> dict[str, Any]:
@@ -75,11 +52,11 @@ def nested(figures: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _deciding(raw: Raw) -> dict[str, Spread]:
-    """The figures that must be steady for a run to count as clean: first tokens, median steps, batches' rates."""
+    """The figures that must be steady for a run to count as clean: first tokens and median steps."""
     return {
         name: spread(values)
         for name, values in rounds_by_name(raw).items()
-        if name.startswith("ttft_ms.") or name.endswith((".p50", ".decode_tokens_per_s"))
+        if name.startswith("ttft_ms.") or name.endswith(".p50")
     }
 
 
@@ -106,8 +83,10 @@ def noise_reasons(raw: Raw) -> list[str]:
 
 
 def summarise(raw: Raw) -> dict[str, Any]:
-    """Figures (ms, s, bytes, tokens per second) of the workers' results by mode: `speed`, `memory`, and maybe `cold`
-    and batches. `noise` has each figure's interval by dotted name."""
+    """Figures (ms, s, bytes, tokens per second) of the workers' results by mode, `speed` and `memory`.
+
+    `noise` has each figure's interval by dotted name.
+    """
     speed, memory = raw["speed"], raw["memory"]
     by_name = rounds_by_name(raw)
     middle = nested({name: statistics.median(values) for name, values in by_name.items()})
@@ -124,43 +103,12 @@ def summarise(raw: Raw) -> dict[str, Any]:
         "load_s": middle["load_s"],
         "peak_rss_bytes": int(max(by_name["peak_rss_bytes"])),
         "peak_rss_context_tokens": memory[0]["context_tokens"],
-        "batches": {
-            rows: {
-                "prompt_tokens": rounds[0]["lengths"],
-                **middle["batches"][rows],
-                "peak_rss_bytes": max(one["peak_rss_bytes"] for one in rounds),
-            }
-            for rows, rounds in _batches(raw).items()
-        },
         "rounds": len(speed),
         "noise": noise,
         "other_cpu_cores": max(one["other_cpu_cores"] for one in speed),
         "noise_reasons": (reasons := noise_reasons(raw)),
         "clean": not reasons,
-        **_readings(raw, middle.get("joules_per_token")),
-    }
-
-
-def _readings(raw: Raw, joules: float | None) -> dict[str, Any]:
-    """Figures that not every machine gives, None if it does not, and under `absent` why not."""
-    absent: dict[str, str] = {}
-    speed, cold = raw["speed"], raw.get("cold", ())
-    if joules is None:
-        absent["joules_per_token"] = next(one["energy"]["absent"] for one in speed if "absent" in one["energy"])
-    split = max((one["split"] for one in raw["memory"] if one["split"]), key=lambda one: one["rss_bytes"], default=None)
-    if split is None:
-        absent["memory_split"] = "the system does not split up a process's memory (smaps_rollup)"
-    loads = [one["load_s"] for one in cold if "load_s" in one]
-    if not loads:
-        absent["cold_load_s"] = next((one["absent"] for one in cold if "absent" in one), "not asked for")
-    if speed[0]["cpus"] is None:
-        absent["cpus"] = "this system does not pin a process to processors"
-    return {
-        "cold_load_s": statistics.median(loads) if loads else None,
-        "memory_split": split,
-        "joules_per_token": joules,
         "cpus": speed[0]["cpus"],
-        "absent": absent,
     }
 
 

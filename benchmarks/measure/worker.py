@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from benchmarks.measure.probes import EnergyMeter, drop_files, measure_bandwidth, read_sensors
+from benchmarks.measure.probes import measure_bandwidth, read_sensors
 from sportsllm.errors import ResourceError, SportsLLMError
 from sportsllm.inference.decoder import Decoder, Verifier, is_onnx_directory, kernels_of, open_decoder, placement_of
 from sportsllm.process_memory import peak_rss_bytes
@@ -27,8 +27,6 @@ STABLE_WITHIN = 0.10  # warm-up ends when the last three times agree this well
 WARM_UP_CALLS, WARM_UP_S = 8, 1.5
 LONGEST_S = 4.0  # a slow model gets fewer repeats rather than more time than this for one figure
 LEAST_STEPS, MOST_SWEEPS = 16, 4
-ENERGY_S = 2.0  # counters move in steps of milliseconds, so a figure needs a while
-METER_EVERY_STEPS = 8  # a power sensor is integrated over time and needs many readings
 PASSES = (1, 2, 4, 8)  # tokens that prompt lookup reads at once
 WINDOWS, LEAST_WINDOW_S, MOST_WINDOW_S = 30, 1.0, 30.0  # of a sustained run
 Specification = Mapping[str, Any]
@@ -54,23 +52,13 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def measure_speed(asked: Specification) -> dict[str, Any]:
-    """Load time, time to first token by prompt length, times of single steps by depth, and the energy of one."""
+    """Load time, time to first token by prompt length, and times of single steps and of passes by depth."""
     decoder, loaded = _open(asked)
     tokens = _draw_tokens(decoder, asked)
     ttft = {str(prompt): time_prompt(decoder, tokens, prompt, asked) for prompt in asked["prompts"]}
     steps = {str(depth): time_depth(decoder, tokens, depth, asked) for depth in asked["depths"]}
-    depth = asked.get("energy_depth", 0)
-    passes, energy = time_passes(decoder, tokens, depth, asked), measure_energy(decoder, tokens, depth, asked["steps"])
-    return {**loaded, "ttft_ms": ttft, "step_ms": steps, "pass_ms": passes, "energy": energy}
-
-
-def measure_batch(asked: Specification) -> dict[str, Any]:
-    """Times of steps that give every row one token, after prompts of `lengths`."""
-    decoder, loaded = _open(asked)
-    tokens = _draw_tokens(decoder, asked)
-    lengths = asked["lengths"]
-    steps = time_steps(decoder, tokens, lengths, asked)
-    return {**loaded, "lengths": lengths, "step_ms": steps, "peak_rss_bytes": peak_rss_bytes()}
+    passes = time_passes(decoder, tokens, asked.get("pass_depth", 0), asked)
+    return {**loaded, "ttft_ms": ttft, "step_ms": steps, "pass_ms": passes}
 
 
 def measure_memory(asked: Specification) -> dict[str, Any]:
@@ -84,14 +72,6 @@ def measure_memory(asked: Specification) -> dict[str, Any]:
     return {**loaded, "context_tokens": len(tokens), "peak_rss_bytes": peak_rss_bytes()}
 
 
-def measure_cold_load(asked: Specification) -> dict[str, Any]:
-    """Load time after the directory's files were dropped from the page cache; or under `absent` why that failed."""
-    directory = Path(asked["directory"])
-    importlib.import_module(_library(directory))  # before, as for the warm figure
-    reason = drop_files([path for path in directory.rglob("*") if path.is_file()])
-    return _open(asked)[1] if reason is None else {"absent": reason}
-
-
 def measure_sustained(asked: Specification) -> dict[str, Any]:
     """Load, then `decode_windows`."""
     decoder, loaded = _open(asked)
@@ -101,22 +81,16 @@ def measure_sustained(asked: Specification) -> dict[str, Any]:
 
 MODES: dict[str, Callable[[Specification], dict[str, Any]]] = {
     "speed": measure_speed,
-    "batch": measure_batch,
     "memory": measure_memory,
-    "cold": measure_cold_load,
     "bandwidth": lambda asked: measure_bandwidth(asked["threads"], asked["working_set_bytes"]),
     "sustained": measure_sustained,
 }
 
 
-def _library(directory: Path) -> str:
-    return "onnxruntime" if is_onnx_directory(directory) else "torch"
-
-
 def _open(asked: Specification) -> tuple[Decoder, dict[str, Any]]:
     """The decoder, with the seconds that it took to load."""
     directory = Path(asked["directory"])
-    library = _library(directory)
+    library = "onnxruntime" if is_onnx_directory(directory) else "torch"
     module = importlib.import_module(library)
     started = time.perf_counter()
     decoder = open_decoder(directory, asked["threads"], asked.get("kernels", "auto"), asked.get("provider", "cpu"))
@@ -179,31 +153,21 @@ def window_around(depth: int, warm_up: int, steps: int) -> Window:
 
 
 def time_depth(decoder: Decoder, tokens: Sequence[int], depth: int, asked: Specification) -> StepSweeps:
-    """Times of single steps at `depth` tokens, in ms; see `window_around`."""
-    window = window_around(depth, asked["warm_up_steps"], asked["steps"])
-    own = {**asked, "warm_up_steps": window.warm_up, "steps": window.steps}
-    return time_steps(decoder, tokens, [window.prompt], own)
-
-
-def time_steps(decoder: Decoder, tokens: Sequence[int], lengths: Sequence[int], asked: Specification) -> StepSweeps:
-    """Times of single steps after a prompt of `lengths` tokens for each row, by sweep.
-
-    Prompts are the beginnings of `tokens`, the steps read what follows the longest; the first ones only warm up.
-    """
-    warm_up, steps, seconds = (asked[key] for key in ("warm_up_steps", "steps", "seconds_per_figure"))
-    longest, rows = max(lengths), [tokens[:length] for length in lengths]
-    room = longest + warm_up + steps
+    """Times of single steps at `depth` tokens, in ms, by sweep; see `window_around`."""
+    window, seconds = window_around(depth, asked["warm_up_steps"], asked["steps"]), asked["seconds_per_figure"]
+    warm = window.prompt + window.warm_up
+    room = warm + window.steps
     sweeps: StepSweeps = []
     started = time.perf_counter()
-    most = MOST_SWEEPS * max(1, 128 // max(1, steps))  # short windows are swept more often
+    most = MOST_SWEEPS * max(1, 128 // window.steps)  # short windows are swept more often
     while not sweeps or (len(sweeps) < most and time.perf_counter() - started < seconds):
-        decoder.prefill(rows, max_length=room)
-        for token in tokens[longest : longest + warm_up]:
-            decoder.step([token] * len(rows))
+        decoder.prefill([tokens[: window.prompt]], max_length=room)
+        for token in tokens[window.prompt : warm]:
+            decoder.step([token])
         sweeps.append([])
         sweep_started = time.perf_counter()
-        for token in tokens[longest + warm_up : room]:
-            sweeps[-1].append(milliseconds(functools.partial(decoder.step, [token] * len(rows))))
+        for token in tokens[warm:room]:
+            sweeps[-1].append(milliseconds(functools.partial(decoder.step, [token])))
             if len(sweeps[-1]) >= LEAST_STEPS and time.perf_counter() - sweep_started > LONGEST_S:
                 break
     return sweeps
@@ -225,39 +189,20 @@ def time_passes(decoder: Decoder, tokens: Sequence[int], depth: int, asked: Spec
     return times
 
 
-def decode_for(
-    decoder: Decoder, tokens: Sequence[int], depth: int, room: int, least_s: float, meter: EnergyMeter
-) -> tuple[int, float, float | None]:
+def decode_for(decoder: Decoder, tokens: Sequence[int], depth: int, room: int, least_s: float) -> tuple[int, float]:
     """Decode from `depth` to `room` tokens again and again, once at least and for `least_s` seconds of decoding.
 
-    Returns tokens, seconds and joules (None if the meter reads nothing) of the steps, the prompts left out.
+    Returns tokens and seconds of the steps, the prompts left out.
     """
     count, seconds = 0, 0.0
-    joules: float | None = 0.0
     while not count or seconds < least_s:
         decoder.prefill([tokens[:depth]], max_length=room)
-        before, started = meter.joules(), time.perf_counter()
-        for index, token in enumerate(tokens[depth:room]):
+        started = time.perf_counter()
+        for token in tokens[depth:room]:
             decoder.step([token])
-            if index % METER_EVERY_STEPS == 0:
-                meter.joules()
         seconds += time.perf_counter() - started
         count += room - depth
-        after = meter.joules()
-        joules = None if joules is None or before is None or after is None else joules + after - before
-    return count, seconds, joules
-
-
-def measure_energy(decoder: Decoder, tokens: Sequence[int], depth: int, steps: int) -> dict[str, Any]:
-    """Joules of one token at `depth`, the machine's idle share included; or under `absent` why not."""
-    meter = EnergyMeter()
-    source = meter.source
-    if source is None or not depth:
-        return {"absent": meter.reason if source is None else "no decoding depth fits the context"}
-    count, _, joules = decode_for(decoder, tokens, depth, depth + steps, ENERGY_S, meter)
-    if joules is None:
-        return {"absent": meter.reason}
-    return {"joules_per_token": joules / count, "source": source}
+    return count, seconds
 
 
 def decode_windows(decoder: Decoder, tokens: Sequence[int], asked: Specification) -> list[dict[str, Any]]:
@@ -265,18 +210,17 @@ def decode_windows(decoder: Decoder, tokens: Sequence[int], asked: Specification
 
     A window has a thirtieth of the run, but 1 to 30 s of decoding; none begins less than half of that before the end.
     """
-    depth, minutes, meter = asked["depth"], asked["minutes"], EnergyMeter()
+    depth, minutes = asked["depth"], asked["minutes"]
     room = depth + asked["warm_up_steps"] + asked["steps"]
     length = min(MOST_WINDOW_S, max(LEAST_WINDOW_S, 60 * minutes / WINDOWS))
     windows = list[dict[str, Any]]()
-    decode_for(decoder, tokens, depth, room, 0.0, meter)  # warm-up
+    decode_for(decoder, tokens, depth, room, 0.0)  # warm-up
     started = time.perf_counter()
     while not windows or time.perf_counter() - started + length / 2 < 60 * minutes:
         begin = time.perf_counter() - started
-        count, busy, joules = decode_for(decoder, tokens, depth, room, length, meter)
+        count, busy = decode_for(decoder, tokens, depth, room, length)
         window = {"start_s": begin, "tokens_per_s": count / busy, "tokens": count}
-        energy = {"joules_per_token": None if joules is None else joules / count}
-        windows.append({**window, **read_sensors(asked.get("cpus") or ()), **energy})
+        windows.append({**window, **read_sensors(asked.get("cpus") or ())})
     return windows
 
 

@@ -31,12 +31,11 @@ _WINDOW = {
     "tokens_per_s": "tokens/s",
     "clock_mhz": "clock MHz",
     "temperature_c": "\u00b0C",
-    "joules_per_token": "J per token",
 }
 
 
 def print_bench(console: Console, bench: Bench) -> None:
-    """What was measured, what was not and why, whether the run counts, quality and budget."""
+    """What was measured, whether the run counts, quality and budget."""
     console.print(describe(bench), markup=False)
     if bench.placement is not None:
         console.print(str(bench.placement.get("line", "")), markup=False)
@@ -44,8 +43,6 @@ def print_bench(console: Console, bench: Bench) -> None:
         table.print(console)
     if not bench.tpot_ms:
         console.print(f"No decoding depth fits the context of {count(bench.context_length)} tokens.")
-    for name, reason in bench.absent.items():
-        console.print(f"not measured: {name} ({reason})", markup=False, style="dim")
     if bench.budget is not None:
         budget_table(bench.budget).print(console)
     for line in verdict_lines(bench):
@@ -128,12 +125,11 @@ def _value(limit: LimitVerdict) -> str:
 
 
 def bench_tables(bench: Bench) -> list[Table]:
-    """Figures, times by depth, batches, the sustained run and other runtimes, as far as they were measured."""
+    """Figures, times by depth, the sustained run and other runtimes, as far as they were measured."""
     tables = [
         _figures(bench),
         _depths(bench),
         _passes(bench),
-        _batches(bench),
         _sustained(bench),
         _peers(bench),
         _tasks(bench),
@@ -154,18 +150,13 @@ def _tasks(bench: Bench) -> Table:
 
 
 def _figures(bench: Bench) -> Table:
-    split = bench.memory_split or {}
-    names = {"anonymous": "anonymous_bytes", "mapped files": "file_bytes", "PSS": "pss_bytes", "USS": "uss_bytes"}
     firsts = {f"first token, prompt of {prompt}": (f"ttft_ms.{prompt}", ms) for prompt, ms in bench.ttft_ms.items()}
     peak = f"peak memory, {count(bench.peak_rss_context_tokens)} tokens"
     shown = [
         ("load", "load_s", bench.load_s, "s", 1.0),
-        ("load from a cold cache", "", bench.cold_load_s, "s", 1.0),
         *((label, *found, "ms", 1.0) for label, found in firsts.items()),
         ("prefill", "", bench.prefill_tokens_per_s, "tokens/s", 1.0),
         (peak, "peak_rss_bytes", bench.peak_rss_bytes, "MB", 1e6),
-        *((f"  peak {name}", "", split.get(key), "MB", 1e6) for name, key in names.items()),
-        ("energy of a token", "joules_per_token", bench.joules_per_token, "J", 1.0),
     ]  # fmt: skip
     rows = [
         (label, with_unit(value, unit, scale), _noise(bench, key, scale))
@@ -202,15 +193,6 @@ def _passes(bench: Bench) -> Table:
         rows.append((tokens, *map(number, (time_ms, *(1000 * each / time_ms if time_ms else None for each in made)))))
     headers = ("tokens read at once", "ms", *(f"tokens/s at {chance:.0%} accepted" for chance in chances))
     return Table("Reading ahead (prompt lookup)", headers, rows, ())
-
-
-def _batches(bench: Bench) -> Table:
-    headers = ("sequences together", "tokens/s of all", "step p50 ms", "step p95 ms", "peak MB")
-    rows = [
-        (rows, *map(number, (one.decode_tokens_per_s, one.step_ms.p50, one.step_ms.p95)), megabytes(one.peak_rss_bytes))
-        for rows, one in bench.batches.items()
-    ]
-    return Table("Several sequences", headers, rows, ())
 
 
 def _sustained(bench: Bench) -> Table:

@@ -51,15 +51,6 @@ class MemoryFloor:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Sequences decoded together."""
-
-    decode_tokens_per_s: Figure
-    step_ms: Percentiles
-    peak_rss_bytes: Figure = None
-
-
-@dataclass(frozen=True)
 class Sustained:
     """Decoding for minutes: figures of each window, and what the last one lost against the first."""
 
@@ -118,20 +109,15 @@ class Bench:
     memory_floor: MemoryFloor = field(default_factory=lambda: MemoryFloor({}))
     prefill_tokens_per_s: Figure = None
     load_s: Figure = None
-    cold_load_s: Figure = None
     file_bytes: Figure = None
     peak_rss_bytes: Figure = None
     peak_rss_context_tokens: int | None = None
-    memory_split: dict[str, Figure] | None = None
-    joules_per_token: Figure = None
-    batches: dict[str, Batch] = field(default_factory=dict)
     sustained: Sustained | None = None
     against: dict[str, Peer] = field(default_factory=dict)
     against_ratios: dict[str, Ratio] = field(default_factory=dict)
     noise: dict[str, Interval] = field(default_factory=dict)
     noise_reasons: list[str] = field(default_factory=list)
     clean: bool = True
-    absent: dict[str, str] = field(default_factory=dict)
     rounds: int = 1
     parameters: int | None = None
     context_length: int | None = None

@@ -136,7 +136,6 @@ def html_page(title: str, inputs: Inputs) -> str:
         verdict=None if bench is None or bench.budget is None else bench.budget.verdict,
         lines=_headline(inputs),
         machine=None if bench is None else bench.machine,
-        absent={} if bench is None else bench.absent,
         stages=inputs.stages,
         sections=shown,
         samples=inputs.samples,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.measure.bench import parse_numbers, ragged_lengths, round_checks
+from benchmarks.measure.bench import parse_numbers, round_checks
 from benchmarks.measure.process import ChildFailure, Payloads, Turn, run_child, take_turns
 from benchmarks.measure.summary import summarise, summarise_sustained
 from benchmarks.measure.worker import decode_windows
@@ -88,12 +88,12 @@ def test_a_process_is_watched_and_its_surroundings_are_cleared(monkeypatch: pyte
 def speed_round(step: float, others: float = 0.0) -> dict[str, Any]:
     return {
         "load_s": 0.2, "ttft_ms": {"128": [10.0]}, "step_ms": {"32": [[step] * 4]},
-        "energy": {"absent": "no counter"}, "cpus": [0], "other_cpu_cores": others,
+        "cpus": [0], "other_cpu_cores": others,
     }  # fmt: skip
 
 
 def summary(steps: list[float], others: float | list[float] = 0.0) -> dict[str, Any]:
-    memory = {"peak_rss_bytes": 1000, "context_tokens": 8, "split": None}
+    memory = {"peak_rss_bytes": 1000, "context_tokens": 8}
     busy = others if isinstance(others, list) else [others] * len(steps)
     speed = [speed_round(step, cores) for step, cores in zip(steps, busy, strict=True)]
     raw = {"speed": speed, "memory": [memory]}
@@ -128,13 +128,6 @@ def test_the_named_reason_is_the_one_that_decided() -> None:
     assert busy["clean"] is False and "other programs" in reasons(busy)
 
 
-def test_what_cannot_be_read_is_absent_with_its_reason() -> None:
-    found = summary([2.0])
-    assert found["joules_per_token"] is None and found["absent"]["joules_per_token"] == "no counter"
-    assert found["memory_split"] is None and "smaps_rollup" in found["absent"]["memory_split"]
-    assert found["cold_load_s"] is None and "cold_load_s" in found["absent"]
-
-
 class Slowing:
     """A decoder whose steps take one millisecond at first and two after 300 of them, by a clock of its own."""
 
@@ -167,20 +160,12 @@ def test_windows_show_how_the_speed_falls(monkeypatch: pytest.MonkeyPatch) -> No
     assert alone["throttling_percent"] is None and alone["throttled"] is None
 
 
-def test_batches_are_ragged_and_fit() -> None:
-    assert ragged_lengths(1, 2048) == [128]
-    assert ragged_lengths(4, 2048) == [128, 107, 86, 64]
-    assert max(ragged_lengths(2, 200)) + 148 == 200
-    with pytest.raises(UsageError, match="no room"):
-        ragged_lengths(2, 149)
-
-
 def test_lists_of_numbers_are_checked() -> None:
-    assert parse_numbers("--batch-size", "4,1,4") == [1, 4]
-    assert parse_numbers("--batch-size", None) == []
+    assert parse_numbers("prompt_lengths", "4,1,4") == [1, 4]
+    assert parse_numbers("prompt_lengths", None) == []
     for wrong in ("0", "two", "1;4", "-1"):
-        with pytest.raises(UsageError, match="--batch-size"):
-            parse_numbers("--batch-size", wrong)
+        with pytest.raises(UsageError, match="--set prompt_lengths"):
+            parse_numbers("prompt_lengths", wrong)
 
 
 def rounds(count: int, runs: int, noise: float, correlation: float, seed: int = 0) -> list[list[float]]:

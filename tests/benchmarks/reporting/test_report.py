@@ -175,8 +175,6 @@ def test_all_that_bench_measured_is_shown() -> None:
     score = {"metric": "acc", "metrics": {"acc": [0.5, None]}, "documents": 99, "shots": 0}
     bench = measured(
         rounds=5,
-        memory_split={"pss_bytes": 41_000_000},
-        joules_per_token=0.25,
         sustained={
             "windows": [{"start_s": 30, "tokens_per_s": 480.0, "clock_mhz": None}] * 40,
             "throttling_percent": 7.0,
@@ -195,8 +193,6 @@ def test_all_that_bench_measured_is_shown() -> None:
     text = markdown("T", Inputs([], bench))
     for words in (
         "| first token, prompt of 128 | 10.0 ms | 9.00 to 11.0 (noisy) |",
-        "| peak PSS | 41.0 MB |  |",
-        "| energy of a token | 0.250 J |  |",
         "| 512 | 2.00 | 2.00 | 2.40 | 4.00 | 0.500 | 500 |",
         "THROTTLED: the last of 40 windows is 7.0% below the first.",
         "| llama.cpp (noisy) | \u2013 | 50.0 | 236 | \u2013 |",
