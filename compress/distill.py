@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sportsllm.files import JsonObject
 
 _LOSS, _SHAPE = "Loss", "Shape"
-_RARE = pick(DISTILLATION, ("mix", "hidden_weight", "signal_tokens", "teacher_precision"))
+_RARE = pick(DISTILLATION, ("hidden_weight", "signal_tokens", "teacher_precision"))
 _SEQUENCE_TIMES_SELECTED = 4
 _SELECTION_TOKENS = 1_000_000  # with --select-tokens, if no length is given
 _STARTED = "start.json"  # in an unfinished directory: the layers that hidden states are matched at
@@ -68,17 +68,13 @@ def distill(
         ),
     ] = None,
     kl_weight: Annotated[
-        str | None,
+        float | None,
         typer.Option(
-            help="Weight of the divergence, or a range over training such as 0.5:1; the rest is cross-entropy.",
+            help="Weight of the KL divergence in the loss; the rest is cross-entropy.",
             show_default="0.5 for teachers trained on under 100 tokens per parameter, else 1; 0.9 for random weights",
             rich_help_panel=_LOSS,
         ),
     ] = None,
-    divergence: Annotated[
-        str,
-        typer.Option(help="forward-kl, reverse-kl, skew-kl, skew-reverse-kl or js.", rich_help_panel=_LOSS),
-    ] = "forward-kl",
     temperature: Annotated[
         float, typer.Option(help="Softmax temperature of teacher and student.", rich_help_panel=_LOSS)
     ] = 1.0,
@@ -136,7 +132,7 @@ def distill(
     already_trained = isinstance(begin, Checkpoint) and begin.already_trained
     run = Run(begin.kind, begin.shape, lora_rank is not None, already_trained)
     found |= {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
-    found |= {"kl_weight": kl_weight, "divergence": divergence, "temperature": temperature, "signals": signals}
+    found |= {"kl_weight": kl_weight, "temperature": temperature, "signals": signals}
     holdouts = tuple(path for path in begin.inputs if path.is_dir())
     found["lora_rank"] = lora_rank
     plan = plan_training(run, source, tokens, found, corpus, valid, seed, reading, holdouts)

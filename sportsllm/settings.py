@@ -76,14 +76,12 @@ STEPS: Group = {
 }
 DISTILLATION: Group = {
     "kl_weight": Setting(
-        str,
-        "Weight of the divergence in the loss, or a range over training such as 0.5:1; the rest is cross-entropy",
+        float,
+        "Weight of the KL divergence in the loss; the rest is cross-entropy",
         "0.5 for teachers trained on fewer than 100 tokens per parameter, else 1; 0.9 for random weights",
+        0,
+        1,
     ),
-    "divergence": Setting(
-        str, "Divergence", "forward-kl", choices=("forward-kl", "reverse-kl", "skew-kl", "skew-reverse-kl", "js")
-    ),
-    "mix": Setting(float, "Share of the first distribution in the mixture of skew-kl and js", "0.1; js 0.5"),
     "temperature": Setting(float, "Softmax temperature of teacher and student", "1"),
     "hidden_weight": Setting(
         float,

@@ -66,9 +66,9 @@ CASES: list[tuple[str, int, str]] = [
     (f"quantize {MODEL} --out {NEW} --method gptqq", USAGE, "choose one of rtn, mse, balance, gptq"),
     (f"export {MODEL} --out {NEW} --format onxn", USAGE, "onnx"),
     (
-        f"distill --teacher {MODEL} --student {MODEL} --divergence forward --corpus {TEXT} --out {NEW}",
+        f"distill --teacher {MODEL} --student {MODEL} --kl-weight often --corpus {TEXT} --out {NEW}",
         USAGE,
-        "forward-kl",
+        "Input should be a valid number",
     ),
     (f"prune {MODEL} --out {NEW} --params 0.5 --set refit=maybe --calibration {TEXT}", USAGE, "true or false"),
     # options of another command, and directories of another kind

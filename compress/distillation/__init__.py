@@ -1,1 +1,1 @@
-"""Distillation: settings, the running teacher, divergences, the student's training, recovery. Imports teacher_cache."""
+"""Distillation: settings, the running teacher, the student's training, recovery. Imports teacher_cache."""

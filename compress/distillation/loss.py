@@ -1,16 +1,14 @@
-"""The loss that a student is trained with: a divergence from its teacher, cross-entropy, and matched hidden states.
+"""The loss that a student is trained with: KL divergence from its teacher, cross-entropy, and matched hidden states.
 
-With p the teacher's distribution and q the student's, both at temperature T, every divergence is T^2 * D(p, q); the
-factor keeps the gradient's size (Hinton et al., https://arxiv.org/abs/1503.02531). `sportsllm.training.loss.head_loss`
-runs it on one chunk of logits at a time. Forward KL, the default, has a gradient by hand, which is 1.5 times as fast;
-the others are differentiated by autograd.
+With p the teacher's distribution and q the student's, both at temperature T, the first is T^2 * KL(p || q); the factor
+keeps the gradient's size (Hinton et al., https://arxiv.org/abs/1503.02531). `sportsllm.training.loss.head_loss` runs it
+on one chunk of logits at a time. Its gradient is written by hand, which is 1.5 times as fast as autograd.
 Shape suffixes: B rows, T tokens, N tokens of a batch in one row, C tokens of a chunk, V vocabulary, D student's
 hidden_size, E teacher's.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from compress.distillation.settings import DistillationConfig, LayerMap, divergence_share
+from compress.distillation.settings import DistillationConfig, LayerMap
 from compress.distillation.teacher import teacher_logits
 from sportsllm import processes
 from sportsllm.models.config import ModelConfig
@@ -45,23 +43,19 @@ _RIDGE = 1e-3  # of a fitted projection, as a share of the states' mean square
 _LEAST_SQUARE = 1e-12  # of a teacher's state, so that a state of zeros divides by something
 
 
-def distillation_loss(
-    config: DistillationConfig, teacher: SportsLLM | None, batches: int = 1, cache: TeacherCache | None = None
-) -> Loss:
+def distillation_loss(config: DistillationConfig, teacher: SportsLLM | None, cache: TeacherCache | None = None) -> Loss:
     """The training loss, summed over scored tokens; neither model's logits exist as a whole.
 
-    w * T^2 * D(teacher, student) + (1 - w) * cross-entropy + hidden_weight * `HiddenMatching`, w on its way over
-    training.
+    w * T^2 * KL(teacher || student) + (1 - w) * cross-entropy + hidden_weight * `HiddenMatching`
 
     Args:
         config: with hidden_weight, the student's `matching` is attached.
         teacher: None if it does not have to run.
-        batches: of the whole training, accumulated ones counted singly.
         cache: to learn from instead of the teacher's logits.
     """
 
     def loss(student: SportsLLM, batch: Batch) -> Tensor:
-        weight = config.kl_weight.at(batch.index / max(1, batches - 1))
+        weight = config.kl_weight
         if cache is None and weight == 0.0 and not config.hidden_weight:
             hidden = student.hidden(batch.tokens, batch.documents)
             return cross_entropy(hidden, student.head_weight, batch.targets, softcap=student.config.logit_softcap)
@@ -74,7 +68,7 @@ def distillation_loss(
         else:
             assert logits is not None, "without a cache the teacher runs"
             targets_N = batch.targets.flatten()
-            chunk_loss = mixed_chunk(targets_N, logits, weight, config.temperature, config.divergence, config.mix)
+            chunk_loss = mixed_chunk(targets_N, logits, weight, config.temperature)
         chunk_loss = softcapped_chunk(chunk_loss, student.config.logit_softcap)
         total = head_loss(hidden.flatten(0, 1), student.head_weight, chunk_loss, exact=config.exact_logits)
         if ours and theirs:
@@ -85,52 +79,20 @@ def distillation_loss(
     return loss
 
 
-def mixed_chunk(
-    targets_N: Tensor,
-    teacher: TeacherLogits,
-    kl_weight: float,
-    temperature: float = 1.0,
-    kind: str = "forward-kl",
-    mix: float | None = None,
-) -> ChunkLoss:
-    """kl_weight * divergence + (1 - kl_weight) * cross-entropy; a weight of 1 or 0 leaves the other out.
-
-    Args and errors are those of `divergence_chunk`.
-    """
-    divergence = divergence_chunk(kind, targets_N, teacher, temperature, mix)
+def mixed_chunk(targets_N: Tensor, teacher: TeacherLogits, kl_weight: float, temperature: float = 1.0) -> ChunkLoss:
+    """kl_weight * `kl_chunk` + (1 - kl_weight) * cross-entropy; a weight of 1 or 0 leaves the other out."""
     if kl_weight == 1.0:
-        return divergence
+        return kl_chunk(targets_N, teacher, temperature)
     entropy = cross_entropy_chunk(targets_N)
     if kl_weight == 0.0:
         return entropy
-    if kind == "forward-kl" and temperature == 1.0:
+    if temperature == 1.0:
         return _kl_and_entropy_chunk(targets_N, teacher, kl_weight)
-    return blended_chunk(kl_weight, divergence, entropy)
+    return blended_chunk(kl_weight, kl_chunk(targets_N, teacher, temperature), entropy)
 
 
-def divergence_chunk(
-    kind: str, targets_N: Tensor, teacher: TeacherLogits, temperature: float = 1.0, mix: float | None = None
-) -> ChunkLoss:
-    """T^2 * D(p, q) at temperature T, 0 where the target is IGNORE.
-
-    forward-kl       KL(p || q)
-    reverse-kl       KL(q || p)
-    skew-kl          KL(p || a p + (1 - a) q)                   DistiLLM, https://arxiv.org/abs/2402.03898
-    skew-reverse-kl  KL(q || (1 - a) p + a q)                   DistiLLM
-    js               b KL(p || m) + (1 - b) KL(q || m),         GKD, https://arxiv.org/abs/2306.13649
-                     m = b p + (1 - b) q
-
-    Args:
-        kind: one of `compress.distillation.settings.DIVERGENCES`.
-        targets_N: only says which tokens are scored.
-        teacher: its logits.
-        temperature: T.
-        mix: a (0.1 if None) or b (0.5 if None).
-
-    Raises:
-        UsageError: an unknown kind, or a mix out of (0, 1) or where the kind has none.
-    """
-    share = divergence_share(kind, mix)
+def kl_chunk(targets_N: Tensor, teacher: TeacherLogits, temperature: float = 1.0) -> ChunkLoss:
+    """T^2 * KL(p || q) at temperature T, 0 where the target is IGNORE; targets only say which tokens are scored."""
 
     def chunk_loss(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
         count = logits_CV.shape[0]
@@ -138,10 +100,7 @@ def divergence_chunk(
         if temperature != 1.0:
             logits_CV.div_(temperature)
             teacher_CV.div_(temperature)
-        if kind == "forward-kl":
-            losses_C = _forward_kl(logits_CV, teacher_CV)[0]
-        else:
-            losses_C = _differentiated(kind, share, logits_CV, teacher_CV)
+        losses_C = _forward_kl(logits_CV, teacher_CV)[0]
         if temperature != 1.0:
             losses_C.mul_(temperature**2)
             logits_CV.mul_(temperature)
@@ -160,40 +119,6 @@ def blended_chunk(weight: float, first: ChunkLoss, second: ChunkLoss) -> ChunkLo
         return weight * loss + (1 - weight) * second_loss, gradient_CV
 
     return chunk_loss
-
-
-def _kl(log_a_CV: Tensor, log_b_CV: Tensor) -> Tensor:
-    """(C,) KL(a || b)."""
-    return (log_a_CV.exp() * (log_a_CV - log_b_CV)).sum(dim=-1)
-
-
-def _blend(log_a_CV: Tensor, log_b_CV: Tensor, share: float) -> Tensor:
-    """log(share * a + (1 - share) * b)."""
-    return torch.logaddexp(log_a_CV + math.log(share), log_b_CV + math.log(1 - share))
-
-
-def _jensen_shannon(log_p_CV: Tensor, log_q_CV: Tensor, share: float) -> Tensor:
-    log_m_CV = _blend(log_p_CV, log_q_CV, share)
-    return share * _kl(log_p_CV, log_m_CV) + (1 - share) * _kl(log_q_CV, log_m_CV)
-
-
-# (log p, log q, share) -> (C,); the formulas are those of `divergence_chunk`
-_BY_AUTOGRAD: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "reverse-kl": lambda log_p, log_q, _share: _kl(log_q, log_p),
-    "skew-kl": lambda log_p, log_q, share: _kl(log_p, _blend(log_p, log_q, share)),
-    "skew-reverse-kl": lambda log_p, log_q, share: _kl(log_q, _blend(log_q, log_p, share)),
-    "js": _jensen_shannon,
-}
-
-
-def _differentiated(kind: str, share: float, student_CV: Tensor, teacher_CV: Tensor) -> Tensor:
-    """(C,) divergences; the student's logits become their gradient."""
-    with torch.enable_grad():
-        logits_CV = student_CV.detach().requires_grad_()
-        losses_C = _BY_AUTOGRAD[kind](teacher_CV.log_softmax(dim=-1), logits_CV.log_softmax(dim=-1), share)
-        (gradient_CV,) = torch.autograd.grad(losses_C.sum(), logits_CV)
-    student_CV.copy_(gradient_CV)
-    return losses_C.detach()
 
 
 def _forward_kl(student_CV: Tensor, teacher_CV: Tensor, weight: float = 1.0) -> tuple[Tensor, Tensor]:

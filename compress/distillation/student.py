@@ -189,7 +189,7 @@ def train_student(
             fits = has_weights and not resumed and len(matching.projections) > 0
         judged = validation(text.split, text.tokenizer, config, has_weights)
         judged = judged and dataclasses.replace(judged, reported=training.reported)
-        loss = distillation_loss(distillation, teacher, config.steps * config.accumulation, cache)
+        loss = distillation_loss(distillation, teacher, cache)
         with attached(student, matching):
             place(student, device, config.shard, config.tensor_parallel)
             if fits:

@@ -119,15 +119,11 @@ def test_another_tokenizer_is_refused(
 
 def test_flags_out_of_range(tmp_path: Path) -> None:
     for settings, message in (
-        ({"kl_weight": "1.5"}, "--kl-weight"),
-        ({"kl_weight": "often"}, "--kl-weight"),
+        ({"kl_weight": 1.5}, "--kl-weight"),
         ({"teacher_precision": "int3"}, "--set teacher_precision"),
         ({"temperature": 0.0}, "--temperature"),
-        ({"divergence": "l2"}, "divergence"),
-        ({"mix": 0.5}, "--set mix"),
         ({"hidden_weight": -1.0}, "--set hidden_weight"),
         ({"signal_tokens": 5}, "--signals"),
-        ({"signals": tmp_path, "divergence": "js"}, "forward-kl alone"),
     ):
         with pytest.raises(UsageError, match=message):
             distillation_config(Start.RANDOM, Path(), settings)
