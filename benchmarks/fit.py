@@ -141,8 +141,8 @@ def fit(
     try:
         result = run_fit(source, device, out, effort, vocabularies=vocab_size or [], dry_run=dry_run)
     except (KeyboardInterrupt, InterruptedRun):
-        again = f"run the same command again to continue the search in {out}"
-        raise InterruptedRun(f"interrupted; {again}") from None
+        again = "" if dry_run else f"; run the same command again to continue the search in {out}"
+        raise InterruptedRun(f"interrupted{again}") from None
     print_fit(output(), result.to_json())
     return result
 

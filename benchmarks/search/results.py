@@ -90,7 +90,8 @@ def _cells(one: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
             cells.append(MISSING)
     loss, expected = one["rounded_loss_percent"], one["expected_loss_percent"]
     interval = one["interval_percent"]
-    cells.append(MISSING if loss is None else f"{loss:+.1f}%" + (_interval(interval) if interval else ""))
+    half = f" ±{max(loss - interval[0], interval[1] - loss):.1f}" if interval else ""
+    cells.append(MISSING if loss is None else f"{loss:+.1f}%{half}")
     cells.append(MISSING if expected is None else f"{expected:+.1f}%")
     notes = [
         "chosen" if one["name"] == result["chosen"] and not result.get("dry_run") else "",

@@ -37,7 +37,7 @@ from benchmarks.search.trials import Clock, Losses, Timed, Trials
 from compress.pruning.shapes import Shape, shape_for_share
 from compress.quantization.mixed_precision import DEFAULT_GROWTH
 from sportsllm import console
-from sportsllm.errors import ConflictError, GateError, UsageError
+from sportsllm.errors import ConflictError, GateError, InterruptedRun, UsageError
 from sportsllm.formats.huggingface import load_config, to_hf
 from sportsllm.formats.manifest import directory_bytes, manifest_of
 from sportsllm.models.config import Experts, ModelConfig
@@ -560,6 +560,31 @@ def test_a_dry_run_lists_all_makes_nothing_and_needs_no_text(fresh: Line, capsys
     assert result.chosen and not any(one["tried_tokens"] for one in result.candidates)
     shown = capsys.readouterr().out.replace("\n", "")
     assert all(one["name"] in shown for one in result.candidates) and "chosen" not in shown
+
+
+def test_what_is_interrupted_can_be_continued_unless_it_makes_nothing(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.fit.run_fit", interrupted)
+    for dry_run, message in ((True, "interrupted$"), (False, "interrupted; run the same command again to continue")):
+        with pytest.raises(InterruptedRun, match=f"^{message}"):
+            fit(teacher=checkpoint, target="host", corpus=[checkpoint / "config.json"], dry_run=dry_run)
+
+
+def test_the_table_breaks_no_number_at_120_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    one = {
+        "name": "l4-h64-f128-a2-k1-v2048-int4-b64-asym", "way": "evenly and depth", "parameters": 1_238_144,
+        "predicted": {"file_mb": 10.3, "tpot_p50_ms": 0.5}, "measured": None, "rounded_loss_percent": 28.3,
+        "expected_loss_percent": 15.1, "interval_percent": (26.5, 30.3), "within": True, "sure": True, "busy": False,
+        "closed_to": ["optimum"], "tried_tokens": 10, "bound_by": [],
+    }  # fmt: skip
+    result = {"target": "host", "decided_by": "prediction", "candidates": [one], "chosen": one["name"]}
+    print_fit(console.output(), {**result, "band": {"tpot_p50_ms": 2.0}, "whole_teacher": False})
+    cells = " ".join([str(one["name"]), "evenly and", "1,238,144", "10", "0.25-1", "+28.3% ±2.0", "+15.1%"])
+    assert any(" ".join(text.split()).startswith(cells) for text in capsys.readouterr().out.splitlines())
 
 
 def test_a_smaller_vocabulary_is_a_candidate_and_must_be_smaller(fresh: Line) -> None:
