@@ -157,7 +157,7 @@ def sample(
         return {**counts, "seconds": seconds, "tokens_per_s": counts["tokens"] / seconds}
 
     inputs = [checkpoint, *([prompts] if prompts else [])]
-    result = SampleResult.of(run_stage(out, Stage("sample", settings, inputs, seed=seed), make))
+    result = SampleResult.of(run_stage(out, Stage("data sample", settings, inputs, seed=seed), make))
     output().print(
         f"{out / CORPUS}: {result.documents:,} texts, {result.tokens:,} tokens, {result.bytes / 1e6:.2f} MB, "
         f"{result.tokens_per_s:,.0f} tokens/s",

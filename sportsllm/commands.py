@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Annotated, Any, NamedTuple, Self, cast, get_args
 
 import typer
 
-from sportsllm.errors import ArtifactError, ResourceError, UsageError
+from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError
 from sportsllm.files import ADAPTER, describe, require_directory
 from sportsllm.options import BY_NAME, READS_TEXT, TRAINABLE
 
@@ -73,19 +74,30 @@ def load_command(name: str) -> Command:
 
 
 def python_command(name: str) -> Command:
-    """`load_command` for callers in Python: plain types in its signature, the options' help in its documentation."""
+    """`load_command` for callers in Python: plain types in its signature, the options' help in its documentation, and
+    parameters instead of flags in its errors."""
     command = load_command(name)
     signature = inspect.signature(command, eval_str=True)
+
+    def named(text: str) -> str:
+        flags = {"--" + key.replace("_", "-"): f"`{key}`" for key in signature.parameters} | {"--set": "`settings`"}
+        return re.sub("--[a-z][a-z-]*", lambda found: flags.get(found[0], found[0]), text)
 
     @functools.wraps(command)
     def function(*args: object, **given: object) -> object:
         bound = signature.bind(*args, **given)
         for key, value in bound.arguments.items():
             try:
-                bound.arguments[key] = _from_python(signature.parameters[key], value)
+                bound.arguments[key] = as_given(signature.parameters[key].annotation, value)
             except UsageError as error:
                 raise UsageError(f"{key}: {error}") from None
-        return command(*bound.args, **bound.kwargs)
+        try:
+            result = command(*bound.args, **bound.kwargs)
+        except SportsLLMError as error:
+            error.args = (named(str(error)),)
+            raise
+        assert isinstance(result, Result)
+        return result if result.complaint is None else dataclasses.replace(result, complaint=named(result.complaint))
 
     plain_ones, lines = [], [inspect.getdoc(function) or "", "", "Args:"]
     for parameter in signature.parameters.values():
@@ -98,14 +110,18 @@ def python_command(name: str) -> Command:
     return function
 
 
-def _from_python(parameter: inspect.Parameter, value: object) -> object:
-    """A parameter's value in its type; a list may be given as its only item, and `settings` as a mapping."""
-    kinds = types_in(parameter.annotation)
+def as_given(annotation: object, value: object) -> object:
+    """A value from Python or a recipe in its type; a list may be given as its only item, and `settings` as a mapping.
+
+    Raises:
+        UsageError: what is wrong with it.
+    """
+    kinds = types_in(annotation)
     if isinstance(value, Path) and Path not in kinds:
         value = str(value)
     if {list, str} <= kinds and isinstance(value, Mapping):
         return value
-    return typed(parameter.annotation, [value] if list in kinds and isinstance(value, str | Path | int) else value)
+    return typed(annotation, [value] if list in kinds and isinstance(value, str | Path | int) else value)
 
 
 def typed(annotation: Any, value: object) -> object:

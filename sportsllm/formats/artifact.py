@@ -39,6 +39,7 @@ from sportsllm.formats.model_card import CARD, render_card
 
 STATE_DIRECTORY = "state"  # resumable state inside a `.partial`; removed before the rename
 STATE_FILE, LAUNCHES = "state.json", "launches"  # a file of the state, and its key for `processes.launches`
+AGAIN = "choose another --out or remove it"
 _SHOWN_DIFFERENCES = 3
 _PACKAGES = ("numpy", "torch", "onnx", "onnx-ir", "onnxruntime", "tokenizers", "safetensors", "bitsandbytes")
 
@@ -64,7 +65,8 @@ class Stage:
 
     def fingerprint(self) -> str:
         """Equal for two runs that must give the same directory."""
-        parts = [self.command, self.settings, self.seed, self.input_digests]
+        verb = self.command.rpartition(" ")[2]  # without its group, such as `data`
+        parts = [verb, self.settings, self.seed, self.input_digests]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -86,7 +88,7 @@ def finished_manifest(out: Path, stage: Stage) -> Manifest | None:
     if manifest.fingerprint != stage.fingerprint():
         raise ConflictError(
             f"{out}: exists already, made by {manifest.command!r} with other settings or inputs"
-            f"{_differences(manifest, stage)}; choose another --out or remove it"
+            f"{_differences(manifest, stage)}; {AGAIN}"
         )
     return manifest
 

@@ -183,15 +183,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise UsageError(f"--temperature is {self.temperature}; it must be 0 (greedy) or more")
+            raise UsageError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
         if self.top_k < 0:
-            raise UsageError(f"--top-k is {self.top_k}; it must be 0 (off) or more")
+            raise UsageError(f"top_k is {self.top_k}; it must be 0 (off) or more")
         if not 0 < self.top_p <= 1:
-            raise UsageError(f"--top-p is {self.top_p}; it must be in (0, 1], 1 is off")
+            raise UsageError(f"top_p is {self.top_p}; it must be in (0, 1], 1 is off")
         if not 0 < self.repetition_penalty < math.inf:
-            raise UsageError(f"--repetition-penalty is {self.repetition_penalty}; it must be above 0, 1 is off")
+            raise UsageError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0, 1 is off")
         if self.seed < 0:
-            raise UsageError(f"--seed is {self.seed}; it must be 0 or more")
+            raise UsageError(f"seed is {self.seed}; it must be 0 or more")
 
 
 def penalize(logits: Logits, seen: Sequence[int], penalty: float) -> Logits:

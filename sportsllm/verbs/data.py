@@ -102,7 +102,7 @@ def simulate(
         return {**counts, "size_bytes": counts["train_bytes"] + counts["valid_bytes"]}
 
     settings = {"megabytes": megabytes, "questions": questions} | ({"chats": chats} if chats else {})
-    stage = Stage("simulate", settings, seed=seed)
+    stage = Stage("data simulate", settings, seed=seed)
     result = SimulateResult.of(run_stage(out, stage, make))
     output().print(
         f"{out}: {result.train_documents:,} training and {result.valid_documents:,} held-out documents, "

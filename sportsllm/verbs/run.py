@@ -25,6 +25,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +36,7 @@ from typing import Annotated
 import typer
 
 from sportsllm import __version__, options
-from sportsllm.commands import COMMANDS, Command, Result, load_command, typed
+from sportsllm.commands import COMMANDS, Command, Result, as_given, load_command
 from sportsllm.errors import ConflictError, InterruptedRun, SportsLLMError, UsageError, did_you_mean
 from sportsllm.files import JsonObject, atomic_write_text, read_json, read_toml
 
@@ -132,7 +133,7 @@ def run(
             again = "run the same command again to continue"
             raise InterruptedRun(f"stage {stage.name!r}: interrupted; {again}") from None
         except SportsLLMError as error:
-            error.args = (f"stage {stage.name!r}: {error}",)
+            error.args = (f"stage {stage.name!r}: {_advised(str(error), checked, stage)}",)
             raise
         if result["complaint"]:
             log(str(result["complaint"]))
@@ -151,6 +152,20 @@ def run(
         exit_code=next(iter(missed.values()), 0),
         complaint=f"gates missed by: {', '.join(missed)}" if missed else None,
     )
+
+
+def _advised(message: str, recipe: Recipe, changed: RecipeStage) -> str:
+    """An error whose advice, if it is about a changed stage, names what was made from that stage's output too."""
+    from sportsllm.formats.artifact import AGAIN
+
+    stale = {changed.name}
+    for stage in recipe.stages:
+        if not stale.isdisjoint(stage.needs):
+            stale.add(stage.name)
+    outs = [Path(stage.settings["out"]) for stage in recipe.stages if stage.name in stale and "out" in stage.settings]
+    places = shlex.join(str(out) for out in outs if out.exists())
+    again = f"to make it again, with all that was made from it, type: rm -r {places}; to keep it, choose another --out"
+    return message.replace(AGAIN, again)
 
 
 def _write_jobs(
@@ -254,10 +269,8 @@ def _settings(
         if name not in given:
             errors += [f"setting {name!r} is missing"] if parameter.default is parameter.empty else []
             continue
-        value = resolved(given[name])
         try:
-            whole = name == "settings" and isinstance(value, dict)
-            checked[name] = value if whole else typed(parameter.annotation, value)
+            checked[name] = as_given(parameter.annotation, resolved(given[name]))
         except UsageError as error:
             errors.append(f"setting {name!r}: {error}")
     return checked, errors, needs - {_FOLDER}

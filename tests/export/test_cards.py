@@ -145,7 +145,7 @@ def test_results_of_other_models_are_ignored_and_damaged_ones_refused(line: dict
 
 
 def test_only_a_model_has_a_card(line: dict[str, Path], tmp_path: Path) -> None:
-    run_stage(tmp_path / "corpus", Stage("simulate", {"megabytes": 1}), lambda _: {})
+    run_stage(tmp_path / "corpus", Stage("data simulate", {"megabytes": 1}), lambda _: {})
     alone = shutil.copytree(line["gguf"], tmp_path / "alone")
     manifest = json.loads((alone / MANIFEST).read_text(encoding="utf-8"))
     manifest["parents"][0]["path"] = str(tmp_path / "gone")

@@ -47,7 +47,7 @@ def test_packed_checkpoints_keep_their_precision(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint", model, pack_model(model, 4, bits_of=lambda name: 8 if "embed" in name else None))
     assert sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1).precision == "int4"
     for dtype in ("fp32", "fp16-weights"):
-        with pytest.raises(UsageError, match=rf"--dtype {dtype}.*packed already"):
+        with pytest.raises(UsageError, match=rf"`dtype` {dtype}.*packed already"):
             sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "other", dtype=dtype, threads=1)
 
 

@@ -36,10 +36,10 @@ def test_a_loaded_model_generates_scores_and_gives_logits(checkpoint: Path) -> N
     assert stopped == text[: text.find(stop)]
     assert "parameters" in repr(model)
     wrong: dict[str, Any] = {
-        "--top-p is 3": {"top_p": 3},
+        "top_p is 3": {"top_p": 3},
         "max_new_tokens is 0": {"max_new_tokens": 0},
         "stop is empty": {"stop": ["a", ""]},
-        "--seed is -1": {"seed": -1},
+        "seed is -1": {"seed": -1},
         "the prompt is of type list": {"prompt": ["They"]},
     }
     for said, setting in wrong.items():
@@ -138,6 +138,10 @@ def test_values_are_converted_as_on_the_command_line(checkpoint: Path) -> None:
     assert stopped == text[: text.find(text[2])]
     with pytest.raises(UsageError, match="port: Input should be less than or equal to 65535, not 99999"):
         sportsllm.serve(checkpoint, port=99_999)
+    with pytest.raises(UsageError, match=r"^`teacher` needs `text` or `tasks`: quality"):
+        sportsllm.bench(checkpoint, teacher=checkpoint)
+    with pytest.raises(UsageError, match=r"^`settings` rounds=3 is more than most_rounds=1"):
+        sportsllm.bench(checkpoint, settings={"rounds": 3, "most_rounds": 1})
 
 
 def test_importing_and_looking_up_functions_loads_no_torch() -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+import sportsllm
 from benchmarks.bench import advice
 from benchmarks.bench import bench as run
 from benchmarks.devices.load import DEVICES, is_this_machine, load_device
@@ -297,6 +298,7 @@ def test_a_gguf_file_is_judged_by_its_own_size_and_by_no_copy_of_it(
     assert verdicts["file_mb"] == (0.001, "pass")
     assert verdicts["peak_memory_mb"] == verdicts["tpot_p50_ms"] == (None, "uncertain")
     assert code == 4 and f"--against llama.cpp={file}" in err and "are predicted" not in err
+    assert "give `teacher` and more held-out `text`" in str(sportsllm.bench(converted, target="host").complaint)
 
 
 @pytest.mark.parametrize(

@@ -591,7 +591,7 @@ def test_a_smaller_vocabulary_is_a_candidate_and_must_be_smaller(fresh: Line) ->
     search = partial(sportsllm.fit, teacher=fresh.teacher, target=str(fresh.budget), out=fresh.out, dry_run=True)
     assert any(one["shape"]["vocab_size"] == 320 for one in search(vocab_size=320).candidates)
     for size in (0, 384):
-        with pytest.raises(UsageError, match=f"--vocab-size {size}: must be below the teacher's 384 and above 0"):
+        with pytest.raises(UsageError, match=f"`vocab_size` {size}: must be below the teacher's 384 and above 0"):
             search(vocab_size=[320, size])
 
 

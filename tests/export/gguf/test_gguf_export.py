@@ -153,7 +153,7 @@ def test_a_packed_checkpoint_keeps_its_numbers(
     quantize_checkpoint(checkpoint, tmp_path / "packed", QuantizationConfig(bits, symmetric=symmetric), method="rtn")
     result = sportsllm.export(tmp_path / "packed", out=tmp_path / "gguf", format="gguf")
     assert main in result.formats
-    with pytest.raises(UsageError, match=r"--dtype fp16: .* is packed already"):
+    with pytest.raises(UsageError, match=r"`dtype` fp16: .* is packed already"):
         sportsllm.export(tmp_path / "packed", out=tmp_path / "half", format="gguf", dtype="fp16")
     convert_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
     back, ours = load_checkpoint(tmp_path / "back"), load_checkpoint(tmp_path / "packed")

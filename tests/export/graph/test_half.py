@@ -97,7 +97,7 @@ def test_the_command_and_the_loaders_files(int4: Path, tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize("options", [{"kv_cache": "int8"}, {"format": "standard"}], ids=str)
 def test_what_is_for_cpus_is_refused(options: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--dtype fp16 with .*for CPUs"):
+    with pytest.raises(UsageError, match=r"`dtype` fp16 with .*for CPUs"):
         sportsllm.export(checkpoint, out=tmp_path / "out", dtype="fp16", **options)
 
 

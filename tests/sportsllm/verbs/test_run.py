@@ -68,8 +68,15 @@ def test_stages_run_once_are_kept_and_told_apart_when_changed(tmp_path: Path) ->
     kept = json.loads((out / "score.json").read_text(encoding="utf-8"))
     assert kept["bits_per_byte"] > 0
     changed = write(tmp_path, GOOD.replace("steps = 1", "steps = 2"))
-    with pytest.raises(ConflictError, match=r"stage .model.: .*other settings"):
+    with pytest.raises(ConflictError, match=r"stage .model.: .*other settings") as caught:
         run(changed, out)
+    assert f"type: rm -r {out / 'model'};" in str(caught.value)  # `score` is computed again as it is
+    with pytest.raises(ConflictError, match=r"made by 'data simulate' with other .*") as caught:
+        run(write(tmp_path, GOOD.replace("questions = 10", "questions = 11")), out)
+    command = str(caught.value).partition("type: ")[2].partition(";")[0]
+    assert command == f"rm -r {out / 'corpus'} {out / 'model'}"
+    subprocess.run(command, shell=True, check=True)
+    assert [row.cached for row in run(path, out).stages] == [False, False, False]
 
 
 def test_a_changed_file_behind_a_name_is_told_apart_and_long_text_is_no_path(tmp_path: Path) -> None:
@@ -168,6 +175,14 @@ def test_an_interrupted_stage_is_taken_up_again(tmp_path: Path, capsys: pytest.C
     result = run(path, tmp_path / "out")
     assert [row.cached for row in result.stages] == [True, False, False]
     assert "continuing the interrupted run" in capsys.readouterr().err
+
+
+def test_a_list_may_be_written_as_its_only_item(tmp_path: Path) -> None:
+    recipe = GOOD.replace('["@corpus/train.jsonl"]', '"@corpus/train.jsonl"')
+    recipe += '[[stage]]\nname = "fits"\ncommand = "fit"\nteacher = "@model"\ntarget = "host"\nvocab_size = 260\n'
+    stages = load_recipe(write(tmp_path, recipe + "limit = { file_mb = 1 }\n"), tmp_path).stages
+    assert stages[1].settings["corpus"] == [tmp_path / "corpus" / "train.jsonl"] and stages[1].needs == ("corpus",)
+    assert stages[3].settings["vocab_size"] == [260] and stages[3].settings["limit"] == {"file_mb": 1}
 
 
 def test_defaults_fill_in(tmp_path: Path) -> None:
