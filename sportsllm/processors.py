@@ -94,9 +94,8 @@ def training_device(quiet: bool = False) -> torch.device:
 def batch_threads(count: int) -> Iterator[ThreadPoolExecutor | None]:
     """`count` threads, each with its share of the CPU's; None for 1, which is the caller's own thread.
 
-    For models too small to keep all cores busy with one batch: with a batch on each of two cores, 1.0M parameters train
-    1.1 to 1.8 times as fast (docs/results). PyTorch's operators release the interpreter's lock as they compute, and a
-    backward pass runs in the thread that asks for it. The caller's thread keeps all of the CPU's threads.
+    For models too small to keep all cores busy with one batch: PyTorch's operators release the interpreter's lock as
+    they compute. The caller's thread keeps all of the CPU's threads.
     """
     if count == 1:
         yield None

@@ -16,7 +16,7 @@ from sportsllm.errors import UsageError, did_you_mean
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting: its type (bool, int, float, str, or tuple for numbers with commas between), its meaning, its default.
+    """A setting: its type (bool, int, float or str), its meaning, its default.
 
     `least` and `most` bound numbers; `choices` lists the values of a text.
     """
@@ -40,7 +40,6 @@ TRAINING: Group = {
         choices=("auto", "fp32", "bf16", "fp16"),
     ),
     "accumulation": Setting(int, "Batches per optimizer step", "leaves 200 steps or more; 4 with --steps", 1),
-    "parallel_batches": Setting(int, "Batches computed in parallel, each on its share of the threads", "1", 1),
     "optimizer": Setting(str, "Optimizer; muon is Muon and AdamW", "muon if its steps are cheap", choices=OPTIMIZERS),
     "optimizer_bits": Setting(int, "Bits of optimizer states: 32, 16 (gradients too) or 8 (AdamW only)", "32"),
     "schedule": Setting(str, "Learning-rate schedule", "cosine", choices=("cosine", "wsd")),
@@ -50,10 +49,7 @@ TRAINING: Group = {
     "weight_decay": Setting(float, "Weight decay", "0.1; 0 for quantized weights", 0),
     "clip_norm": Setting(float, "Gradient norm above which gradients are clipped", "1", 0),
     "muon_learning_rate": Setting(float, "Peak learning rate of Muon", "from the initial weights and from trials", 0),
-    "muon_momentum": Setting(float, "Momentum of Muon", "0.95", 0, 1),
     "muon_nesterov": Setting(bool, "Nesterov momentum in Muon", "true"),
-    "muon_steps": Setting(int, "Newton-Schulz steps of Muon", "5", 1),
-    "muon_coefficients": Setting(tuple, "Newton-Schulz coefficients of Muon", "3.4445,-4.775,2.0315"),
     "checkpoint_activations": Setting(bool, "Recompute activations in the backward pass to save memory", "false"),
     "shard": Setting(bool, "Shard weights, gradients and optimizer states over several processes", "false"),
     "tensor_parallel": Setting(int, "With shard: processes that split each matrix between them", "1", 1),
@@ -237,10 +233,9 @@ def _parse(where: str, text: str, setting: Setting) -> object:
             raise UsageError(f"{where}: write true or false")
         return text == "true"
     try:
-        value = tuple(map(float, text.split(","))) if setting.kind is tuple else setting.kind(text)
+        value = setting.kind(text)
     except ValueError:
-        wanted = "list of numbers a,b,c" if setting.kind is tuple else setting.kind.__name__
-        raise UsageError(f"{where}: is not a valid {wanted}") from None
+        raise UsageError(f"{where}: is not a valid {setting.kind.__name__}") from None
     check_value(where, value, setting)
     return value
 

@@ -33,7 +33,7 @@ def log_cost(model: ModelConfig, config: TrainConfig) -> None:
     if seconds < _SHORT_S:
         return
     step = TrainingStep(
-        config.batch_size * config.parallel_batches,
+        config.batch_size,
         config.sequence,
         {torch.float32: "fp32", torch.float16: "fp16"}.get(dtype, "bf16"),
         config.optimizer,

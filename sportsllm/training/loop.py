@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from sportsllm.files import JsonObject, parse_json
 from sportsllm.models.experts import balance_biases, pop_expert_load
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
-from sportsllm.processors import batch_threads
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences
 from sportsllm.training.loss import cross_entropy
 from sportsllm.training.optimizers import Schedule, build_optimizers, computes_in_bfloat16
@@ -143,7 +141,6 @@ def train_model(
         (directory / METRICS).open("a", buffering=1, encoding="utf-8") as run.metrics,
         progress_bar(description, config.steps * config.tokens_per_step, first_step * config.tokens_per_step) as bar,
         _interrupt_flag() as run.interrupted,
-        batch_threads(config.parallel_batches) as run.threads,
     ):
         if validation is not None and state.step == 0 and (score := state.start(validation)) is not None:
             run.write(valid_bits_per_byte=score)
@@ -185,12 +182,9 @@ class _Run:
         self.divided = isinstance(model, Stage) or processes.is_sharded(model.head_weight)
         self.pipeline: Pipeline | None = None  # made at the first step
         self.state = RunState(directory, model, self.optimizers, self.scaler, identity, config)
-        self.threads: ThreadPoolExecutor | None = None
         self.metrics: IO[str] | None = None
         self.interrupted, self.stopping = threading.Event(), False  # this process, and any of them
         self.last_save, self.saving = time.perf_counter(), False  # the first process's clock counts
-        if config.parallel_batches > 1:
-            _check_parallel(model, self.device)
         if processes.count() > 1:
             _check_together(model)
         torch.manual_seed(config.seed)
@@ -280,26 +274,10 @@ class _Run:
         if isinstance(self.model, Stage):
             self.pipeline = self.pipeline or Pipeline(self.model, chosen, self._autocast)
             return processes.stages() * self.pipeline.add_gradients(chosen, scored)
-        if self.threads is None:
-            for batch in chosen:
-                objective = self._objective(batch, scored, loss)
-                total += float(objective.detach())
-                self.scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
-            return total
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-        def differentiate(batch: Batch) -> tuple[float, tuple[Tensor | None, ...]]:
+        for batch in chosen:
             objective = self._objective(batch, scored, loss)
-            scaled = self.scaler.scale(objective)
-            return float(objective.detach()), torch.autograd.grad(scaled, parameters, allow_unused=True)
-
-        for value, gradients in self.threads.map(differentiate, chosen):
-            total += value
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                elif gradient is not None:
-                    parameter.grad.add_(gradient)
+            total += float(objective.detach())
+            self.scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
         return total
 
     def _autocast(self) -> torch.autocast:
@@ -313,8 +291,6 @@ class _Run:
             auxiliary = self.model.auxiliary_loss()
         objective = summed / scored
         if auxiliary is not None:
-            if self.threads is not None:  # a block holds its loss of one batch
-                raise UsageError("parallel_batches: the model's blocks add losses of their own; leave it out")
             objective = objective + auxiliary / self.config.accumulation
         value = float(objective.detach())
         if not math.isfinite(value) and processes.count() == 1:  # several processes meet in the backward pass
@@ -334,16 +310,6 @@ def _drop_metrics_after(path: Path, step: int) -> None:
             if isinstance(record, dict) and isinstance(logged := record.get("step"), int) and logged <= step:
                 kept.append(line)
     path.write_text("".join(kept), encoding="utf-8")
-
-
-def _check_parallel(model: SportsLLM, device: torch.device) -> None:
-    """Raise UsageError if batches cannot be computed side by side: on a GPU, or if threads would change the result."""
-    if device.type != "cpu":
-        raise UsageError(f"parallel_batches is for a CPU, the model is on {device.type}; leave it out")
-    if model.config.dropout:
-        raise UsageError("parallel_batches would draw dropout in another order each time; leave one of the two out")
-    if model.config.experts is not None or model.config.selection is not None:
-        raise UsageError("parallel_batches: experts and selection add a loss of one batch at a time; leave it out")
 
 
 def _check_together(model: SportsLLM) -> None:

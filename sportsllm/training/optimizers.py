@@ -165,10 +165,7 @@ class Muon(torch.optim.Muon):
             matrices,
             lr=config.muon_learning_rate,
             weight_decay=config.weight_decay,
-            momentum=config.muon_momentum,
             nesterov=config.muon_nesterov,
-            ns_coefficients=config.muon_coefficients,  # type: ignore[arg-type]  # three, which TrainConfig checks
-            ns_steps=config.muon_steps,
             adjust_lr_fn="original",
         )
         self.dtype = torch.bfloat16 if computes_in_bfloat16(matrices[0].device) else torch.float32

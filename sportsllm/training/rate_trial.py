@@ -53,9 +53,7 @@ def choose_rates(
     known = processes.from_first(kept.read_text(encoding="utf-8") if kept.exists() else "")
     if not known:
         log(f"trying learning rates on {steps} steps each")
-        short = dataclasses.replace(
-            config, accumulation=accumulation, parallel_batches=1, validate_every=0, steps=steps, warmup=1
-        )
+        short = dataclasses.replace(config, accumulation=accumulation, validate_every=0, steps=steps, warmup=1)
         known = processes.from_first(json.dumps(_try(model, batches, loss, short, selection)))
         atomic_write_text(kept, known)
     scores = {float(factor): score for factor, score in as_object(parse_json(known, kept), kept).items()}

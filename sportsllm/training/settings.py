@@ -32,14 +32,10 @@ class TrainConfig:
     steps: int = 5_000
     batch_size: int = 4
     accumulation: int = 4
-    parallel_batches: int = 1
     sequence: int = 512
     learning_rate: float = 3e-4
     muon_learning_rate: float = 0.02
-    muon_momentum: float = 0.95
     muon_nesterov: bool = True
-    muon_steps: int = 5
-    muon_coefficients: tuple[float, ...] = (3.4445, -4.7750, 2.0315)
     warmup: int = 50
     schedule: str = "cosine"
     min_lr_ratio: float = 0.1
@@ -67,21 +63,12 @@ class TrainConfig:
         for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if self.muon_momentum == 1:
-            raise UsageError("muon_momentum=1.0: must be below 1")
-        if self.parallel_batches > self.accumulation:
-            raise UsageError(
-                f"parallel_batches is {self.parallel_batches}, the batches of a step are {self.accumulation}; "
-                "add --set accumulation=N for as many"
-            )
-        if len(self.muon_coefficients) != 3 or not all(map(math.isfinite, self.muon_coefficients)):
-            raise UsageError(f"muon_coefficients are {self.muon_coefficients}; give three numbers, a,b,c")
         check_optimizer_bits(self.optimizer, self.optimizer_bits)
-        if self.shard and (self.optimizer_bits, self.parallel_batches) != (32, 1):
-            raise UsageError("--set shard=true: needs optimizer_bits=32 and parallel_batches=1")
-        alone = (self.shard, self.optimizer_bits, self.parallel_batches, self.precision == "fp16")
-        if self.pipeline > 1 and alone != (False, 32, 1, False):
-            raise UsageError("--set pipeline: not with shard, optimizer_bits, parallel_batches or precision=fp16")
+        if self.shard and self.optimizer_bits != 32:
+            raise UsageError("--set shard=true: needs optimizer_bits=32")
+        alone = (self.shard, self.optimizer_bits, self.precision == "fp16")
+        if self.pipeline > 1 and alone != (False, 32, False):
+            raise UsageError("--set pipeline: not with shard, optimizer_bits or precision=fp16")
         plain = (self.shard, self.optimizer) == (True, "adamw") and self.precision != "fp16"
         if self.tensor_parallel > 1 and not plain:
             raise UsageError("--set tensor_parallel: needs shard=true, optimizer=adamw and no precision=fp16")
@@ -166,7 +153,7 @@ def peak_rates(run: Run, optimizer: str = "adamw") -> tuple[float, float]:
 
 
 def train_config(
-    run: Run, tokens: int | None, flags: Mapping[str, object], *, seed: int = 0, parallel: bool = False
+    run: Run, tokens: int | None, flags: Mapping[str, object], *, seed: int = 0, staged: bool = False
 ) -> TrainConfig:
     """The settings of a run, printed in one line.
 
@@ -181,10 +168,10 @@ def train_config(
         tokens: to train on; None if `flags` give steps, or for 5,000 steps.
         flags: options and parsed settings by the names of `TrainConfig`, and `documented`; None if not given.
         seed: of the run.
-        parallel: whether the loss can be computed for several batches side by side.
+        staged: whether the loss can be computed in pipeline stages.
 
     Raises:
-        UsageError: a value out of range or without effect, or batches side by side although `parallel` is false.
+        UsageError: a value out of range or without effect, or a pipeline although `staged` is false.
     """
     given: JsonObject = {key: value for key, value in flags.items() if value is not None}
     documented = given.pop("documented", False)
@@ -197,9 +184,8 @@ def train_config(
         derived["steps"] = -(-tokens // _tokens_per_step(given))
     config = TrainConfig(**derived | given)
     _check_effect(config, given)
-    for name, what in (("parallel_batches", "computes batches side by side"), ("pipeline", "has stages")):
-        if getattr(config, name) > 1 and not parallel:
-            raise UsageError(f"--set {name}={getattr(config, name)}: only train {what}; leave it out")
+    if config.pipeline > 1 and not staged:
+        raise UsageError(f"--set pipeline={config.pipeline}: only train has stages; leave it out")
     if config.steps:
         log(described(config, run))
     return config
@@ -207,7 +193,7 @@ def train_config(
 
 def _tokens_per_step(values: JsonObject) -> int:
     sizes = {name: values[name] for name in ("batch_size", "accumulation", "sequence") if name in values}
-    return TrainConfig(**sizes, parallel_batches=1).tokens_per_step
+    return TrainConfig(**sizes).tokens_per_step
 
 
 def _derived(run: Run, tokens: int | None, given: JsonObject) -> JsonObject:

@@ -133,7 +133,7 @@ def train(
     shape = shape if rope_scaling is None else with_rope_scaling(shape, rope_scaling)
     given = {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
     run = Run(Start.RANDOM if checkpoint is None else Start.TRAINED, shape, lora_rank is not None)
-    config = train_config(run, tokens, pick(found, TRAINING) | given, seed=seed, parallel=True)
+    config = train_config(run, tokens, pick(found, TRAINING) | given, seed=seed, staged=True)
     log_cost(shape, config)
     adapters = adapter_settings(lora_rank, found.get("lora_targets"), found.get("lora_alpha"), config.optimizer)
     training, held_out = (corpus, valid or []) if corpus else _default_text(checkpoint, valid)

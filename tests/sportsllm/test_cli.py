@@ -246,7 +246,7 @@ def test_defaults_in_the_help_are_those_of_training() -> None:
     assert shown["steps"] == str(config.steps)
     for name in ("batch_size", "sequence"):
         assert shown[name] == f"up to {getattr(config, name)}", name
-    others = ("precision", "schedule", "min_lr_ratio", "decay_fraction", "muon_momentum", "muon_steps", "clip_norm")
+    others = ("precision", "schedule", "min_lr_ratio", "decay_fraction", "clip_norm")
     for name in (*others, "log_every"):
         value = getattr(config, name)
         assert TRAINING[name].default == (value if isinstance(value, str) else f"{value:g}"), name

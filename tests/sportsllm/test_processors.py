@@ -1,10 +1,10 @@
-"""Which device a name means, and names that mean none."""
+"""Which device a name means, names that mean none, and threads for batches."""
 
 import pytest
 import torch
 
 from sportsllm.errors import ResourceError, UsageError
-from sportsllm.processors import find_device
+from sportsllm.processors import batch_threads, find_device
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,16 @@ def test_a_process_of_several_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ResourceError, match="there is no GPU 3; CUDA GPUs here are 0 to 1"):
         find_device("auto")
+
+
+def test_each_thread_gets_its_share_and_the_caller_keeps_all() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    with batch_threads(2) as pool:
+        assert pool is not None
+        assert list(pool.map(lambda _: torch.get_num_threads(), range(6))) == [2] * 6
+        assert torch.get_num_threads() == 4
+    with batch_threads(1) as none:
+        assert none is None
+    assert torch.get_num_threads() == 4
+    torch.set_num_threads(before)
