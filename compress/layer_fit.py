@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.layerwise import StoredStates, after_sublayer, half_moment, kept_like, mirrored
+from compress.layerwise import BAND, StoredStates, after_sublayer, half_moment, kept_like, mirrored
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, adds_to_residual, input_groups
 from sportsllm.models.language_model import Block, first_positions
@@ -64,12 +64,45 @@ class LeastSquares:
         if not self.gram_II.any():
             return weight_OI.detach().float()
         weight, diagonal = weight_OI.detach().double(), self.gram_II.diagonal()
-        missed_OI, given = self.cross_OI - weight @ self.gram_II, diagonal.clone()
-        diagonal.add_(ridge * diagonal.mean())  # in place: a copy of a wide one is gigabytes
-        change = torch.linalg.solve(self.gram_II, missed_OI.T).T
+        missed_OI, given = torch.addmm(self.cross_OI, weight, self.gram_II, alpha=-1), diagonal.clone()
+        diagonal.add_(ridge * diagonal.mean())
+        try:
+            change = divided(missed_OI, self.gram_II)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # rounding has made the sums indefinite
+            change = torch.linalg.solve(self.gram_II, missed_OI.T).T
         diagonal.copy_(given)
-        solved: Tensor = (weight + change).float()
-        return solved
+        return change.add_(weight).float()
+
+
+def divided(rows_OI: Tensor, gram_II: Tensor) -> Tensor:
+    """rows @ gram^-1 in place of the rows, for a symmetric matrix; a copy of a wide one would be gigabytes.
+
+    Its lower triangle makes room for the Cholesky factor, and is filled in again from the upper one.
+
+    Raises:
+        LinAlgError: the matrix is not positive definite; the rows are as they were.
+    """
+    size, copies = len(gram_II), list[tuple[slice, Tensor]]()
+    try:
+        for start in range(0, size, BAND):
+            band, behind = slice(start, min(start + BAND, size)), slice(min(start + BAND, size), size)
+            copies.append((band, gram_II[band, band].clone()))
+            gram_II[start:, band] -= gram_II[start:, :start] @ gram_II[band, :start].T
+            gram_II[band, band] = root = torch.linalg.cholesky(gram_II[band, band])
+            gram_II[behind, band] = torch.linalg.solve_triangular(root.T, gram_II[behind, band], upper=True, left=False)
+        for band, _ in copies:
+            rows_OI[:, band] -= rows_OI[:, : band.start] @ gram_II[band, : band.start].T
+            root = gram_II[band, band].T
+            rows_OI[:, band] = torch.linalg.solve_triangular(root, rows_OI[:, band], upper=True, left=False)
+        for band, _ in reversed(copies):
+            rows_OI[:, band] -= rows_OI[:, band.stop :] @ gram_II[band.stop :, band]
+            root = gram_II[band, band]
+            rows_OI[:, band] = torch.linalg.solve_triangular(root, rows_OI[:, band], upper=False, left=False)
+    finally:
+        for band, copy in copies:
+            gram_II[band, band] = copy
+        mirrored(gram_II)
+    return rows_OI
 
 
 class ResidualPair(NamedTuple):
@@ -93,6 +126,8 @@ class LayerPair:
             give; the full layer's own if None.
         into: (D, K) map of the full model's residual stream to the changed one's, if they differ.
         own_rope: rotary tables of the changed layer, if they differ.
+        single_use: both layers are of no use after the fit, so their other matrices are dropped before the widest
+            second moment is added up, if the inputs are in a file.
     """
 
     block: Block
@@ -102,6 +137,7 @@ class LayerPair:
     wanted: Mapping[str, Tensor] | None = None
     into: Tensor | None = None
     own_rope: Rope | None = None
+    single_use: bool = False
 
 
 Solve = Callable[[str, nn.Linear, LeastSquares], None]
@@ -162,6 +198,10 @@ def _fit_group(
             bias = 0.0 if linear.bias is None else linear.bias
             keeps = isinstance(streams.changed, StoredStates) or matrix.columns <= _KEPT * pair.config.hidden_size
             kept = kept_like(streams.changed, ours) if keeps else None
+            if pair.single_use and sublayer == "mlp" and isinstance(kept, StoredStates):
+                for parameter in (*pair.source.parameters(), *pair.block.parameters()):
+                    if parameter.ndim > 1 and parameter is not linear.weight:
+                        parameter.data = parameter.new_empty(0, 0)
             ends = zip(streams.target, base, strict=True)
             targets = ((after if pair.into is None else after @ pair.into) - before - bias for after, before in ends)
             solve(matrix.name, linear, LeastSquares.over(zip(ours if kept is None else kept, targets, strict=True)))

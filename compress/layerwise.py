@@ -31,7 +31,7 @@ _KNOWN_BYTES, _KNOWN_SHARE = 2**28, 0.25  # of memory, and of the free disk for 
 Key = TypeVar("Key")
 Statistic = Callable[[Tensor, Tensor], Tensor]
 """From the input and the output of one call of a module to a new tensor, which is added up."""
-_BAND = 1024  # rows of a second moment that are one product
+BAND = 1024  # rows of a second moment that are one product
 
 
 @contextmanager
@@ -65,15 +65,15 @@ def half_moment(activations: Tensor, total_UU: Tensor | None = None) -> Tensor:
     a_NU = activations.flatten(0, -2).float()
     width = a_NU.shape[1]
     total_UU = a_NU.new_zeros(width, width) if total_UU is None else total_UU
-    for start in range(0, width, _BAND):
-        total_UU[start : start + _BAND, start:] += a_NU[:, start : start + _BAND].T @ a_NU[:, start:]
+    for start in range(0, width, BAND):
+        total_UU[start : start + BAND, start:] += a_NU[:, start : start + BAND].T @ a_NU[:, start:]
     return total_UU
 
 
 def mirrored(half_UU: Tensor) -> Tensor:
     """The whole of a sum of `half_moment`, in place."""
-    for start in range(_BAND, len(half_UU), _BAND):
-        half_UU[start:, start - _BAND : start] = half_UU[start - _BAND : start, start:].T
+    for start in range(BAND, len(half_UU), BAND):
+        half_UU[start:, start - BAND : start] = half_UU[start - BAND : start, start:].T
     return half_UU
 
 

@@ -41,7 +41,7 @@ class BlockCheckpoint(PackedCheckpoint):
             self._add(module, [plain(rows, BLOCK_TYPES[kind]) for rows in torch.split(weight_NK, ROWS)])
 
     def add_by_gptq(self, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
-        """A module's matrix, rounded for inputs with second moment `gram_KK`."""
+        """A module's matrix, rounded for inputs with the damped second moment `gram_KK`."""
         kind = self.types[module]
         if kind in _DENSE:
             self.add_matrix(module, weight_NK, search=True)

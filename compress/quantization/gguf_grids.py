@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.quantization.gptq import DAMPING, coordinate_descent, damped_gram, gptq_and_refine
+from compress.quantization.gptq import coordinate_descent, gptq_and_refine
 from compress.quantization.grid import Grid, split_blocks
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.gguf.blocks import TABLE, Blocks, BlockType
@@ -264,23 +264,21 @@ def plain(weight_NK: Tensor, kind: BlockType, weights_K: Tensor | None = None) -
     return grid.blocks(grid.round(weight_NK.float()))
 
 
-def gptq_blocks(weight_NK: Tensor, gram_KK: Tensor, kind: BlockType, damping: float = DAMPING) -> Blocks:
+def gptq_blocks(weight_NK: Tensor, gram_KK: Tensor, kind: BlockType) -> Blocks:
     """Round a matrix for inputs with second moment `gram_KK`, as `gptq_weight` does on the grid of a type.
 
     Args:
         weight_NK: float32; K a multiple of the type's width.
-        gram_KK: sum of x x^T, any scale.
+        gram_KK: H, damped.
         kind: the type.
-        damping: added to H's diagonal, as a share of its mean.
     """
-    damped = damped_gram(gram_KK, damping)
-    first = plain_grid(weight_NK, kind, damped.diagonal())
+    first = plain_grid(weight_NK, kind, gram_KK.diagonal())
 
     def refitted(grid: BlockGrid, levels_NK: Tensor) -> tuple[BlockGrid, Tensor]:
-        grid = refit(weight_NK, damped, grid, levels_NK)
-        return grid, coordinate_descent(weight_NK, damped, grid, levels_NK)
+        grid = refit(weight_NK, gram_KK, grid, levels_NK)
+        return grid, coordinate_descent(weight_NK, gram_KK, grid, levels_NK)
 
-    grid, levels_NK = gptq_and_refine(weight_NK, damped, first, refitted)
+    grid, levels_NK = gptq_and_refine(weight_NK, gram_KK, first, refitted)
     return grid.blocks(levels_NK)
 
 

@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from compress.quantization.grid import Grid, fit_grid, split_blocks, stored_scales
 from sportsllm.formats.packed import QuantizedWeight
+from sportsllm.formats.safetensors import all_finite
 
 DAMPING = 0.1  # of H's mean diagonal; the paper's 0.01 follows the calibration text too closely
 ROUNDS = 2  # of `coordinate_descent` and a grid's refit in turn
 AnyGrid = TypeVar("AnyGrid", bound=Grid)
-_ROWS = 256  # whose equations or float64 copies are in memory together
+_ROWS, _EQUATIONS = 256, 2**23  # rows whose float64 copies, and coefficients of scales, that are in memory together
+_BAND = 1_024  # columns of a factor that are inverted together
+_EXACT = 8_192  # inputs up to which a factor is made in float64; wider ones would take gigabytes
 _PANEL = 32  # columns whose moves are gathered before they reach the columns behind them
 
 
@@ -46,7 +49,6 @@ def gptq_weight(
     bits: int,
     block_size: int,
     symmetric: bool,
-    damping: float = DAMPING,
     refine: bool = True,
 ) -> QuantizedWeight:
     """Quantize a matrix for inputs with second moment `gram_KK`.
@@ -56,21 +58,19 @@ def gptq_weight(
 
     Args:
         weight_NK: float32.
-        gram_KK: sum of x x^T, any scale.
+        gram_KK: H, damped.
         bits, block_size, symmetric: of the runtime's grid.
-        damping: added to H's diagonal, as a share of its mean.
         refine: else one pass in act-order is all.
     """
-    damped = damped_gram(gram_KK, damping)
-    first = fit_grid(weight_NK, bits, block_size, symmetric, search=True, weights_K=damped.diagonal())
+    first = fit_grid(weight_NK, bits, block_size, symmetric, search=True, weights_K=gram_KK.diagonal())
     if not refine:
-        grid, quants_NK = gptq(weight_NK, damped, first, act_order=True)
+        grid, quants_NK = gptq(weight_NK, gram_KK, first, act_order=True)
         return grid.pack(quants_NK)
 
     def fitted(grid: Grid, quants_NK: Tensor) -> tuple[Grid, Tensor]:
-        return fit_scales(weight_NK, damped, grid, quants_NK), quants_NK
+        return fit_scales(weight_NK, gram_KK, grid, quants_NK), quants_NK
 
-    grid, quants_NK = gptq_and_refine(weight_NK, damped, first, fitted)
+    grid, quants_NK = gptq_and_refine(weight_NK, gram_KK, first, fitted)
     return grid.pack(quants_NK)
 
 
@@ -109,14 +109,16 @@ def _better_rows(
     return dataclasses.replace(first[0], **rows), torch.where(better_N1, second[1], first[1])
 
 
-def damped_gram(gram_KK: Tensor, damping: float = DAMPING) -> Tensor:
+def damped_gram(gram_KK: Tensor) -> Tensor:
     """H plus a share of its mean diagonal, float32, scaled to a mean diagonal of 1; inputs that are always 0 get 1."""
     diagonal = gram_KK.diagonal()
     mean = diagonal.double().mean()
     if not mean > 0:
         return torch.eye(len(gram_KK), device=gram_KK.device)
-    gram = torch.cat([(rows.double() / mean).float() for rows in torch.split(gram_KK, _ROWS)])
-    gram.diagonal().add_(torch.where(diagonal == 0, 1.0, damping))
+    gram = torch.empty_like(gram_KK, dtype=torch.float32)
+    for rows, given in zip(torch.split(gram, _ROWS), torch.split(gram_KK, _ROWS), strict=True):
+        rows.copy_(given.double() / mean)
+    gram.diagonal().add_(torch.where(diagonal == 0, 1.0, DAMPING))
     return gram
 
 
@@ -177,27 +179,39 @@ def _transposed(tensor: Tensor) -> Tensor:
 def inverse_factor(gram_KK: Tensor, order: Tensor | None = None) -> Tensor:
     """The upper Cholesky factor of H^-1, float32; an H that is not positive definite is damped until it is.
 
+    With J the reversal of rows and L L^T = J H J it is J L^-1 J, so H is not inverted.
     `order` is that of the factor's rows and columns, as in H if None.
 
     Raises:
         ValueError: H has numbers that are not finite.
     """
-    if not gram_KK.isfinite().all():
+    if not all_finite(gram_KK):
         raise ValueError("the second moment of the inputs is not finite")
-    order = torch.arange(len(gram_KK), device=gram_KK.device) if order is None else order
-    diagonal, more = gram_KK.diagonal()[order].double(), DAMPING
+    back = (torch.arange(len(gram_KK), device=gram_KK.device) if order is None else order).flip(0)
+    dtype = torch.float64 if len(gram_KK) <= _EXACT else torch.float32
+    diagonal, more = gram_KK.diagonal()[back].to(dtype), DAMPING
     while True:
-        try:
-            gram = gram_KK[order[:, None], order].double()
-            gram.diagonal().copy_(diagonal)
-            factor = torch.linalg.cholesky(gram)
-            del gram  # two matrices of this size are the peak
-            inverse = torch.cholesky_inverse(factor)
-            del factor
-            return cast(Tensor, torch.linalg.cholesky(inverse, upper=True).float())
-        except RuntimeError:  # what torch raises where a matrix is singular
-            diagonal = diagonal + more * diagonal.abs().clamp(min=1e-8)
-            more *= 10
+        gram = gram_KK[back[:, None], back].to(dtype)
+        gram.diagonal().copy_(diagonal)
+        upper, failed = torch.linalg.cholesky_ex(gram, upper=True)
+        del gram  # two matrices of this size are the peak
+        if not failed:
+            _invert(upper.T)
+            factor: Tensor = upper.T.flip(0, 1).float()
+            return factor
+        diagonal = diagonal + more * diagonal.abs().clamp(min=1e-8)
+        more *= 10
+
+
+def _invert(lower_KK: Tensor) -> None:
+    """Invert a lower triangular matrix in place."""
+    size = len(lower_KK)
+    for start in reversed(range(0, size, _BAND)):
+        band, below = slice(start, min(start + _BAND, size)), slice(min(start + _BAND, size), size)
+        unit = torch.eye(len(lower_KK[band]), dtype=lower_KK.dtype, device=lower_KK.device)
+        corner = torch.linalg.solve_triangular(lower_KK[band, band], unit, upper=False)
+        lower_KK[below, band] = lower_KK[below, below] @ (lower_KK[below, band] @ -corner)
+        lower_KK[band, band] = corner
 
 
 def coordinate_descent(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor, sweeps: int = 1) -> Tensor:
@@ -243,7 +257,8 @@ def fit_scales(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor
     block, columns = grid.block_size, quants_NK.shape[1]
     levels_NK = quants_NK - grid.zeros_NG.repeat_interleave(block, dim=1)[:, :columns]
     right_NG = split_blocks(levels_NK * (weight_NK @ gram_KK), block).sum(dim=-1)
-    parts = zip(*(torch.split(each, _ROWS) for each in (levels_NK, right_NG, grid.scales_NG)), strict=True)
+    rows = max(1, min(_ROWS, _EQUATIONS // right_NG.shape[1] ** 2))
+    parts = zip(*(torch.split(each, rows) for each in (levels_NK, right_NG, grid.scales_NG)), strict=True)
     scales = [_fitted_rows(levels, right, given, gram_KK, block) for levels, right, given in parts]
     return dataclasses.replace(grid, scales_NG=torch.cat(scales))
 

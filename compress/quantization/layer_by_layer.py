@@ -35,11 +35,12 @@ from compress.layerwise import (
 )
 from compress.quantization.channel_scaling import scale_block
 from compress.quantization.config import UNPACKED, QuantizationConfig
-from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
+from compress.quantization.gptq import damped_gram
+from compress.quantization.packed_checkpoint import ROWS, PackedCheckpoint, round_weight
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import load_block, load_last_norm, load_positions, read_ends
-from sportsllm.formats.safetensors import TensorFiles
+from sportsllm.formats.checkpoint import load_block, load_last_norm, load_positions, load_table, read_ends
+from sportsllm.formats.safetensors import TensorFiles, all_finite
 from sportsllm.inference.calibration import JUDGED_SAMPLES, check_familiar
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, POSITIONS, block_matrices, input_groups
@@ -151,12 +152,14 @@ def quantize_calibrated(
     packed.refine = gptq
     pull = PULL / sum(tokens.numel() for tokens in samples)
     rope, tensors = rope_of(model, device), TensorFiles(checkpoint)
-    ends, norm = dict(read_ends(tensors, model)), load_last_norm(tensors, model).to(device)
-    embedding, head = ends.pop(f"{EMBEDDING}.weight"), ends.pop(f"{HEAD}.weight", None)
-    if gptq and head is None and packed.config.bits_for(EMBEDDING) != UNPACKED:
+    norm, tied = load_last_norm(tensors, model).to(device), model.tie_word_embeddings
+    tables = f"{EMBEDDING}.weight", f"{HEAD}.weight"  # all ends are checked here, and those read again for their use
+    ends = {name: tensor for name, tensor in read_ends(tensors, model) if name not in tables}
+    embedding = load_table(tensors, model, EMBEDDING)
+    if gptq and tied and packed.config.bits_for(EMBEDDING) != UNPACKED:
         gram_DD = _tied_gram(packed, tensors, model, samples, embedding, norm, rope, device)
         _round_by_gptq(packed, EMBEDDING, embedding, gram_DD)
-    elif gptq or head is not None:
+    elif gptq or not tied:
         packed.add_matrix(EMBEDDING, embedding, search=True)
     positions = ends.get(f"{POSITIONS}.weight")
     unread: dict[int, list[int]] = {}
@@ -178,7 +181,7 @@ def quantize_calibrated(
                 rounded_BTD, read = _fit_and_round(
                     packed,
                     prefix,
-                    LayerPair(copy.deepcopy(source), source, own, rope),
+                    LayerPair(copy.deepcopy(source), source, own, rope, single_use=True),
                     ResidualPair(full_BTD, rounded_BTD, following),
                     between_BTD,
                     pull,
@@ -198,18 +201,19 @@ def quantize_calibrated(
             bar.advance()
     if (line := unused_line(unread)) is not None:
         log(f"calibration text: {line}; more samples (--set samples=N) may reach them")
-    _check_text(samples, full_BTD, norm, tensors[f"{EMBEDDING}.weight"] if head is None else head, model.logit_softcap)
+    head = load_table(tensors, model, EMBEDDING if tied else HEAD).to(device)
+    _check_text(samples, full_BTD, norm, head, model.logit_softcap)
     for name, tensor in ends.items():
         packed.add(name, tensor, search=True)
     if not gptq:
-        table = tensors[f"{EMBEDDING}.weight"].float() if head is None else head
-        _round_table(packed, EMBEDDING if head is None else HEAD, table, _read_by_head(full_BTD, norm))
-    elif head is not None and packed.config.bits_for(HEAD) != UNPACKED:
-        head = head.to(device)
+        _round_table(packed, EMBEDDING if tied else HEAD, head, _read_by_head(full_BTD, norm))
+    elif not tied and packed.config.bits_for(HEAD) != UNPACKED:
         sums = LeastSquares.over(zip(map(norm, rounded_BTD), map(norm, full_BTD), strict=True))
-        wanted = LeastSquares(sums.gram_II, head.double() @ sums.cross_OI).solve(head, pull * model.hidden_size)
-        _round_by_gptq(packed, HEAD, wanted, sums.gram_II.float())
-    elif head is not None:
+        for rows_ND in torch.split(head, ROWS):  # in place: float64 products of a whole head would be gigabytes
+            own_sums = LeastSquares(sums.gram_II, rows_ND.double() @ sums.cross_OI)
+            rows_ND.copy_(own_sums.solve(rows_ND, pull * model.hidden_size))
+        _round_by_gptq(packed, HEAD, head, sums.gram_II)
+    elif not tied:
         packed.add_matrix(HEAD, head, search=True)
 
 
@@ -244,9 +248,10 @@ def _fit_and_round(
     def solve(name: str, linear: nn.Linear, sums: LeastSquares) -> None:
         if sums.gram_II.any():
             read.add(name)
-        wanted, gram_KK = sums.solve(linear.weight, pull * linear.in_features), sums.gram_II.float()
+        _check_finite(f"{prefix}.{name}", sums.gram_II)
+        wanted, gram_KK = sums.solve(linear.weight, pull * linear.in_features), damped_gram(sums.gram_II)
         sums.gram_II = sums.cross_OI = torch.empty(0)  # the widest matrix needs this memory for its rounding
-        _round_by_gptq(packed, f"{prefix}.{name}", wanted, gram_KK)
+        packed.add_by_gptq(f"{prefix}.{name}", wanted, gram_KK)
         linear.weight.data = packed.matrix(f"{prefix}.{name}").to(linear.weight.device)
 
     return fit_block(pair, streams, between_BTD, solve), read
@@ -326,9 +331,9 @@ def _tied(gram_DD: Tensor) -> Tensor:
 
 def _round_by_gptq(packed: PackedCheckpoint, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
     _check_finite(module, gram_KK)
-    packed.add_by_gptq(module, weight_NK, gram_KK)
+    packed.add_by_gptq(module, weight_NK, damped_gram(gram_KK))
 
 
 def _check_finite(module: str, moments: Tensor) -> None:
-    if not moments.isfinite().all():
+    if not all_finite(moments):
         raise ArtifactError(f"{module}: what it reads of the calibration text overflows; the checkpoint is damaged")

@@ -125,7 +125,7 @@ class PackedCheckpoint:
         self.modules[module] = {"bits": packed.bits, "block_size": packed.block_size}
 
     def add_by_gptq(self, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
-        """A module's matrix, rounded for inputs with second moment `gram_KK`."""
+        """A module's matrix, rounded for inputs with the damped second moment `gram_KK`."""
         spec = self.config.grid_for(module, weight_NK.shape[1])
         parts = (
             gptq_weight(rows.to(gram_KK), gram_KK, *spec, refine=self.refine) for rows in torch.split(weight_NK, ROWS)

@@ -109,7 +109,7 @@ def make_trainable(model: SportsLLM, originals: Mapping[str, Tensor]) -> None:
     for name, module in list(model.model.layers.named_modules()):
         if isinstance(module, QuantizedLinear):
             parent, _, leaf = name.rpartition(".")
-            trained = FakeQuantLinear(_quantized(module), module.bias, originals[f"model.layers.{name}"])
+            trained = FakeQuantLinear(module.quantized(), module.bias, originals[f"model.layers.{name}"])
             setattr(model.model.layers.get_submodule(parent), leaf, trained)
     for parameter in (*model.model.layers.parameters(), *model.model.norm.parameters()):
         parameter.requires_grad_(True)
@@ -125,17 +125,3 @@ def pack_trained(model: SportsLLM, packed: PackedCheckpoint) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 and name in packed.tensors:
             packed.add_vector(name, parameter.cpu())
-
-
-def _quantized(module: QuantizedLinear) -> QuantizedWeight:
-    """The packed matrix that a module holds."""
-    state = module.state_dict()
-    zero = state.get("weight_zero_point")
-    return QuantizedWeight(
-        packed=state["weight_packed"].numpy(),
-        scales=state["weight_scale"].float().numpy(),
-        zero_points=None if zero is None else zero.numpy(),
-        bits=module.bits,
-        block_size=module.block_size,
-        in_features=module.in_features,
-    )

@@ -50,18 +50,32 @@ _PACKED = ("_packed", "_scale", "_zero_point")
 
 
 class QuantizedMatrix(nn.Module):
-    """Packed bytes as buffers named like a checkpoint's tensors, plus the dequantized matrix."""
+    """Packed bytes as buffers named like a checkpoint's tensors, plus the dequantized matrix unless not `dense`."""
 
     weight: Tensor
 
-    def __init__(self, quantized: QuantizedWeight) -> None:
+    def __init__(self, quantized: QuantizedWeight, dense: bool = True) -> None:
         super().__init__()
         self.bits, self.block_size, self.in_features = quantized.bits, quantized.block_size, quantized.in_features
         self.register_buffer("weight_packed", torch.from_numpy(quantized.packed))
         self.register_buffer("weight_scale", torch.from_numpy(quantized.scales).half())
         if quantized.zero_points is not None:
             self.register_buffer("weight_zero_point", torch.from_numpy(quantized.zero_points))
-        self.register_buffer("weight", torch.from_numpy(quantized.dequantize()), persistent=False)
+        if dense:
+            self.register_buffer("weight", torch.from_numpy(quantized.dequantize()), persistent=False)
+
+    def quantized(self, rows_N: slice | Tensor = slice(None)) -> QuantizedWeight:
+        """The packed matrix, or rows of it."""
+        state = {name: tensor[rows_N].cpu() for name, tensor in self.state_dict().items() if name != "bias"}
+        zero = state.get("weight_zero_point")
+        return QuantizedWeight(
+            packed=state["weight_packed"].numpy(),
+            scales=state["weight_scale"].float().numpy(),
+            zero_points=None if zero is None else zero.numpy(),
+            bits=self.bits,
+            block_size=self.block_size,
+            in_features=self.in_features,
+        )
 
 
 class QuantizedLinear(QuantizedMatrix):
@@ -76,10 +90,17 @@ class QuantizedLinear(QuantizedMatrix):
 
 
 class QuantizedEmbedding(QuantizedMatrix):
-    """Rows of a packed table by token id; (B, T) to (B, T, K)."""
+    """Rows of a packed table by token id, (B, T) to (B, T, K). Only a table that is the head too is dense in memory."""
+
+    def __init__(self, quantized: QuantizedWeight, tied: bool) -> None:
+        super().__init__(quantized, dense=tied)
+        self.tied = tied
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weight)
+        if self.tied:
+            return F.embedding(tokens, self.weight)
+        rows = self.quantized(tokens.flatten()).dequantize()
+        return torch.from_numpy(rows).view(*tokens.shape, self.in_features).to(tokens.device)
 
 
 def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], directory: Path) -> QuantizedWeight:
@@ -291,7 +312,7 @@ def _fill(model: nn.Module, tensors: TensorFiles, prefix: str = "") -> None:
         shape = tuple(module.weight.shape)
         quantized = read_packed(tensors, prefix + name, shape, tensors.directory)
         if isinstance(module, nn.Embedding):
-            put(name, QuantizedEmbedding(quantized))
+            put(name, QuantizedEmbedding(quantized, tied=getattr(model, "lm_head", None) is None))
         else:
             bias = None if module.bias is None else read_tensor(tensors, f"{prefix}{name}.bias", (shape[0],))
             put(name, QuantizedLinear(quantized, bias))

@@ -139,7 +139,7 @@ class TensorFiles(Mapping[str, Tensor]):
         path, tensor = self._where[stored], self._stored(stored)
         if self._packed:
             tensor = read_dense(stored, self._beside, self._stored, str(path))
-        if tensor.is_floating_point() and not _finite(tensor):
+        if tensor.is_floating_point() and not all_finite(tensor):
             raise ArtifactError(f"{path}: tensor {stored!r} holds NaN or infinity; use an undamaged checkpoint")
         if name not in self._layout:
             return tensor
@@ -170,7 +170,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def _finite(tensor: Tensor) -> bool:
+def all_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or infinite; `isfinite` would make copies of the tensor."""
     ends = torch.stack(torch.aminmax(tensor)) if tensor.numel() else tensor
     return bool(ends.isfinite().all())

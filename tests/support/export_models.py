@@ -95,7 +95,7 @@ def pack_model(
         packed = round_to_nearest(module.weight.detach().numpy(), own, block, asymmetric)
         bias = getattr(module, "bias", None)
         replacement = (
-            QuantizedEmbedding(packed)
+            QuantizedEmbedding(packed, tied=model.lm_head is None)
             if isinstance(module, torch.nn.Embedding)
             else QuantizedLinear(packed, None if bias is None else bias.detach())
         )

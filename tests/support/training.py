@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.settings import TRAINING
@@ -37,3 +38,15 @@ def interrupted_at(batch: int, number: signal.Signals = signal.SIGINT) -> Callab
         return language_model_loss(model, of)
 
     return loss
+
+
+def allocated_peak(run: Callable[[], object]) -> int:
+    """The most bytes that torch's allocator has given out at once in a call, beyond those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

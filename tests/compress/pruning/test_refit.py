@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.layer_fit import RIDGE
+from compress.layer_fit import RIDGE, LeastSquares
 from compress.pruning.cut import KeptUnits, choose_units, loss_per_token, refit_layers, slice_model
 from compress.pruning.hidden import rotate
 from compress.pruning.scores import measure_scores
@@ -138,3 +138,20 @@ def test_a_trained_model_predicts_held_out_text_better(stories: Path, shape: Sha
     lost = plain - loss_per_token(model, held_out)
     # At least a tenth of what the cut has cost comes back: far more than 8 stories differ by.
     assert plain - loss_per_token(fitted, held_out) > 0.1 * lost > 0
+
+
+def test_sums_are_solved_in_bands_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rounding has made them indefinite, so that there is no Cholesky factor."""
+    for name in ("layer_fit", "layerwise"):
+        monkeypatch.setattr(f"compress.{name}.BAND", 16)
+    draw = torch.Generator().manual_seed(0)
+    inputs, cross = torch.randn(200, 40, generator=draw).double(), torch.randn(9, 40, generator=draw).double()
+    for ridge, negative in ((0.1, 0.0), (0.0, -50.0)):
+        gram = inputs.T @ inputs
+        gram[20, 20] += negative - gram[20, 20] * (negative < 0)
+        sums, given = LeastSquares(gram.clone(), cross), torch.randn(9, 40, generator=draw)
+        found = sums.solve(given, ridge).double()
+        pull = ridge * gram.diagonal().mean() * torch.eye(40, dtype=torch.float64)
+        expected = torch.linalg.solve(gram + pull, (cross + given.double() @ pull).T).T
+        assert (found - expected).norm() < 1e-6 * expected.norm()
+        torch.testing.assert_close(sums.gram_II, gram, rtol=1e-15, atol=0)

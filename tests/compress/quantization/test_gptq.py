@@ -173,10 +173,20 @@ def test_inputs_that_are_always_zero() -> None:
     weight, _ = problem(columns=32)
     inputs = torch.randn(200, 32, generator=torch.Generator().manual_seed(2))
     inputs[:, 7] = 0
-    packed = gptq_weight(weight, inputs.T @ inputs, 4, 16, True)
+    packed = gptq_weight(weight, damped_gram(inputs.T @ inputs), 4, 16, True)
     assert np.isfinite(packed.dequantize()).all()
-    nothing = gptq_weight(weight, torch.zeros(32, 32), 4, 16, True)
+    nothing = gptq_weight(weight, damped_gram(torch.zeros(32, 32)), 4, 16, True)
     assert np.abs(nothing.dequantize() - weight.numpy()).max() < 0.3
+
+
+@pytest.mark.parametrize(("exact", "error"), [(8_192, 1e-7), (0, 1e-5)])  # float64, and float32 of wide matrices
+def test_the_factor_is_that_of_the_inverse(exact: int, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 72 inputs in another order, inverted in bands of 16."""
+    monkeypatch.setattr("compress.quantization.gptq._EXACT", exact)
+    monkeypatch.setattr("compress.quantization.gptq._BAND", 16)
+    gram, order = problem()[1], torch.randperm(72, generator=torch.Generator().manual_seed(5))
+    wanted = torch.linalg.cholesky(torch.linalg.inv(gram.double()[order][:, order]), upper=True)
+    assert (inverse_factor(gram, order).double() - wanted).norm() < error * wanted.norm()
 
 
 def test_a_singular_second_moment_is_damped_until_it_is_not() -> None:
@@ -206,10 +216,10 @@ def test_each_row_takes_the_better_order() -> None:
         ]
     )
     assert 5 < (errors[0] < errors[1]).sum() < 35, "the case is one where rows differ"
-    packed = gptq_weight(weight, gram, 4, 32, True, damping=0.0)
+    packed = gptq_weight(weight, gram, 4, 32, True)
     left = (weight - torch.from_numpy(packed.dequantize())).double().numpy()
     # Refinement never adds to a row's error; 1e-4 for its float32 sums.
     assert (np.einsum("nk,kj,nj->n", left, gram.double().numpy(), left) <= errors.min(axis=0) * (1 + 1e-4)).all()
-    plain = gptq_weight(weight, gram, 4, 32, True, damping=0.0, refine=False)
+    plain = gptq_weight(weight, gram, 4, 32, True, refine=False)
     grid, quants = tried[1]
     assert np.isclose(plain.dequantize(), grid.values(quants).numpy()).mean() > 0.99  # ties aside

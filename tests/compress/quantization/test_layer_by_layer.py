@@ -18,6 +18,7 @@ from sportsllm.models.config import Experts
 from sportsllm.models.language_model import SportsLLM
 from tests.support.models import tiny_model
 from tests.support.pretend_gpu import pretended_gpu
+from tests.support.training import allocated_peak
 
 
 def table_error(model: SportsLLM, samples: list[torch.Tensor], found_VD: torch.Tensor) -> float:
@@ -69,6 +70,20 @@ def test_what_is_written_layer_by_layer_is_what_memory_holds(
     )
 
 
+def test_a_wide_layer_takes_one_second_moment_in_float64(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or three in float32: damped, its factor, and what that is made of. A copy in float64 would be twice as much."""
+    monkeypatch.setattr("compress.quantization.gptq._EXACT", 0)
+    for name in ("compress.layer_fit.BAND", "compress.layerwise.BAND", "compress.quantization.gptq._BAND"):
+        monkeypatch.setattr(name, 64)
+    model = tiny_model(hidden_size=16, intermediate_size=1_200, num_hidden_layers=1, num_attention_heads=2)
+    save_checkpoint(tmp_path, model, checkpoint)
+    samples = [torch.randint(0, 24, (1, 20), generator=torch.Generator().manual_seed(0))]
+    given = tmp_path, model.config, QuantizationConfig(4), "gptq", samples, False, tmp_path / "packed.safetensors"
+    assert allocated_peak(lambda: round_checkpoint(*given)) < 1.8 * 8 * 1_200**2
+
+
 @pytest.mark.parametrize(
     ("method", "config", "changes"),
     [
@@ -106,7 +121,7 @@ def test_the_bands_of_wide_second_moments_change_no_rounding(
     save_checkpoint(tmp_path, model, checkpoint)
     samples = [torch.randint(0, 24, (1, 100), generator=torch.Generator().manual_seed(n)) for n in range(4)]
     for band in (1024, 16):
-        monkeypatch.setattr("compress.layerwise._BAND", band)
+        monkeypatch.setattr("compress.layerwise.BAND", band)
         packed = PackedCheckpoint(model.config, QuantizationConfig(8))
         quantize_calibrated(tmp_path, model.config, packed, samples, gptq=False)
         found.append({name: tensor for name, tensor in packed.tensors.items() if name.endswith("_packed")})

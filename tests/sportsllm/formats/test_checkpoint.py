@@ -14,10 +14,11 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from sportsllm.commands import find_model
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import load_checkpoint, open_model
+from sportsllm.formats.checkpoint import QuantizedEmbedding, load_checkpoint, open_model
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import WEIGHTS, StreamedTensors
 from sportsllm.models.layers import KVCache
+from tests.support.export_models import round_to_nearest
 from tests.support.models import saved, tiny_model
 
 
@@ -220,3 +221,14 @@ def test_generation_config_is_kept(checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     saved(target, tiny_model(), source)
     assert json.loads((target / "generation_config.json").read_text(encoding="utf-8")) == {"temperature": 0.1}
+
+
+@pytest.mark.parametrize(("bits", "asymmetric"), [(4, True), (4, False), (8, True)])
+def test_a_packed_table_is_dense_only_if_it_is_the_head_too(bits: int, asymmetric: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    packed = round_to_nearest(torch.randn(50, 40, generator=draw).numpy(), bits, 16, asymmetric)
+    tokens, dense = torch.randint(50, (2, 7), generator=draw), torch.from_numpy(packed.dequantize())
+    for tied in (True, False):
+        table = QuantizedEmbedding(packed, tied)
+        assert torch.equal(table(tokens), dense[tokens])
+        assert ("weight" in dict(table.named_buffers())) == tied

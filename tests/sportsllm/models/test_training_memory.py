@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -20,6 +19,7 @@ from sportsllm.training.loop import language_model_loss
 from sportsllm.training.optimizers import build_optimizers
 from sportsllm.training.settings import TrainConfig
 from tests.support.models import tiny_config
+from tests.support.training import allocated_peak
 
 TINY = tiny_config(
     vocab_size=256, hidden_size=48, intermediate_size=128, num_hidden_layers=3, max_position_embeddings=256
@@ -74,13 +74,7 @@ def _peak_bytes(config: ModelConfig, shape: Shape, precision: str, checkpointed:
             optimizer.zero_grad(set_to_none=True)
 
     step()  # makes the states
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+    peak = allocated_peak(step)
     states = [tensor for optimizer in optimizers for state in optimizer.state.values() for tensor in state.values()]
     # bitsandbytes' maps of 256 values belong to all tensors.
     own = {t.data_ptr(): t.numel() * t.element_size() for t in states if isinstance(t, torch.Tensor) and t.ndim}
