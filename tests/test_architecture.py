@@ -63,11 +63,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_854,
+    "sportsllm": 18_862,
     "compress": 7_963,
     "export": 6_418,
     "benchmarks": 9_032,
-    "tests": 24_532,
+    "tests": 24_543,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from sportsllm.files import JsonObject
 from sportsllm.formats.families.family import Family, Fields
 from sportsllm.formats.families.llama import LLAMA, read_llama
@@ -43,6 +45,12 @@ def _rotary_dim(rest: Fields, share: str) -> int | None:
     return None if factor == 1.0 else int(size * factor)
 
 
+def _rotary_share(config: ModelConfig) -> float:
+    """The share that `_rotary_dim`, and `transformers`, make the same channels of: 44 * (30 / 44) is below 30."""
+    share = config.rotary_size / config.head_dim
+    return share if int(config.head_dim * share) == config.rotary_size else math.nextafter(share, 1)
+
+
 _GELU = {"gelu": "gelu_erf", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu"}
 
 
@@ -54,7 +62,7 @@ def _read_gpt_neox(rest: Fields) -> JsonObject:
 
 def _write_gpt_neox(config: ModelConfig) -> JsonObject:
     act = next((name for name, kind in _GELU.items() if kind == config.mlp_kind), None)
-    return {"rotary_pct": config.rotary_size / config.head_dim, "hidden_act": act}
+    return {"rotary_pct": _rotary_share(config), "hidden_act": act}
 
 
 def _read_stablelm(rest: Fields) -> JsonObject:
@@ -65,7 +73,7 @@ def _read_stablelm(rest: Fields) -> JsonObject:
 def _write_stablelm(config: ModelConfig) -> JsonObject | None:
     if config.parallel_residual:  # one norm for both sublayers, where ours has two
         return None
-    return {"partial_rotary_factor": config.rotary_size / config.head_dim, "use_qkv_bias": config.attention_bias}
+    return {"partial_rotary_factor": _rotary_share(config), "use_qkv_bias": config.attention_bias}
 
 
 _PARTIAL_NAMES = {
