@@ -227,13 +227,13 @@ def _make(
     A search that is run again finishes what it began, unless it now has the time for all tokens.
     """
     from benchmarks.search.recipe import write_recipe
-    from benchmarks.search.trials import LOG
+    from benchmarks.search.trials import BENCH_S, LOG
     from sportsllm.console import log, logged
     from sportsllm.verbs.run import run
 
     directory, tokens = out / candidate.name, effort.tokens
     if not (directory / RECIPE).exists():
-        tokens = clock.affordable("trial", effort.tokens, min(effort.tokens, effort.search_tokens))
+        tokens = clock.affordable("trial", effort.tokens, min(effort.tokens, effort.search_tokens), BENCH_S)
     if tokens < effort.tokens:
         begun = (path.parent.name for path in out.glob(f"{candidate.name}-[0-9]*/{RECIPE}"))
         tokens = max((int(name.rpartition("-")[2]) for name in begun), default=tokens)

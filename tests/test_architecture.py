@@ -66,7 +66,7 @@ MOST_LINES = {
     "sportsllm": 18_862,
     "compress": 7_963,
     "export": 6_418,
-    "benchmarks": 9_032,
+    "benchmarks": 9_037,
     "tests": 24_543,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""

@@ -36,7 +36,7 @@ from benchmarks.search.candidates import (
     ways,
 )
 from benchmarks.search.recipe import Effort, Target
-from benchmarks.search.trials import Clock, Losses, Trials
+from benchmarks.search.trials import BENCH_S, Clock, Losses, Trials
 from compress.pruning.shapes import Shape, widest_shapes
 from sportsllm.console import log
 from sportsllm.errors import GateError
@@ -330,7 +330,7 @@ def _good_enough(search: Search) -> bool:
 
 def _finish_seconds(clock: Clock, effort: Effort) -> float:
     """What finishing a winner is expected to take, by the trials so far."""
-    return clock.expected("trial", effort.tokens)
+    return clock.expected("trial", effort.tokens) + BENCH_S
 
 
 def _has_time(candidate: Candidate, effort: Effort, clock: Clock) -> bool:

@@ -44,6 +44,7 @@ from sportsllm.models.config import ModelConfig
 
 LOG = "log.txt"
 _SCORED_TOKENS = 16_384
+BENCH_S = 30.0  # of a finished model that is small; of a larger one it is little beside its recovery
 _MARGIN = 1.2  # of an expected time: recoveries of one length differ
 _ATTEMPTS = 3  # measurements of an export
 
@@ -96,14 +97,18 @@ class Clock:
         log(f"no time for {what}: about {needed / 60:.1f} minutes, the finish included, and {left:.1f} are left")
         return False
 
-    def affordable(self, kind: str, work: int, least: int) -> int:
-        """The most work, between `least` and `work`, whose step is expected to end in time."""
-        if self.left() == math.inf or _MARGIN * self.expected(kind, work) <= self.left():
+    def affordable(self, kind: str, work: int, least: int, keep: float = 0.0) -> int:
+        """The most work, between `least` and `work`, whose step is expected to end with `keep` seconds left."""
+
+        def fits(work: int) -> bool:
+            return _MARGIN * (self.expected(kind, work) + keep) <= self.left()
+
+        if fits(work):
             return work
         low, high = least, work
         while high - low > max(1, work // 100):
             middle = (low + high) // 2
-            low, high = (middle, high) if _MARGIN * self.expected(kind, middle) <= self.left() else (low, middle)
+            low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
 
