@@ -1,7 +1,6 @@
 """Peak memory of the process, memory that is free, and returning freed memory to the system."""
 
 import ctypes
-import gc
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -50,7 +49,6 @@ def available_bytes() -> int:
 
 def give_back() -> None:
     """Return freed memory to the system. Does nothing if the C library is not glibc."""
-    gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

@@ -1,6 +1,7 @@
 """Refit after a cut, against least squares in float64 and on text that it has not read."""
 
 import copy
+import gc
 from itertools import islice
 from pathlib import Path
 
@@ -121,6 +122,24 @@ def test_every_matrix_is_the_ridge_solution(changes: dict[str, object]) -> None:
             # Products of inputs are float32 (6e-8), and the ridge keeps their condition number in the hundreds; a
             # wrong target, a forgotten bias or another row moves the weights by more than a percent.
             assert (found - expected).norm() < 1e-4 * expected.norm(), matrix.name
+
+
+def test_reference_counts_free_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`give_back` after each layer runs no garbage collection: none may be needed."""
+    model = tiny_model(num_hidden_layers=2)
+    fitted, kept, into = cut(model, Shape(48, 64, 2, 1, 2, 16))
+    gc.collect()
+    collections: list[object] = []
+    monkeypatch.setattr(gc, "collect", lambda: collections.append(None))
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        refit_layers(fitted, model, kept, samples(), into=into)
+        monkeypatch.undo()
+        gc.collect()
+        assert not collections and not any(isinstance(each, Tensor) for each in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
 
 
 @pytest.mark.parametrize(
