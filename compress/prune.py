@@ -50,7 +50,7 @@ class PruneResult(TrainingResult):
         kept_layers: indices of the kept layers in the full model.
         layers_tried: loss without each run of layers that was a candidate.
         search: finalists, best first.
-        bits_per_byte_before_recovery: quality of the pruned model on the report split.
+        bits_per_byte_before_recovery: quality of the pruned model, estimated from a part of the report split.
         vocab_size, vocab_size_before: tokens in the vocabulary after and before a vocabulary cut.
         tokens_per_byte_before, tokens_per_byte_after: tokens per byte of held-out text around a vocabulary cut.
         bits_per_byte_after: quality after a vocabulary cut; `bits_per_byte_before` is that before it.
@@ -233,7 +233,7 @@ def prune_checkpoint(
         if recovery is not None:
             text = (work.text or partial(StudentText.read, recovery, smaller, out))()
             known = {} if begun is None else manifest_of(begun).results
-            mapped = recovery if begun is None else after_search(recovery, known["tokens"])
+            mapped = recovery if begun is None else after_search(recovery, known["tokens"], search[0].nats_before)
             if recovery.teacher == job.checkpoint:  # another one has layers of its own
                 mapped = mapped.matching_kept(cut["kept_layers"])
             state = RunState(directory, stage.fingerprint(), resume)
@@ -241,7 +241,6 @@ def prune_checkpoint(
             if known:
                 both = ("tokens", "tokens_per_parameter", "epochs")
                 training |= {name: round(training[name] + known[name], 2) for name in both}
-                training["bits_per_byte_before_recovery"] = search[0].bits_per_byte_before
         (directory / _CUT).unlink()
         seconds = time.perf_counter() - started
         save_checkpoint(directory, network, job.checkpoint)
@@ -288,7 +287,7 @@ def _cut(
         if (begun / SCORES_FILE).exists():
             shutil.copy(begun / SCORES_FILE, directory)
         return load_checkpoint(begun), cut
-    in_search = job.recovery is not None and "after" not in job.recovery.reported
+    in_search = job.recovery is not None and not job.recovery.reported
     samples = work.samples[: REFIT_SAMPLES if in_search else None]
     pruned = PrunedModel(work.model, list(range(work.model.config.num_hidden_layers)), [])
     if not job.cuts_experts or shape != Shape.of(work.model.config):

@@ -349,7 +349,7 @@ class TrainingResult(StageResult):
         best_step: step whose weights were kept; 0 is the start.
         best_bits_per_byte: quality of that step on the selection split.
         learning_rate, muon_learning_rate: peak learning rates.
-        bits_per_byte_before: quality of the start on the report split.
+        bits_per_byte_before: quality of the start, estimated from a part of the report split.
         peak_rss_bytes: peak memory of the process.
     """
 

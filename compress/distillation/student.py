@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ from sportsllm.training.lora import add_adapters, merge_adapters
 from sportsllm.training.rate_trial import choose_rates
 from sportsllm.training.settings import Adapters, TrainConfig, check_sequence
 from sportsllm.training.sharding import place
-from sportsllm.training.state import Validation, validation
+from sportsllm.training.state import validation
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class StudentTraining:
         distillation: what to learn.
         adapters: train these instead of all weights, and merge them.
         extra_holdouts: further checkpoints whose held-out text is not trained on: where the student starts from.
-        reported: when the report split is scored, see `Validation`; not after a trial, nor before what follows it.
+        reported: whether the report split is scored; not in a trial.
+        nats_before: of the report split before a trial whose weights are trained further, see `Validation`.
         reading: of all text.
     """
 
@@ -58,7 +59,8 @@ class StudentTraining:
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     adapters: Adapters | None = None
     extra_holdouts: tuple[Path, ...] = ()
-    reported: tuple[str, ...] = Validation.reported
+    reported: bool = True
+    nats_before: Sequence[float] = ()
     reading: Reading = USUAL
 
     @property
@@ -188,7 +190,7 @@ def train_student(
             resumed = (state.directory / STATE_DIRECTORY).exists()  # the saved state has the projections
             fits = has_weights and not resumed and len(matching.projections) > 0
         judged = validation(text.split, text.tokenizer, config, has_weights)
-        judged = judged and dataclasses.replace(judged, reported=training.reported)
+        judged = judged and dataclasses.replace(judged, reported=training.reported, nats_before=training.nats_before)
         loss = distillation_loss(distillation, teacher, cache)
         with attached(student, matching):
             place(student, device, config.shard, config.tensor_parallel)

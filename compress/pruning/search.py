@@ -56,19 +56,20 @@ _REFITTED = 8  # of the shapes ranked by their loss right after the cut; ranked 
 class Finalist(NamedTuple):
     """A shape, and nats a token of calibration text right after its cut and, if shapes were ranked by it, its refit.
 
-    `bits_per_byte` is that of the text for choices after the brief recovery, None without one, and
-    `bits_per_byte_before` the winner's on the text for reports before it.
+    `bits_per_byte` is that of the text for choices after the brief recovery, None without one, and `nats_before` the
+    winner's before it, see `Validation`.
     """
 
     shape: Shape
     loss_after_cut: float
     loss_after_refit: float | None
     bits_per_byte: float | None = None
-    bits_per_byte_before: float | None = None
+    nats_before: Sequence[float] = ()
 
     def row(self) -> dict[str, Any]:
         """For the results."""
-        return {**self._asdict(), "shape": self.shape.sizes()}
+        shown = {name: value for name, value in self._asdict().items() if name != "nats_before"}
+        return {**shown, "shape": self.shape.sizes()}
 
 
 def choose_shape(
@@ -222,9 +223,10 @@ def recovered_finalists(
     identity = Stage("search", {**stage.settings, **sought}, stage.inputs).fingerprint()
     known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
     winner = known.get("tried", [{}])[0] if known.get("fingerprint") == identity else {}
-    if winner.get("bits_per_byte_before") and (directory / Shape(**winner["shape"]).name).is_dir():
+    if known.get("nats_before") and winner and (directory / Shape(**winner["shape"]).name).is_dir():
         log(f"{directory}: the shape was found there before")
         found = [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in known["tried"]]
+        found[0] = found[0]._replace(nats_before=known["nats_before"])
         stored = directory / found[0].shape.name / SCORES_FILE
         calibration.stored = stored if stored.exists() else None
         return found
@@ -244,12 +246,13 @@ def recovered_finalists(
     cut.load_state_dict(load_file(str(directory / tried[0].shape.name / CUT_WEIGHTS)))
     judged = validation(text.split, text.tokenizer, brief.config, keep_start=True)
     assert judged is not None, "a recovery has steps"
-    tried[0] = tried[0]._replace(bits_per_byte_before=judged.report(cut.to(training_device(quiet=True))))
+    tried[0] = tried[0]._replace(nats_before=judged.before(cut.to(training_device(quiet=True))))
     figures = ", ".join(f"{finalist.shape.name} {finalist.bits_per_byte:.4f}" for finalist in tried)
     seconds, lines = time.perf_counter() - started, directory / LOG
     log(f"recovered on {brief.tokens:,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
-    rows = [finalist.row() for finalist in tried]
-    atomic_write_text(directory / FOUND, json.dumps({"fingerprint": identity, "tried": rows}, indent=1) + "\n")
+    rows, nats = [finalist.row() for finalist in tried], tried[0].nats_before
+    found_text = json.dumps({"fingerprint": identity, "tried": rows, "nats_before": nats}, indent=1)
+    atomic_write_text(directory / FOUND, found_text + "\n")
     return tried
 
 
@@ -265,12 +268,12 @@ def brief_recovery(recovery: StudentTraining, tokens: int) -> StudentTraining:
     seed = config.seed + (recovery.distillation.signals is None)
     brief = dataclasses.replace(config, steps=steps, batch_size=batch_size, accumulation=1, warmup=warmup, seed=seed)
     brief = dataclasses.replace(brief, try_rates=False, validate_every=0)
-    return dataclasses.replace(recovery, config=brief, reported=())
+    return dataclasses.replace(recovery, config=brief, reported=False)
 
 
-def after_search(recovery: StudentTraining, tokens: int) -> StudentTraining:
+def after_search(recovery: StudentTraining, tokens: int, nats_before: Sequence[float]) -> StudentTraining:
     """The rest of a recovery whose first `tokens` a search has read; that its rates mend the model is known then."""
     config = recovery.config
     steps = max(1, config.steps - tokens // config.tokens_per_step)
     rest = dataclasses.replace(config, steps=steps, warmup=min(config.warmup, steps // 2), try_rates=False)
-    return dataclasses.replace(recovery, config=rest, reported=("after",))
+    return dataclasses.replace(recovery, config=rest, nats_before=nats_before)

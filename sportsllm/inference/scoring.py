@@ -48,13 +48,16 @@ class TextScore:
         return math.exp(self.nats / self.tokens)
 
 
-def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
-    """Windows over `length` tokens as (start, stop, first scored token), every token but the first scored once."""
+def windows(length: int, context: int, stride: int | None = None) -> Iterator[tuple[int, int, int]]:
+    """Windows over `length` tokens as (start, stop, first scored token), every token but the first scored once.
+
+    They start `stride` tokens apart, less than `context`; half of it if None.
+    """
     start, scored = 0, 1
     while scored < length:
         stop = min(length, start + context)
         yield start, stop, scored
-        scored, start = stop, start + context // 2
+        scored, start = stop, start + (stride or context // 2)
 
 
 class Window(NamedTuple):
@@ -79,6 +82,7 @@ def document_windows(
     documents: Sequence[Document],
     context: int,
     max_tokens: int | None = None,
+    stride: int | None = None,
 ) -> Windows:
     """Cut documents, each from its begin token, into windows of `context` tokens; see `score_documents`.
 
@@ -91,7 +95,7 @@ def document_windows(
         size += encoded.bytes
         rows += [
             Window(ids[start:stop], first - start, number, scored[start:stop])
-            for start, stop, first in windows(len(ids), context)
+            for start, stop, first in windows(len(ids), context, stride)
         ]
         tokens.append(int(np.sum(scored[1:])))
         if max_tokens is not None and sum(tokens) >= max_tokens:
@@ -114,13 +118,13 @@ def score_documents(
 
     Args:
         max_tokens: stop after the document that reaches this many tokens.
-        window: tokens read at once, at most the context; the context by default.
+        window: tokens of windows side by side, as in training; if None they have the context and overlap by half.
 
     Raises:
         ArtifactError: there is nothing to score.
     """
     context = min(window or decoder.config.max_position_embeddings, decoder.config.max_position_embeddings)
-    text = document_windows(tokenizer, documents, context, max_tokens)
+    text = document_windows(tokenizer, documents, context, max_tokens, None if window is None else context - 1)
     nats = [0.0] * len(text.tokens)
     with progress_bar(description, len(text.rows)) as bar:
         for begin in range(0, len(text.rows), ROWS_AT_ONCE):

@@ -45,7 +45,7 @@ class LoopResult:
         valid_bits_per_byte: of the weights that stay, on the report split.
         best_step: the step whose weights stay; 0 is the start.
         best_bits_per_byte: what it was chosen by, on the selection split; not for reports.
-        bits_per_byte_before: of the start on the report split, if the start has useful weights.
+        bits_per_byte_before: of the start, by a part of the report split, if the start has useful weights.
         learning_rate, muon_learning_rate: peaks.
     """
 
@@ -208,15 +208,16 @@ class _Run:
     def result(self, tokens_per_s: float, validation: Validation | None, started: float) -> LoopResult:
         """Give the model its best weights and report the run."""
         state, config = self.state, self.config
+        after, before = (None, None) if validation is None else state.finish(validation)
         return LoopResult(
             steps=state.step,
             tokens=state.step * config.tokens_per_step,
             tokens_per_s=tokens_per_s,
             loss=state.mean_loss,
-            valid_bits_per_byte=None if validation is None else state.finish(validation),
+            valid_bits_per_byte=after,
             best_step=state.best_step,
             best_bits_per_byte=state.best_bits_per_byte,
-            bits_per_byte_before=state.bits_per_byte_before,
+            bits_per_byte_before=before,
             learning_rate=config.learning_rate,
             muon_learning_rate=config.muon_learning_rate,
             seconds=time.perf_counter() - started,

@@ -22,7 +22,7 @@ from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
 from sportsllm.files import read_json
 from sportsllm.formats.artifact import LAUNCHES, STATE_DIRECTORY, STATE_FILE, replace_state
 from sportsllm.formats.checkpoint import save_tensors
-from sportsllm.inference.scoring import score_documents
+from sportsllm.inference.scoring import TextScore, score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.conversations import Document
@@ -32,10 +32,11 @@ from sportsllm.training.pipeline import Stage, StageDecoder
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.sharding import forget_gathered, read_tensors, write_tensors
 
-_PROGRESS = ("step", "losses", "best_step", "best_bits_per_byte", "last_bits_per_byte", "bits_per_byte_before")
-_REPORT_TOKENS = 65_536
+_PROGRESS = ("step", "losses", "best_step", "best_bits_per_byte", "last_bits_per_byte", "nats_before")
+_BEFORE_TOKENS, _REPORT_TOKENS = 16_384, 65_536
 _SELECTION_TOKENS = 4_096, 32_768
 Validate = Callable[[SportsLLM], float]  # bits per byte of held-out text
+Report = Callable[[SportsLLM, int], TextScore]  # of the first documents that have so many tokens
 
 
 @dataclass(frozen=True)
@@ -46,40 +47,47 @@ class Validation:
         selection: chooses the best step and the learning rates.
         report: other text, for the figures that are reported.
         keep_start: the start has useful weights: score it too, and keep it if no step is better.
-        reported: when the report split is scored, `before` and `after` the training.
+        reported: whether the report split is scored.
+        nats_before: what `before` gives, if the weights before were others than the start's.
     """
 
     selection: Validate
-    report: Validate
+    report: Report
     keep_start: bool = False
-    reported: tuple[str, ...] = ("before", "after")
+    reported: bool = True
+    nats_before: Sequence[float] = ()
+
+    def before(self, model: SportsLLM) -> Sequence[float]:
+        """Nats of the report split's first documents: enough to compare with what training makes of them."""
+        return self.nats_before or self.report(model, _BEFORE_TOKENS).documents
 
 
 def validation(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig, keep_start: bool) -> Validation | None:
     """How a run is scored; None if it has no steps.
 
-    Choices are made on as many tokens as a thirty-second of the run, in windows of the training sequence: positions
+    Choices are made on as many tokens as a sixty-fourth of the run, in windows of the training sequence: positions
     beyond it are never trained. The report has windows of the whole context.
     """
     if not config.steps:
         return None
     least, most = _SELECTION_TOKENS
-    tokens = min(most, max(least, config.steps * config.tokens_per_step // 32))
+    tokens = min(most, max(least, config.steps * config.tokens_per_step // 64))
     selection_split, report_split = corpus.parts()
     if selection_split == report_split:
         log("the held-out text is one short document: the best step is chosen on the text that is reported")
-    selection = _scorer(selection_split, tokenizer, tokens, config.sequence)
-    return Validation(selection, _scorer(report_split, tokenizer, _REPORT_TOKENS), keep_start)
+    selection = _scorer(selection_split, tokenizer, config.sequence)
+    report = _scorer(report_split, tokenizer)
+    return Validation(lambda model: selection(model, tokens).bits_per_byte, report, keep_start)
 
 
-def _scorer(texts: Sequence[Document], tokenizer: TextTokenizer, tokens: int, window: int | None = None) -> Validate:
-    def validate(model: SportsLLM) -> float:
+def _scorer(texts: Sequence[Document], tokenizer: TextTokenizer, window: int | None = None) -> Report:
+    def score(model: SportsLLM, tokens: int) -> TextScore:
         decoder = StageDecoder(model) if isinstance(model, Stage) else TorchDecoder(model)
         scores = score_documents(decoder, tokenizer, texts, max_tokens=tokens, window=window, description="validate")
         forget_gathered(model)
-        return scores.bits_per_byte
+        return scores
 
-    return validate
+    return score
 
 
 @dataclass
@@ -92,7 +100,7 @@ class RunState:
         losses: of the last few steps.
         best_step, best_bits_per_byte, best: the step with the best score on held-out text, and its trained weights.
         last_bits_per_byte: of the step that was scored last.
-        bits_per_byte_before: of the start, on the text that is reported.
+        nats_before: of the start, see `Validation.before`.
     """
 
     directory: Path
@@ -106,7 +114,7 @@ class RunState:
     best_step: int | None = None
     best_bits_per_byte: float | None = None
     last_bits_per_byte: float | None = None
-    bits_per_byte_before: float | None = None
+    nats_before: Sequence[float] = ()
     best: dict[str, Tensor] | None = None
 
     def start(self, validation: Validation) -> float | None:
@@ -114,8 +122,8 @@ class RunState:
         if not validation.keep_start:
             return None
         log("scoring held-out text before training")
-        if "before" in validation.reported:
-            self.bits_per_byte_before = validation.report(self.model)
+        if validation.reported:
+            self.nats_before = validation.before(self.model)
         return self.consider(validation)
 
     def consider(self, validation: Validation) -> float:
@@ -128,8 +136,13 @@ class RunState:
         return bits_per_byte
 
     @torch.no_grad()
-    def finish(self, validation: Validation) -> float | None:
-        """Give the model its best weights, say so if those are not the last ones, and return the reported figure."""
+    def finish(self, validation: Validation) -> tuple[float | None, float | None]:
+        """Give the model its best weights, say so if those are not the last ones.
+
+        Returns:
+            Bits per byte after and before on the report split, None if it was not scored. The latter is the former
+            times the ratio of nats of the documents that were scored before.
+        """
         if self.best_step not in (None, self.step):
             last = math.nan if self.last_bits_per_byte is None else self.last_bits_per_byte
             figures = f"{self.best_bits_per_byte:.4f} bits per byte, {last:.4f} when last scored"
@@ -140,7 +153,11 @@ class RunState:
             trained = self._trained()
             for name, weight in (self.best or {}).items():
                 trained[name].copy_(weight)
-        return validation.report(self.model) if "after" in validation.reported else None
+        if not validation.reported:
+            return None, None
+        after, before = validation.report(self.model, _REPORT_TOKENS), self.nats_before
+        ratio = sum(before) / sum(after.documents[: len(before)]) if before else None
+        return after.bits_per_byte, ratio and after.bits_per_byte * ratio
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}

@@ -25,6 +25,9 @@ def test_windows_score_every_token_but_the_first_once() -> None:
                 assert first - start >= 4, "half a window of context"
             scored += range(first, stop)
         assert scored == list(range(1, length))
+        apart = list(windows(length, 8, 7))
+        assert [place for _, stop, first in apart for place in range(first, stop)] == scored
+        assert all(first == start + 1 for start, _, first in apart)
 
 
 @pytest.mark.parametrize("window", [None, 48])
@@ -38,7 +41,7 @@ def test_scores_equal_a_brute_force_sum(checkpoint: Path, texts: list[str], wind
     nats, tokens = 0.0, 0
     for text in documents:
         ids = [0, *tokenizer.encode(text)]
-        for start, stop, first in windows(len(ids), window or 128):
+        for start, stop, first in windows(len(ids), window or 128, window and window - 1):
             for position in range(first, stop):
                 with torch.inference_mode():
                     logits = model(torch.tensor([ids[start:position]]))[0, -1].double()

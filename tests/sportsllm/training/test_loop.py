@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.reporting.inputs import read_metrics
 from sportsllm.errors import DivergedError, InterruptedRun, UsageError
+from sportsllm.inference.scoring import TextScore
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import preset
 from sportsllm.text.packing import PackedSequences
@@ -52,11 +53,13 @@ def test_training_learns_and_reports(batches: PackedSequences, tmp_path: Path) -
     model = fresh()
     config = TrainConfig(steps=30, batch_size=2, accumulation=1, sequence=32, learning_rate=3e-3, warmup=3, log_every=5)
     seen = []
-    validation = Validation(lambda m: seen.append(m) or 1.5, lambda _model: 1.25)
+    validation = Validation(
+        lambda m: seen.append(m) or 1.5, lambda _model, _tokens: TextScore(1.25 * math.log(2), 1, 1)
+    )
     result = train_model(model, batches, language_model_loss, config, tmp_path, validation=validation)
     metrics = [m for m in read_metrics(tmp_path / METRICS) if "loss" in m]
     assert metrics[-1]["loss"] < 0.9 * math.log(384) < 0.95 * metrics[0]["loss"]
-    assert result.valid_bits_per_byte == 1.25 and len(seen) == 1
+    assert result.valid_bits_per_byte == pytest.approx(1.25) and len(seen) == 1
     assert result.loss == metrics[-1]["loss"]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sportsllm.errors import DivergedError, InterruptedRun
+from sportsllm.inference.scoring import TextScore
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training import rate_trial
@@ -23,6 +24,12 @@ from tests.support.training import interrupted_at
 CONFIG = TrainConfig(
     steps=4, batch_size=2, accumulation=1, sequence=32, learning_rate=1e-3, warmup=1, precision="fp32", validate_every=1
 )
+
+
+def reported(model: SportsLLM, tokens: int) -> TextScore:
+    """Two documents, whose nats are sums of weights; the first alone if few tokens are asked for."""
+    nats = [float(weights(model).abs().sum()), 1.0]
+    return TextScore(sum(nats), 2, 2, tuple(nats[: 1 if tokens < 20_000 else 2]))
 
 
 def scripted(scores: list[float], seen: list[torch.Tensor]) -> Callable[[SportsLLM], float]:
@@ -41,10 +48,12 @@ def test_the_best_step_stays(
     batches: PackedSequences, tmp_path: Path, capsys: pytest.CaptureFixture[str], scores: list[float], best: int
 ) -> None:
     model, seen = fresh(), list[torch.Tensor]()
-    validation = Validation(scripted(scores, seen), lambda _model: 7.0, keep_start=True)
+    validation = Validation(scripted(scores, seen), reported, keep_start=True)
     result = train_model(model, batches, language_model_loss, CONFIG, tmp_path, validation=validation)
     assert torch.equal(weights(model), seen[best]) and not torch.equal(seen[0], seen[1])
-    assert result.best_step == best and result.valid_bits_per_byte == 7.0 and result.steps == 4
+    assert result.best_step == best and result.valid_bits_per_byte == reported(model, 65_536).bits_per_byte
+    ratio = float(seen[0].abs().sum() / seen[best].abs().sum())
+    assert result.bits_per_byte_before == pytest.approx(ratio * result.valid_bits_per_byte) and result.steps == 4
     said = capsys.readouterr().err
     assert ("the start is kept" in said) == (best == 0) and ("it is kept" in said) == (best == 2)
 
@@ -52,7 +61,7 @@ def test_the_best_step_stays(
 def test_a_fresh_start_is_not_scored(batches: PackedSequences, tmp_path: Path) -> None:
     seen: list[torch.Tensor] = []
     config = dataclasses.replace(CONFIG, validate_every=0)
-    validation = Validation(scripted([2.0], seen), lambda _model: 7.0)
+    validation = Validation(scripted([2.0], seen), reported)
     assert train_model(fresh(), batches, language_model_loss, config, tmp_path, validation=validation).best_step == 4
     assert len(seen) == 1
 
@@ -66,7 +75,7 @@ def test_a_run_that_diverges_keeps_the_best_so_far(batches: PackedSequences, tmp
         return language_model_loss(network, batch) * (math.nan if calls == 3 else 1.0)  # type: ignore[arg-type]
 
     seen: list[torch.Tensor] = []
-    validation = Validation(scripted([3, 1, 2], seen), lambda _model: 7.0, keep_start=True)
+    validation = Validation(scripted([3, 1, 2], seen), reported, keep_start=True)
     result = train_model(model, batches, breaks, CONFIG, tmp_path, validation=validation)
     assert (result.steps, result.best_step) == (2, 1) and torch.equal(weights(model), seen[1])
     calls = 0
@@ -76,7 +85,7 @@ def test_a_run_that_diverges_keeps_the_best_so_far(batches: PackedSequences, tmp
 
 def test_the_best_step_survives_an_interrupt(batches: PackedSequences, tmp_path: Path) -> None:
     model, seen = fresh(), list[torch.Tensor]()
-    validation = Validation(scripted([3, 1, 2, 4, 5], seen), lambda _model: 7.0, keep_start=True)
+    validation = Validation(scripted([3, 1, 2, 4, 5], seen), reported, keep_start=True)
     with pytest.raises(InterruptedRun):
         train_model(model, batches, interrupted_at(3), CONFIG, tmp_path, validation=validation)
     other = fresh()
