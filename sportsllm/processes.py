@@ -163,9 +163,12 @@ def whole(tensor: Tensor) -> Tensor:
     if is_sharded(tensor):
         gathered: Tensor = tensor.full_tensor().detach()
         return gathered.cpu() if rank() == 0 else gathered.new_empty(0, device="cpu")
-    if _stages > 1:  # the other stages add zeros
+    if _stages > 1:  # the other stages add zeros, and two may have the embedding
         held = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu().clone()
-        torch.distributed.reduce(held, 0)
+        holders = torch.tensor(float(not tensor.is_meta))
+        for added in (held, holders):
+            torch.distributed.reduce(added, 0)
+        held /= holders
         return held if rank() == 0 else held.new_empty(0)
     return tensor.detach().cpu()
 

@@ -116,7 +116,7 @@ def _divided(config: ModelConfig, step: TrainingStep, gpus: int) -> dict[str, Tr
     for among in _TENSOR_PARALLEL if plain and is_llama_like(config) else ():
         if not any(size % among for size in (gpus, *itertools.chain(*sizes))):
             found[f"{SHARD} --set tensor_parallel={among}"] = replace(step, shards=gpus, tensor_parallel=among)
-    whole_step = config.experts is None and config.selection is None and not config.tie_word_embeddings
+    whole_step = config.experts is None and config.selection is None
     if gpus <= config.num_hidden_layers and whole_step and step.precision != "fp16":
         found[f"--set pipeline={gpus}"] = replace(step, stages=gpus)
     return found | {f"{flags} {CHECKPOINT}": replace(each, checkpointed=True) for flags, each in found.items()}

@@ -118,7 +118,7 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
     Not counted: results of single small operators, dropout's masks, and what the allocator and the driver keep.
     """
     table, batches = config.vocab_size * config.hidden_size, step.stages
-    tied = 4 * table if config.tie_word_embeddings else 0
+    tied = 4 * table if config.tie_word_embeddings and step.stages == 1 else 0
     if step.stages > 1:  # with one of the two tables
         layers = -(-config.num_hidden_layers // step.stages)
         config = config.with_changes(num_hidden_layers=layers, tie_word_embeddings=True)

@@ -2,6 +2,7 @@
 
 The batches of a step are the microbatches of `torch.distributed.pipelining`. A stage is a `SportsLLM` whose other
 layers have no memory and pass on what they are given, so names, states and checkpoints are those of the whole model.
+An embedding that is the head too is in the first and in the last process, which add up its gradients.
 Shape suffixes: B sequences, T tokens, D hidden_size.
 """
 
@@ -31,6 +32,12 @@ class Stage(SportsLLM):
         return super().embedded(tokens_BT, places) if processes.rank() == 0 else self.received
 
     @property
+    def copied_head(self) -> nn.Parameter | None:
+        """In the last process the head, if the first one has it as its embedding."""
+        last = processes.rank() == processes.stages() - 1
+        return self.model.embed_tokens.get_parameter("weight") if self.lm_head is None and last else None
+
+    @property
     def device(self) -> torch.device:
         """Where its own part is."""
         return next(parameter.device for parameter in self.parameters() if not parameter.is_meta)
@@ -47,14 +54,15 @@ def place_stage(model: SportsLLM, device: torch.device, stages: int) -> None:
         raise UsageError(f"{flag}: torchrun started {processes.count()} processes; start {stages}")
     if len(layers) < stages:
         raise UsageError(f"{flag}: the model has {len(layers)} layers; use fewer processes")
-    if model.lm_head is None:
-        raise UsageError(f"{flag}: embedding and head are one matrix; train one with --model and --set tied=false")
     processes.share_sequences(stages, in_stages=True)
     own = np.array_split(np.arange(len(layers)), stages)[number]
     elsewhere = [layer for place, layer in enumerate(layers) if place not in own]
-    elsewhere += [model.model.norm, model.lm_head] * (number < stages - 1)
-    elsewhere += [each for name, each in model.model.named_children() if name.startswith("embed") and number > 0]
-    for module in elsewhere:
+    tables = {name: each for name, each in model.model.named_children() if name.startswith("embed")}
+    if number < stages - 1:
+        elsewhere += [model.model.norm, *([] if model.lm_head is None else [model.lm_head])]
+    elif model.lm_head is None:
+        del tables["embed_tokens"]  # this process's head
+    for module in (*elsewhere, *(tables.values() if number > 0 else ())):
         setattr(module.to("meta"), "forward", lambda x_BTD, *_: x_BTD)  # noqa: B010  # of this module alone
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
     model.__class__ = Stage
@@ -68,6 +76,7 @@ class Pipeline(nn.Module):
 
         super().__init__()
         self.stage, self.autocast, stages = stage, autocast, processes.count()
+        self.ends = torch.distributed.new_group([0, stages - 1]) if stage.lm_head is None else None
         self.ahead, self.scored = iter(list[Batch]()), 1
         tokens_BT = microbatches[0].tokens
         stream_BTD = torch.empty(*tokens_BT.shape, stage.config.hidden_size, device="meta")
@@ -86,6 +95,8 @@ class Pipeline(nn.Module):
             self.schedule.step(*read, target=targets, losses=losses, return_outputs=False)
         except RuntimeError as error:  # without its tensors, and out of memory as such
             raise (error.__cause__ or error) from None
+        if self.ends is not None and processes.rank() in (0, processes.count() - 1):
+            torch.distributed.all_reduce(self.stage.head_weight.grad, group=self.ends)
         return sum(float(loss.detach()) for loss in losses)
 
     def forward(self, read: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from sportsllm.errors import InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.models.kinds import is_llama_like
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.training.pipeline import place_stage
+from sportsllm.training.pipeline import Stage, place_stage
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,7 +91,9 @@ def clip_gradients(model: SportsLLM, most: float) -> float:
     """`torch.nn.utils.clip_grad_norm_`, also of gradients that are spread over processes in different ways."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     if processes.stages() > 1:
-        squared = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) ** 2
+        assert isinstance(model, Stage), "place_stage was called"
+        own = [p.grad for p in parameters if p.grad is not None and p is not model.copied_head]
+        squared = torch.nn.utils.get_total_norm(own) ** 2
         processes.add_up([squared])
         torch.nn.utils.clip_grads_with_norm_(parameters, most, squared.sqrt())
         return float(squared.sqrt())
