@@ -28,12 +28,14 @@ def default_kl_weight(start: Start, tokens_per_parameter: float | None) -> float
     A teacher that has read few tokens a parameter can still be surpassed by what the text says: with 20, a third cut
     and recovered on 5% of its tokens ends 2.1% behind it with 1, 1.4% with 0.5. One that has read thousands knows more
     than the text: at 200,000 tokens 0.5 ends 2.6% behind 1 (docs/results). Rounding is to be undone, not more to be
-    learnt: 1. Fresh students take 0.9 (Minitron, https://arxiv.org/abs/2407.14679).
+    learnt: 1. Fresh students take 0.9 (Minitron, https://arxiv.org/abs/2407.14679). Barely trained ones too: they are
+    too far behind to surpass their teacher, and 0.5 leaves them up to 15% farther from it.
     """
     if start is Start.RANDOM:
         return 0.9
-    undertrained = tokens_per_parameter is not None and tokens_per_parameter < _WELL_TRAINED
-    return 0.5 if undertrained and start is not Start.QUANTIZED else 1.0
+    if start is Start.QUANTIZED or tokens_per_parameter is None or tokens_per_parameter >= _WELL_TRAINED:
+        return 1.0
+    return 0.9 if start is Start.BARELY_TRAINED else 0.5
 
 
 def default_hidden_weight(

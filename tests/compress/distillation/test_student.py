@@ -140,7 +140,8 @@ def test_hidden_states_are_matched_by_default_where_cut_weights_have_a_teacher()
 
 def test_the_default_kl_weight_depends_on_the_start() -> None:
     assert default_kl_weight(Start.RANDOM, None) == default_kl_weight(Start.RANDOM, 20) == 0.9
-    assert default_kl_weight(Start.PRUNED, 20) == 0.5
+    assert default_kl_weight(Start.PRUNED, 20) == default_kl_weight(Start.TRAINED, 20) == 0.5
+    assert (default_kl_weight(Start.BARELY_TRAINED, 20), default_kl_weight(Start.BARELY_TRAINED, 3_000)) == (0.9, 1.0)
     assert default_kl_weight(Start.PRUNED, 3_000) == default_kl_weight(Start.PRUNED, None) == 1.0
     assert default_kl_weight(Start.QUANTIZED, 20) == 1.0
 
