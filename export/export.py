@@ -97,6 +97,7 @@ def export(
         ConflictError: `out` holds something else.
     """
     from export.request import ExportRequest, refuse
+    from sportsllm.console import log
     from sportsllm.files import require_directory, write_json
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.huggingface import checkpoint_with, load_config
@@ -122,6 +123,11 @@ def export(
     config = load_config(checkpoint)
     if rope_scaling is not None:
         config = with_rope_scaling(config, rope_scaling)
+    if (trained := config.rope_scaling) and trained.rope_type == "longrope":
+        context, original = config.max_position_embeddings, trained.original_max_position_embeddings
+        kind = "long" if context > original else "short"
+        most = f"--rope-scaling longrope:FACTOR lengthens {original:,} by at most {trained.factor:g}"
+        log(f"longrope with the {kind} factors, for a context of {context:,} tokens; {most}")
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()

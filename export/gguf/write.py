@@ -81,6 +81,8 @@ def architecture_of(config: ModelConfig) -> str:
         if unlike:
             raise UsageError(f"GGUF: llama.cpp knows {_GEMMA[family]} and scores / head_dim ** 0.5")
     scaling = config.rope_scaling
+    if scaling is not None and scaling.rope_type == "longrope":
+        raise UsageError("GGUF: longrope's factors are not supported; use --format onnx")
     if scaling is not None and scaling.rope_type == "yarn":
         original = scaling.original_max_position_embeddings  # with Hugging Face's other defaults, llama.cpp's too
         if scaling != RopeScaling("yarn", scaling.factor, original_max_position_embeddings=original):

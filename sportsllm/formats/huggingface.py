@@ -20,7 +20,7 @@ from pathlib import Path
 from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError
 from sportsllm.files import JsonObject, clip, parse_json, read_json, write_json
 from sportsllm.formats.families.experts import WITH_EXPERTS
-from sportsllm.formats.families.family import Family, Fields
+from sportsllm.formats.families.family import ORIGINAL_CONTEXT, Family, Fields
 from sportsllm.formats.families.gemma import GEMMA
 from sportsllm.formats.families.layer_norm import LAYER_NORM
 from sportsllm.formats.families.llama import LLAMA_LIKE
@@ -171,6 +171,7 @@ def _rope_scaling(data: JsonObject, context: int | None, where: str) -> RopeScal
     if unknown:
         raise ArtifactError(f"{where}: rope_scaling has an unknown field {sorted(unknown)[0]!r}")
     values = {key: data[key] for key in known & set(data) if data[key] is not None}
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     values = {key: value for key, value in values.items() if value or not key.startswith("mscale")}  # 0 is unset
     if kind == "yarn":
         values.setdefault("original_max_position_embeddings", context or ModelConfig.max_position_embeddings)
@@ -197,6 +198,8 @@ def _of_family(config: ModelConfig, model_type: str) -> JsonObject | None:
         data[name] = list(value) if isinstance(value, tuple) else value
     if config.rope_scaling is not None:
         data["rope_scaling"] = config.rope_scaling.fields_used()
+        if config.rope_scaling.rope_type == "longrope":
+            data[ORIGINAL_CONTEXT] = config.rope_scaling.original_max_position_embeddings
     if config.dropout:
         data["dropout"] = config.dropout
     written = family.written(config, data)

@@ -292,6 +292,9 @@ class ModelConfig:
             raise UsageError("config: joint_qk_norm needs qk_norm, and a block input_norms or output_norms")
         if self.rotary_size not in range(2, self.head_dim + 1, 2):
             raise UsageError(f"config: rotary_dim is {self.rotary_dim}; give an even number up to {self.head_dim}")
+        factors, pairs = len(self.rope_scaling.short_factor) if self.rope_scaling else 0, self.rotary_size // 2
+        if factors not in (0, pairs):
+            raise UsageError(f"config: longrope has {factors} factors; {pairs} rotary pairs need one each")
         if self.parallel_residual and self.experts is not None:
             raise UsageError("config: parallel_residual is true; a mixture of experts has none")
         if self.attention_kind == "latent":

@@ -1,7 +1,7 @@
 """Rotary positions and how they are stretched: the table shared by the PyTorch model and the ONNX graph (numpy only).
 
 Sources: RoFormer (https://arxiv.org/abs/2104.09864); llama3 scaling as published with Llama 3.1; YaRN
-(https://arxiv.org/abs/2309.00071), as `transformers` computes it.
+(https://arxiv.org/abs/2309.00071) and LongRoPE (https://arxiv.org/abs/2402.13753), as `transformers` computes them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
         "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
         "truncate",
     ),
+    "longrope": ("original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }  # fmt: skip
 """Ways to stretch the rotary table, and what each reads of a `RopeScaling` beside the factor."""
 LONGEST = 2**24
@@ -34,9 +35,11 @@ _Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Stretching of the rotary table: `linear`, `llama3` (Llama 3.1, by wavelength) or `yarn`.
+    """Stretching of the rotary table: `linear`, `llama3` (Llama 3.1, by wavelength), `yarn` or `longrope`.
 
     Names and defaults are Hugging Face's. `attention_factor` None follows from the factor and the two `mscale`.
+    longrope divides each pair's angle by its `long_factor` if the model's context exceeds the original one, else by its
+    `short_factor`.
     """
 
     rope_type: str
@@ -50,6 +53,8 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -63,6 +68,11 @@ class RopeScaling:
             raise UsageError("rope_scaling: needs 0 < beta_slow < beta_fast and 0 < low_freq_factor < high_freq_factor")
         if any(value is not None and value <= 0 for value in (self.attention_factor, self.mscale, self.mscale_all_dim)):
             raise UsageError("rope_scaling: attention_factor, mscale and mscale_all_dim must be above 0")
+        divisors = self.short_factor, self.long_factor
+        if self.rope_type == "longrope" and not (divisors[0] and len(divisors[0]) == len(divisors[1])):
+            raise UsageError("rope_scaling: longrope needs short_factor and long_factor, a value for each rotary pair")
+        if not all(0 < value < math.inf for each in divisors for value in each):
+            raise UsageError("rope_scaling: short_factor and long_factor must be above 0")
 
     @property
     def score_factor(self) -> float:
@@ -87,7 +97,10 @@ def inverse_frequencies(config: ModelConfig, local: bool = False) -> npt.NDArray
     if local and config.rope_local_theta is not None:
         base, scaling = config.rope_local_theta, None
     inverse = 1.0 / base**exponent
-    if scaling is not None:
+    if scaling is not None and scaling.rope_type == "longrope":
+        longer = config.max_position_embeddings > scaling.original_max_position_embeddings
+        inverse = inverse / np.asarray(scaling.long_factor if longer else scaling.short_factor)
+    elif scaling is not None:
         kept = _share_kept(inverse, scaling, config)
         inverse = (1 - kept) * inverse / scaling.factor + kept * inverse
     return inverse.astype(np.float32)
@@ -125,12 +138,15 @@ def _share_kept(inverse: _Array, scaling: RopeScaling, config: ModelConfig) -> _
 def attention_factor(scaling: RopeScaling | None) -> float:
     """What YaRN multiplies cosine and sine by, and so, squared, every attention score: 1 + 0.1 ln(factor) by default.
 
-    With both `mscale` (of DeepSeek) it is the ratio of 1 + 0.1 mscale ln(factor) of the two.
+    With both `mscale` (of DeepSeek) it is the ratio of 1 + 0.1 mscale ln(factor) of the two. Of longrope it is
+    sqrt(1 + ln(factor) / ln(original context)).
     """
-    if scaling is None or scaling.rope_type != "yarn":
+    if scaling is None or scaling.rope_type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if scaling.rope_type == "longrope":
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
     growth = 0.1 * math.log(scaling.factor)
     if scaling.mscale is not None and scaling.mscale_all_dim is not None:
         return (1 + scaling.mscale * growth) / (1 + scaling.mscale_all_dim * growth)
@@ -154,6 +170,8 @@ def rope_tables(
 def with_rope_scaling(config: ModelConfig, scaling: str) -> ModelConfig:
     """The model with a context that is longer by a factor: `yarn:4`, `llama3:4` or `linear:4`.
 
+    `longrope:4` is for models trained with longrope, and multiplies the original context.
+
     Raises:
         UsageError: the text is something else, the model is stretched already, or the context would be too long.
     """
@@ -176,6 +194,13 @@ def with_rope_scaling(config: ModelConfig, scaling: str) -> ModelConfig:
     if not 1 <= factor <= LONGEST / context:
         most = f"from 1 to {LONGEST // context:,}, for at most {LONGEST:,} positions of float32"
         raise UsageError(f"--rope-scaling {scaling}: the factor of a context of {context:,} tokens is {most}")
+    if kind == "longrope":
+        trained = config.rope_scaling
+        if trained is None or trained.rope_type != kind:
+            raise UsageError(f"--rope-scaling {scaling}: longrope is for models that were trained with it")
+        if not 1 <= factor <= trained.factor:
+            raise UsageError(f"--rope-scaling {scaling}: the model's factor is from 1 to {trained.factor:g}")
+        return config.with_changes(max_position_embeddings=int(factor * trained.original_max_position_embeddings))
     if config.rope_scaling is not None:
         old = f"{config.rope_scaling.rope_type}:{config.rope_scaling.factor:g}"
         raise UsageError(

@@ -38,6 +38,12 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
         **SIZES, **_GEMMA3, rope_scaling={"rope_type": "linear", "factor": 4.0}
     ),
     "phi3": transformers.Phi3Config(**SIZES),
+    "phi3-longrope": transformers.Phi3Config(
+        **SIZES | {"max_position_embeddings": 1280}, original_max_position_embeddings=320,
+        rope_scaling={
+            "type": "longrope", "short_factor": [1.0 + pair / 8 for pair in range(8)], "long_factor": [4.0] * 8,
+        },
+    ),
     "phi3-sliding": transformers.Phi3Config(**SIZES, sliding_window=WINDOW),
     "mistral": transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
     "smollm3": transformers.SmolLM3Config(**SIZES),

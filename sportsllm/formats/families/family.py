@@ -10,6 +10,9 @@ from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, clip
 from sportsllm.models.config import FULL, MOST_LAYERS, SLIDING, ModelConfig, check_size
 
+ORIGINAL_CONTEXT = "original_max_position_embeddings"
+"""A field that `transformers` reads for longrope, besides the one in `rope_scaling`."""
+
 
 class Fields(dict[str, Any]):
     """The fields of a config.json that are not read yet; `where` names the file in errors."""
@@ -40,6 +43,13 @@ class Fields(dict[str, Any]):
         """`attention_bias` of all of attention's matrices."""
         bias = self.pop("attention_bias", False)
         return {"attention_bias": bias, "attention_output_bias": bias}
+
+    def rotary_dim(self, share: str, usual: float = 0.25) -> int | None:
+        """Channels of a head that are rotated, by the field with their share; all if None."""
+        size = self.get("head_dim") or self.get("hidden_size", 0) // (self.get("num_attention_heads") or 1)
+        factor = float(self.pop(share, self.get("partial_rotary_factor", usual)))
+        self.drop("partial_rotary_factor", "rotary_pct")
+        return None if factor == 1.0 else int(size * factor)
 
     def full_only(self) -> None:
         """Take `layer_types` out, which may name full attention alone."""

@@ -37,16 +37,8 @@ def _write_opt(config: ModelConfig) -> JsonObject:
     return {"activation_function": "relu", "word_embed_proj_dim": config.hidden_size, "dropout": config.dropout}
 
 
-def _rotary_dim(rest: Fields, share: str) -> int | None:
-    """Channels of a head that are rotated, by the field with their share; all if None."""
-    size = rest.get("head_dim") or rest.get("hidden_size", 0) // (rest.get("num_attention_heads") or 1)
-    factor = float(rest.pop(share, rest.get("partial_rotary_factor", 0.25)))
-    rest.drop("partial_rotary_factor", "rotary_pct")
-    return None if factor == 1.0 else int(size * factor)
-
-
 def _rotary_share(config: ModelConfig) -> float:
-    """The share that `_rotary_dim`, and `transformers`, make the same channels of: 44 * (30 / 44) is below 30."""
+    """The share that `Fields.rotary_dim`, and `transformers`, make the same channels of: 44 * (30 / 44) is below 30."""
     share = config.rotary_size / config.head_dim
     return share if int(config.head_dim * share) == config.rotary_size else math.nextafter(share, 1)
 
@@ -57,7 +49,7 @@ _GELU = {"gelu": "gelu_erf", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pyto
 def _read_gpt_neox(rest: Fields) -> JsonObject:
     kind = _GELU.get(rest.get("hidden_act", "gelu"))
     rest.require(hidden_act=tuple(_GELU))
-    return rest.biases() | {"mlp_kind": kind, "rotary_dim": _rotary_dim(rest, "rotary_pct")}
+    return rest.biases() | {"mlp_kind": kind, "rotary_dim": rest.rotary_dim("rotary_pct")}
 
 
 def _write_gpt_neox(config: ModelConfig) -> JsonObject:
@@ -67,7 +59,7 @@ def _write_gpt_neox(config: ModelConfig) -> JsonObject:
 
 def _read_stablelm(rest: Fields) -> JsonObject:
     rest["attention_bias"] = rest.pop("use_qkv_bias", False)  # a field attention_bias means nothing in this family
-    return read_llama(rest) | {"rotary_dim": _rotary_dim(rest, "partial_rotary_factor")}
+    return read_llama(rest) | {"rotary_dim": rest.rotary_dim("partial_rotary_factor")}
 
 
 def _write_stablelm(config: ModelConfig) -> JsonObject | None:

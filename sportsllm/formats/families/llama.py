@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sportsllm.files import JsonObject
-from sportsllm.formats.families.family import Family, Fields, layer_types
+from sportsllm.formats.families.family import ORIGINAL_CONTEXT, Family, Fields, layer_types
 from sportsllm.models.config import FULL, UNROTATED, ModelConfig
+from sportsllm.models.rope import RopeScaling, attention_factor
 
 
 def read_llama(rest: Fields) -> JsonObject:
@@ -19,7 +20,7 @@ LLAMA = Family(
     "LlamaForCausalLM",
     read_llama,
     only={"hidden_act": ("silu",), "use_sliding_window": (False,)},
-    ignored=("sliding_window",),
+    ignored=("sliding_window", ORIGINAL_CONTEXT),
     constants={"hidden_act": "silu"},
 )
 QWEN3 = replace(
@@ -45,7 +46,7 @@ MISTRAL = replace(
     LLAMA,
     architecture="MistralForCausalLM",
     read=read_mistral,
-    ignored=(),
+    ignored=(ORIGINAL_CONTEXT,),
     unwritten=("attention_bias", "mlp_bias"),
     write=lambda config: {"sliding_window": config.sliding_window},
 )
@@ -68,6 +69,21 @@ def _write_smollm3(config: ModelConfig) -> JsonObject:
 
 def _read_granite(rest: Fields) -> JsonObject:
     return read_llama(rest) | {name: float(rest.pop(name)) for name in ("embedding_scale", "attention_scale")}
+
+
+def _read_phi3(rest: Fields) -> JsonObject:
+    """With longrope (Phi-3.5, Phi-4-mini) the context becomes the original one, which `--rope-scaling` lengthens."""
+    own = read_mistral(rest) | {"rotary_dim": rest.rotary_dim("partial_rotary_factor", 1.0)}
+    original, scaling = rest.pop(ORIGINAL_CONTEXT, 4096), rest.get("rope_scaling") or rest.get("rope_parameters") or {}
+    if scaling.get("rope_type", scaling.get("type")) in ("longrope", "su") and "attention_factor" not in scaling:
+        factor = rest.get("max_position_embeddings", original) / original
+        short, long = (tuple(scaling[name]) for name in ("short_factor", "long_factor"))
+        found = RopeScaling(
+            "longrope", factor, original_max_position_embeddings=original, short_factor=short, long_factor=long
+        )
+        rest["rope_scaling"] = replace(found, attention_factor=attention_factor(found)).fields_used()
+        rest["max_position_embeddings"] = original
+    return own
 
 
 LLAMA_LIKE = {
@@ -103,7 +119,8 @@ LLAMA_LIKE = {
     "phi3": replace(
         MISTRAL,
         architecture="Phi3ForCausalLM",
-        ignored=("resid_pdrop", "embd_pdrop", "original_max_position_embeddings"),
+        read=_read_phi3,
+        ignored=("resid_pdrop", "embd_pdrop"),
         write=lambda config: None,
     ),
 }

@@ -98,6 +98,7 @@ def test_a_longer_context_is_in_the_file(checkpoint: Path, tmp_path: Path) -> No
     for other, said in (
         (replace(scaling, attention_factor=1.5), "YaRN with other settings"),
         (RopeScaling("llama3", 4.0, original_max_position_embeddings=64), "llama3 scaling with other settings"),
+        (RopeScaling("longrope", 4.0, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8), "longrope's factors are not"),
     ):
         saved(odd, tiny_model(rope_scaling=other), checkpoint)
         with pytest.raises(UsageError, match=said):

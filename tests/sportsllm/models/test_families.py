@@ -45,7 +45,8 @@ def test_logits_are_theirs_and_again_theirs_when_saved(name: str, tmp_path: Path
         assert distance(again(TOKENS).logits, wanted) < TOLERANCE
     assert load_config(tmp_path / "ours") == ours.config
     # Fused matrices come apart, and what is left is LLaMA's or, with a window, Mistral's; V2 in order is V3.
-    written = {"phi3": "LlamaForCausalLM", "phi3-sliding": "MistralForCausalLM", "deepseek-v2": "DeepseekV3ForCausalLM"}
+    written = {"phi3": "LlamaForCausalLM", "phi3-longrope": "LlamaForCausalLM", "phi3-sliding": "MistralForCausalLM"}
+    written["deepseek-v2"] = "DeepseekV3ForCausalLM"
     assert type(again).__name__ == written.get(name, type(peer).__name__)
     biases = sum(buffer.numel() for name, buffer in peer.named_buffers() if name.endswith("correction_bias"))
     unread = 2 * ours.config.hidden_size if name == "opt" else 0  # OPT's positions begin at the third row
@@ -121,9 +122,19 @@ def test_gpt_neox_as_it_was_first_published(tmp_path: Path) -> None:
         assert distance(load_checkpoint(tmp_path)(TOKENS), peer(TOKENS).logits) < TOLERANCE
 
 
-def test_parallel_sublayers_of_stablelm_share_a_norm(tmp_path: Path) -> None:
-    """Each has a copy of its own here, so the model is saved as one of no family."""
-    peer = families.peer_of(transformers.StableLmConfig(**families.SIZES, use_parallel_residual=True))
+@pytest.mark.parametrize(
+    "config",
+    [
+        # Its parallel sublayers share a norm, of which each has a copy here.
+        transformers.StableLmConfig(**families.SIZES, use_parallel_residual=True),
+        transformers.Phi3Config(**families.SIZES, partial_rotary_factor=0.5),  # Phi-4-mini
+    ],
+    ids=["stablelm, parallel", "phi3, partial rotation"],
+)
+def test_a_model_that_no_family_can_say_is_saved_as_one_of_our_own(
+    config: transformers.PretrainedConfig, tmp_path: Path
+) -> None:
+    peer = families.peer_of(config)
     peer.save_pretrained(tmp_path / "theirs")
     ours = load_checkpoint(tmp_path / "theirs")
     saved(tmp_path / "ours", ours)
@@ -219,14 +230,21 @@ def test_a_missing_tensor_is_named_as_in_the_file(name: str, tensor: str, said: 
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ("gemma3", {"layer_types": ["chunked_attention"] * 4}, "layer_types has 'chunked_attention'"),
         ("gemma3", {"sliding_window": 0}, "sliding_window is 0"),
-        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "longrope"),
+        (
+            "phi3",
+            {
+                "rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]},
+                "original_max_position_embeddings": 320,
+            },
+            "has 1 factors; 8",
+        ),
         ("deepseek-v3", {"kv_lora_rank": 24.5}, "kv_lora_rank is 24.5"),
         ("deepseek-v3-experts", {"num_experts_per_tok": 9}, "9 experts a token of 8"),
         ("deepseek-v3-experts", {"n_group": 8}, "groups need two experts each"),
         ("deepseek-v3-mixed", {"first_k_dense_replace": -1}, "dense_layers is -1"),
         ("deepseek-v3-mixed", {"intermediate_size": None}, "dense_intermediate_size is None"),
         ("mixtral", {"num_local_experts": -1}, "count is -1"),
-        ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("phi3", {"partial_rotary_factor": 0.01}, "rotary_dim is 0"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
         ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim is 32"),
         ("qwen3-moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]; only the first layers can be dense"),

@@ -14,7 +14,7 @@ import sportsllm
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.huggingface import config_from_hf, load_config, to_hf
+from sportsllm.formats.huggingface import checkpoint_with, config_from_hf, load_config, to_hf
 from sportsllm.models.rope import RopeScaling, attention_factor, inverse_frequencies, rope_tables, with_rope_scaling
 from tests.support.models import tiny_config, tiny_model
 
@@ -31,6 +31,11 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn, both mscale": {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5},
     "yarn, one mscale counts for nothing": {**YARN, "mscale": 0.7},
     "yarn, other turns, not truncated": {**YARN, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False},
+}  # fmt: skip
+
+LONGROPE = {
+    "type": "longrope", "short_factor": [1.0 + pair / 8 for pair in range(8)],
+    "long_factor": [1.0 + pair for pair in range(8)],
 }  # fmt: skip
 
 
@@ -59,11 +64,17 @@ def test_angles_and_attention_factor_are_those_of_transformers(
     np.testing.assert_allclose(cos**2 + sin**2, factor**2, rtol=1e-5)
 
 
-@pytest.fixture(params=["linear", "llama3", "yarn, other turns, not truncated"])
+@pytest.fixture(params=["longrope", "linear", "llama3", "yarn, other turns, not truncated"])
 def peer(request: pytest.FixtureRequest) -> transformers.PreTrainedModel:
     """`transformers`' model with this scaling, weights large enough for attention to look around."""
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(their_config(SCALINGS[request.param])).float().eval()
+    if request.param == "longrope":
+        plain = their_config(SCALINGS["linear"]).to_dict()
+        plain |= {"original_max_position_embeddings": 64, "rope_scaling": dict(LONGROPE), "pad_token_id": 0}
+        phi3 = transformers.Phi3Config(**{key: value for key, value in plain.items() if key != "model_type"})
+        model: Any = transformers.Phi3ForCausalLM(phi3).float().eval()
+    else:
+        model = transformers.LlamaForCausalLM(their_config(SCALINGS[request.param])).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -75,13 +86,18 @@ def test_models_and_both_graphs_give_their_logits_beyond_the_original_context(
 ) -> None:
     peer.save_pretrained(tmp_path / "theirs")
     tokens = torch.randint(0, 96, (1, 200), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
+    config, scaling = load_config(tmp_path / "theirs"), None
+    if config.rope_scaling is not None and config.rope_scaling.rope_type == "longrope":
+        assert config.max_position_embeddings == 64
+        scaling = "longrope:4"
+        config = with_rope_scaling(config, scaling)
+    with torch.inference_mode(), checkpoint_with(tmp_path / "theirs", config) as longer:
         wanted = peer(tokens).logits[0].numpy()
-        plain = load_checkpoint(tmp_path / "theirs")(tokens)[0].numpy()
+        plain = load_checkpoint(longer)(tokens)[0].numpy()
     found = {"pytorch": plain}
     for name, standard in (("ort", False), ("standard", True)):
         form = "standard" if standard else "onnx"
-        sportsllm.export(tmp_path / "theirs", out=tmp_path / name, format=form, threads=1)
+        sportsllm.export(tmp_path / "theirs", out=tmp_path / name, format=form, threads=1, rope_scaling=scaling)
         found[name] = OnnxDecoder(tmp_path / name, 1).logits(tokens[0].tolist())
     # Float32 in another order; 1e-4 of the spread is 30 times what is seen.
     for name, logits in found.items():
@@ -112,6 +128,9 @@ def test_records_go_there_and_back_in_both_layouts() -> None:
         RopeScaling("yarn", 4.0, original_max_position_embeddings=32),
         RopeScaling("yarn", 4.0, original_max_position_embeddings=32, attention_factor=1.2, truncate=False),
         RopeScaling("yarn", 4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.7, beta_fast=16.0),
+        RopeScaling(
+            "longrope", 4.0, original_max_position_embeddings=32, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8
+        ),
     ]
     for scaling in scalings:
         config = tiny_config(rope_scaling=scaling)
@@ -126,7 +145,10 @@ def test_records_go_there_and_back_in_both_layouts() -> None:
 @pytest.mark.parametrize(
     ("scaling", "named"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported; use none or linear, llama3, yarn"),
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            "'dynamic' is not supported; use none or linear, llama3, yarn",
+        ),
         ({"rope_type": "yarn", "factor": 0.5}, "factor is 0.5; it must be at least 1"),
         ({"rope_type": "yarn", "factor": float("nan")}, "factor is nan"),
         ({**YARN, "low_freq_factor": 1.0}, "unknown field 'low_freq_factor'"),
@@ -134,6 +156,9 @@ def test_records_go_there_and_back_in_both_layouts() -> None:
         ({**YARN, "attention_factor": -1.0}, "attention_factor"),
         ({**YARN, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
         ({**YARN, "factor": "four"}, "wrong type"),
+        ({**LONGROPE, "factor": 2.0, "long_factor": [1.0]}, "longrope needs short_factor and long_factor"),
+        ({**LONGROPE, "factor": 2.0, "short_factor": [0.0] * 8}, "short_factor and long_factor must be above 0"),
+        ({**LONGROPE, "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0]}, "longrope has 1 factors; 8 rotary"),
     ],
 )
 def test_bad_records_are_refused_by_name(scaling: dict[str, Any], named: str) -> None:
@@ -155,6 +180,7 @@ def test_yarn_needs_a_base_above_one() -> None:
         ("yarn:0.5", "from 1 to 131,072"),
         ("yarn:nan", "from 1 to"),
         ("yarn:1e9", "at most 16,777,216 positions of float32"),
+        ("longrope:2", "longrope is for models that were trained with it"),
     ],
 )
 def test_bad_requests_are_refused(text: str, named: str) -> None:
