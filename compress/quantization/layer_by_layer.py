@@ -249,8 +249,8 @@ def _fit_and_round(
         if sums.gram_II.any():
             read.add(name)
         _check_finite(f"{prefix}.{name}", sums.gram_II)
-        wanted, gram_KK = sums.solve(linear.weight, pull * linear.in_features), damped_gram(sums.gram_II)
-        sums.gram_II = sums.cross_OI = torch.empty(0)  # the widest matrix needs this memory for its rounding
+        wanted, sums.cross_OI = sums.solve(linear.weight, pull * linear.in_features), torch.empty(0)
+        gram_KK, sums.gram_II = damped_gram(sums.gram_II), torch.empty(0)  # a wide matrix needs this memory
         packed.add_by_gptq(f"{prefix}.{name}", wanted, gram_KK)
         linear.weight.data = packed.matrix(f"{prefix}.{name}").to(linear.weight.device)
 

@@ -4,6 +4,7 @@ import time
 
 import torch
 
+from sportsllm import processes
 from sportsllm.console import duration, log
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import sublayers
@@ -18,33 +19,39 @@ _SIZE, _TIMED_S = 1_024, 0.05
 
 
 def log_cost(model: ModelConfig, config: TrainConfig) -> None:
-    """Log how long a run of more than two minutes will take, and the memory of a step.
+    """Log how long a run of more than two minutes will take, and the memory of a step, of each process if several run.
 
     Six FLOPs a token for each parameter that it is multiplied by (https://arxiv.org/abs/2001.08361), by the speed of a
-    matrix product that is timed for a moment.
+    matrix product that is timed for a moment, in all processes at once. Stages of a pipeline wait for each other.
     """
-    runs = model.runs()
+    runs, count = model.runs(), processes.count()
+    stages = config.pipeline if count > 1 else 1
+    among = config.tensor_parallel if config.shard and count > 1 else stages  # processes with the same sequences
     active = sum(layers * kind.active_parameters for part, layers in runs for kind in sublayers(part).values())
     tokens = config.steps * config.tokens_per_step
     flops = 6 * (active + model.vocab_size * model.hidden_size) * tokens
     device = training_device(quiet=True)
     dtype = resolve_precision(config.precision, device) or torch.float32
-    seconds = flops / (_REACHED * _flops_per_s(device, dtype))
+    busy = count * config.accumulation / (config.accumulation + stages - 1)
+    seconds = flops / (_REACHED * _flops_per_s(device, dtype) * busy)
     if seconds < _SHORT_S:
         return
     step = TrainingStep(
-        config.batch_size,
+        min(config.batch_size, max(1, config.batch_size * config.accumulation * among // count)),
         config.sequence,
         {torch.float32: "fp32", torch.float16: "fp16"}.get(dtype, "bf16"),
         config.optimizer,
         config.optimizer_bits,
         "cpu" if device.type == "cpu" else "gpu",
         config.checkpoint_activations,
+        shards=count if config.shard else 1,
+        tensor_parallel=among if config.shard else 1,
+        stages=stages,
     )
-    memory = training_memory(model, step).total
+    memory = f"{training_memory(model, step).total / 1e9:.1f} GB of memory{' in each process' * (count > 1)}"
     log(
-        f"{tokens:,} tokens through {model.parameters:,} parameters: about {duration(seconds)} here, and "
-        f"{memory / 1e9:.1f} GB of memory; `plan --training` has other devices, fewer --tokens take less"
+        f"{tokens:,} tokens through {model.parameters:,} parameters: about {duration(seconds)} here, and {memory}; "
+        "`plan --training` has other devices, fewer --tokens take less"
     )
 
 

@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +18,10 @@ from sportsllm import processes
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import partial_directory
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.training import sharding
+from sportsllm.models.kinds import block_matrices
+from sportsllm.models.presets import preset
+from sportsllm.models.training_memory import TrainingStep, training_memory
+from sportsllm.training import cost, sharding
 from sportsllm.training.lora import add_adapters
 from sportsllm.training.settings import TrainConfig
 from tests.support.command_line import CommandLine
@@ -180,3 +184,38 @@ def test_what_several_processes_cannot_do_is_refused(cli: CommandLine, monkeypat
     assert code == ArtifactError.exit_code and said.startswith("error: process 1: nowhere")
     monkeypatch.setenv("RANK", "0")
     cli.refuses(2, "not under torchrun; train and distill take several", "verify", "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("settings", "count", "busy", "step"),
+    # Sixteen sequences a step: eight processes have two each, and two pairs of them eight, four at once.
+    [
+        ({}, 1, 1, {"batch": 4}),
+        ({}, 8, 8, {"batch": 2}),
+        ({"shard": True}, 2, 2, {"batch": 4, "shards": 2}),
+        ({"shard": True, "tensor_parallel": 2}, 4, 4, {"batch": 4, "shards": 4, "tensor_parallel": 2}),
+        ({"pipeline": 2}, 2, 2 * 4 / 5, {"batch": 4, "stages": 2}),
+        ({"shard": True, "tensor_parallel": 2, "pipeline": 1}, 1, 1, {"batch": 4}),
+    ],
+)
+def test_the_cost_of_a_run_is_that_of_its_processes(
+    settings: dict[str, Any],
+    count: int,
+    busy: float,
+    step: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", str(count)), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cost, "_flops_per_s", lambda *_: 1e10)
+    monkeypatch.setattr(cost, "duration", lambda seconds: f"{seconds:.0f} s")
+    model, config = preset("small"), TrainConfig(steps=1_000, precision="fp32", **settings)
+    cost.log_cost(model, config)
+    table = model.vocab_size * model.hidden_size
+    inside = sum(m.numel * layers for part, layers in model.runs() for m in block_matrices(part))
+    seconds = 6 * (inside + table) * 1_000 * 16 * 512 / (0.4 * 1e10 * busy)
+    memory = training_memory(model, TrainingStep(length=512, precision="fp32", **step)).total / 1e9  # type: ignore[arg-type]
+    said = capsys.readouterr().err
+    each = " in each process" if count > 1 else ""
+    assert f"about {seconds:.0f} s here, and {memory:.1f} GB of memory{each};" in " ".join(said.split())
