@@ -141,7 +141,7 @@ def _print_devices(devices: Sequence[Device], here: Collection[str]) -> None:
     from sportsllm.console import output
 
     names = [name for name in LIMITS if any(name in each.limits.given() for each in devices)]
-    headers = ("name", "kind", *(LIMITS[name].title for name in names), "this machine")
+    headers = ("name", "kind", *(LIMITS[name].title for name in names), "here")
     rows = [
         (each.name, each.kind, *(f"{getattr(each.limits, name):,g}" for name in names), "yes" * (each.name in here))
         for each in devices

@@ -13,7 +13,7 @@ import typer
 
 from sportsllm import options
 from sportsllm.commands import Result
-from sportsllm.errors import UsageError
+from sportsllm.errors import UsageError, did_you_mean
 from sportsllm.settings import LIMITS, TRAINING_STEP, parse_settings
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def plan(
         figures = _count(model, count, group_size)
         print_plan(output(), figures)
         return PlanResult.of({**figures, "figures": figures})
-    config, directory = read_model(model)
+    config, directory = read_model(model, ", no number of parameters such as 7B or 162M,")
     device = None if target is None else load_target(target, limits)
     context, precision = config.max_position_embeddings, None if precision == "auto" else precision
     if sequence is not None and sequence > context:
@@ -147,8 +147,10 @@ def parameter_count(text: str) -> int | None:
     return None if found is None else round(float(found[1]) * _FACTORS[found[2].upper()])
 
 
-def read_model(model: str) -> tuple[ModelConfig, Path | None]:
+def read_model(model: str, nor: str = "") -> tuple[ModelConfig, Path | None]:
     """The shape of a preset, or of a checkpoint or export directory, which is returned beside it.
+
+    `nor` says in the error what else the model is not.
 
     Raises:
         UsageError: neither a preset nor a directory.
@@ -163,8 +165,8 @@ def read_model(model: str) -> tuple[ModelConfig, Path | None]:
     directory = Path(model)
     if not directory.is_dir():
         raise UsageError(
-            f"model {model!r} is no directory, no number of parameters such as 7B or 162M, and no shape; "
-            f"the shapes are {', '.join(named)}"
+            f"model {model!r} is no directory{nor} and no shape; "
+            + (did_you_mean(model, named) or f"the shapes are {', '.join(named)}")
         )
     return load_config(directory), directory
 

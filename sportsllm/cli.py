@@ -231,7 +231,7 @@ def _usage(error: TyperException, arguments: list[str]) -> str:
         near = did_you_mean(str(given), [name for each in context.command.params for name in each.opts])
         message = f"no option {given}" + (f"; {near}" if near else _owners(str(given)))
     where = context.command_path if context is not None else "sportsllm-compress"
-    return f"{message} (see {where} --help)"
+    return f"{message or 'a command is missing'} (see {where} --help)"
 
 
 def _owners(option: str) -> str:

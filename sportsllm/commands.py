@@ -13,14 +13,14 @@ import importlib.util
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, cast, get_args
 
 import typer
 
-from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError
+from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError, did_you_mean
 from sportsllm.files import ADAPTER, describe, require_directory
 from sportsllm.options import BY_NAME, READS_TEXT, TRAINABLE
 
@@ -85,7 +85,11 @@ def python_command(name: str) -> Command:
 
     @functools.wraps(command)
     def function(*args: object, **given: object) -> object:
-        bound = signature.bind(*args, **given)
+        try:
+            bound = signature.bind(*args, **given)
+        except TypeError as error:
+            unknown = [did_you_mean(key, signature.parameters) for key in given if key not in signature.parameters]
+            raise TypeError("; ".join(filter(None, [f"{name}() {error}", *unknown]))) from None
         for key, value in bound.arguments.items():
             try:
                 bound.arguments[key] = as_given(signature.parameters[key].annotation, value)
@@ -169,6 +173,10 @@ def _converting(function: Command) -> Command:
     @functools.wraps(function)
     def command(*args: object, **given: object) -> object:
         bound = signature.bind(*args, **given)
+        for text in cast(Iterable[str], bound.arguments.get("settings") or ()):
+            if (name := str(text).partition("=")[0].strip()) in signature.parameters:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"--set {name}: this command has the option {flag} for it; give that")
         for name, value in bound.arguments.items():
             annotation = signature.parameters[name].annotation
             bound.arguments[name] = _converted(annotation, value)

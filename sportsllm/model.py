@@ -166,7 +166,10 @@ class LoadedModel:
         Raises:
             UsageError: no id, more than the context holds, or one outside the vocabulary.
         """
-        row, size = [index(each) for each in ids], self.config.vocab_size
+        try:
+            row, size = [index(each) for each in ids], self.config.vocab_size
+        except TypeError:
+            raise UsageError("give token ids, which are whole numbers, as `tokenizer.encode` makes them") from None
         if outside := [each for each in row if not 0 <= each < size]:
             raise UsageError(f"token id {outside[0]} lies outside the vocabulary of {size}")
         with self._lock:

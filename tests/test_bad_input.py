@@ -62,6 +62,7 @@ CASES: list[tuple[str, int, str]] = [
         "did you mean raspberry-pi-5?",
     ),
     ("plan small --target raspbery-pi-5", USAGE, "did you mean raspberry-pi-5?"),
+    ("inspect smalll", USAGE, "is no directory and no shape; did you mean small?"),
     ("devices show raspbery-pi-5", USAGE, "did you mean raspberry-pi-5?"),
     (f"quantize {MODEL} --out {NEW} --method gptqq", USAGE, "choose one of rtn, mse, balance, gptq"),
     (f"export {MODEL} --out {NEW} --format onxn", USAGE, "onnx"),
@@ -71,6 +72,7 @@ CASES: list[tuple[str, int, str]] = [
         "Input should be a valid number",
     ),
     (f"prune {MODEL} --out {NEW} --params 0.5 --set refit=maybe --calibration {TEXT}", USAGE, "true or false"),
+    (f"distill --teacher {MODEL} --set kl_weight=1", USAGE, "has the option --kl-weight for it"),
     # options of another command, and directories of another kind
     (f"export {MODEL} --out {NEW} --bits 4", USAGE, "no option --bits; quantize has it"),
     (f"serve {MODEL}", ARTIFACT, "not an export"),

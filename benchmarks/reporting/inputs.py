@@ -157,7 +157,10 @@ def summarize(directory: Path | None, bench: Bench | None = None) -> StageSummar
     if not directory.is_dir():
         raise ArtifactError(f"{directory}: no such directory; give directories that the stages wrote")
     if not any((directory / name).exists() for name in (MANIFEST, "config.json", "metrics.jsonl")):
-        raise ArtifactError(f"{directory}: holds no model and no other stage's output; give directories that have one")
+        inside = "".join(f", such as {path.parent}" for path in sorted(directory.glob(f"*/{MANIFEST}"))[:1])
+        raise ArtifactError(
+            f"{directory}: holds no model and no other stage's output; give directories that have one{inside}"
+        )
     manifest = manifest_of(directory)
     config = load_config(directory) if (directory / "config.json").exists() else None
     parameters, tokens = manifest.figure("parameters"), manifest.figure("tokens")

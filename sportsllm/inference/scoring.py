@@ -101,7 +101,7 @@ def document_windows(
         if max_tokens is not None and sum(tokens) >= max_tokens:
             break
     if not rows or not size:
-        raise ArtifactError("the held-out text is empty; give --text with text in it")
+        raise ArtifactError("the held-out text is empty; give text to score")
     return Windows(rows, tokens, size)
 
 

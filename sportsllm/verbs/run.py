@@ -163,7 +163,7 @@ def _advised(message: str, recipe: Recipe, changed: RecipeStage) -> str:
         if not stale.isdisjoint(stage.needs):
             stale.add(stage.name)
     outs = [Path(stage.settings["out"]) for stage in recipe.stages if stage.name in stale and "out" in stage.settings]
-    places = shlex.join(str(out) for out in outs if out.exists())
+    places = shlex.join(str(out) for out in outs if out.is_dir())
     again = f"to make it again, with all that was made from it, type: rm -r {places}; to keep it, choose another --out"
     return message.replace(AGAIN, again)
 

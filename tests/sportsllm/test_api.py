@@ -47,6 +47,8 @@ def test_a_loaded_model_generates_scores_and_gives_logits(checkpoint: Path) -> N
             model.generate(**setting)
     with pytest.raises(UsageError, match="token id 384 lies outside the vocabulary of 384"):
         model.logits([0, 384])
+    with pytest.raises(UsageError, match="give token ids"):
+        model.logits("They")  # type: ignore[arg-type]
     for other in (["a", 5], 5, None):
         with pytest.raises(UsageError, match="give a text to score"):
             model.score(other)  # type: ignore[arg-type]
@@ -138,6 +140,10 @@ def test_values_are_converted_as_on_the_command_line(checkpoint: Path) -> None:
     assert stopped == text[: text.find(text[2])]
     with pytest.raises(UsageError, match="port: Input should be less than or equal to 65535, not 99999"):
         sportsllm.serve(checkpoint, port=99_999)
+    with pytest.raises(TypeError, match=r"^prune\(\) got an unexpected .* 'parms'; did you mean params\?"):
+        sportsllm.prune(checkpoint, out="pruned", parms=0.7)
+    with pytest.raises(UsageError, match=r"^`settings` batch_size: this command has the option `batch_size` for it"):
+        sportsllm.distill(teacher=checkpoint, settings={"batch_size": 2})
     with pytest.raises(UsageError, match=r"^`teacher` needs `text` or `tasks`: quality"):
         sportsllm.bench(checkpoint, teacher=checkpoint)
     with pytest.raises(UsageError, match=r"^`settings` rounds=3 is more than most_rounds=1"):

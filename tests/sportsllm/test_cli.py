@@ -55,6 +55,9 @@ def test_help_and_version(cli: CommandLine) -> None:
     for name in COMMANDS:
         code, out, _ = cli(*name.split(), "--help")
         assert code == 0 and "Raises:" not in out and "<bool>" not in out
+    code, shown, err = cli("devices")
+    assert code == 2 and "calibrate" in shown
+    assert err == "error: a command is missing (see sportsllm-compress devices --help)\n"
 
 
 def test_json_is_one_object_and_words_go_to_stderr(cli: CommandLine, checkpoint: Path, corpus_file: Path) -> None:

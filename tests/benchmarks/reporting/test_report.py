@@ -281,6 +281,10 @@ def test_inputs_that_are_no_stage_are_refused(tmp_path: Path) -> None:
         collect([other])
     with pytest.raises(UsageError, match="give stage directories"):
         collect([tmp_path / "absent"])
+    with output_directory(tmp_path / "runs" / "export", Stage("export", {})):
+        pass
+    with pytest.raises(ArtifactError, match=f"give directories that have one, such as {tmp_path / 'runs' / 'export'}$"):
+        collect([tmp_path / "runs"])
     (tmp_path / "metrics.jsonl").write_text("{broken\n", encoding="utf-8")
     other.unlink()
     with pytest.raises(ArtifactError, match=r"metrics\.jsonl: line 1"):
