@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.labels import bits, is_number
@@ -16,7 +16,13 @@ from benchmarks.reporting.measured import Scored
 _AXES = {"file_mb": ("Quality and size", "MB"), "tpot_p50_ms": ("Quality and speed", "ms per token")}
 _STATES = {True: ("inside", "theme:good"), False: ("outside", "theme:bad"), None: ("undecided", "theme:quiet")}
 _OUTLIER = 1.25  # a model this much worse than the best is left to the caption, so that the others stay apart
+_FAR = 2.0  # a limit so many times the largest of the figures is left to the caption too
 _MOST_POINTS = 400  # of a curve
+_PIXELS = (420, 200)  # of the plot's area, where it is small
+_LABEL_PLACES = {  # plotly's name: from a point to the middle of its label, in pixels
+    **{"top center": (0, 13), "bottom center": (0, -13), "middle right": (13, 0), "middle left": (-13, 0)},
+    **{"top right": (13, 13), "top left": (-13, 13), "bottom right": (13, -13), "bottom left": (-13, -13)},
+}
 
 
 @dataclass(frozen=True)
@@ -115,13 +121,21 @@ def trade_off_points(inputs: Inputs) -> list[Point]:
 
 def _chart(points: Sequence[Point], axis: str, box: Box, others: bool) -> Chart:
     title, unit = _AXES[axis]
-    limit, known = box.limits.get(axis), [] if box.most_bits is None else [box.most_bits]
-    best = min([point.bits_per_byte for point in points] + known)
+    limit, most = box.limits.get(axis), box.most_bits
+    best = min([point.bits_per_byte for point in points] + ([most] if most else []))
     near = [point for point in points if point.bits_per_byte <= best * _OUTLIER]
     near = near if len(near) > 1 else list(points)  # what remains must be worth a chart
-    heights = [point.bits_per_byte for point in near] + known
+    heights, edges = [point.bits_per_byte for point in near], [point.figures[axis] for point in points]
+    caption = [f"Bits per byte as scored by {points[0].scored[0]}; lower left is better."]
+    if limit and limit > _FAR * max(edges):
+        caption.append(f"The limit of {limit:,g} {unit} lies to the right of the plot.")
+    elif limit:
+        edges.append(limit)
+    if most and most - min(heights) > _FAR * (max(heights) - min(heights)) > 0:
+        caption.append(f"The limit of {bits(most)} bits per byte lies above the plot.")
+    elif most:
+        heights.append(most)
     margin = (max(heights) - min(heights)) * 0.15 or max(heights) * 0.01
-    edges = [point.figures[axis] for point in points] + ([limit] if limit else [])
     front = pareto_front((point.figures[axis], point.bits_per_byte) for point in points)
     # Steps: between two points the one to the left is the best that is known to fit.
     steps = {
@@ -133,8 +147,11 @@ def _chart(points: Sequence[Point], axis: str, box: Box, others: bool) -> Chart:
         "y": [y for _, y in front],
         "line": {"color": "theme:quiet", "width": 1.5, "dash": "dot", "shape": "hv"},
     }
-    traces = [_points_trace([point for point in points if point.inside is state], axis, state) for state in _STATES]
-    caption = [f"Bits per byte as scored by {points[0].scored[0]}; lower left is better."]
+    across, up = log_axis(unit, min(edges), max(edges)), [min(heights) - margin, max(heights) + 1.4 * margin]
+    places = _label_places(points, axis, across["range"], up)
+    traces = [
+        _points_trace([point for point in points if point.inside is state], axis, state, places) for state in _STATES
+    ]
     caption += ["Models scored on other text are left out."] if others else []
     caption += ["Numbers are those of the tables."]
     caption += ["Nothing shown beats the points on the dotted front."] if len(front) > 1 else []
@@ -149,21 +166,45 @@ def _chart(points: Sequence[Point], axis: str, box: Box, others: bool) -> Chart:
         title,
         " ".join(caption),
         [trace for trace in ([steps] if len(front) > 1 else []) + traces if trace["x"]],
-        log_axis(unit, min(edges), max(edges)),
-        {"title": "bits per byte", "range": [min(heights) - margin, max(heights) + 1.4 * margin]},
+        across,
+        {"title": "bits per byte", "range": up},
         shapes=_rectangle(limit, box.most_bits),
         showlegend=len(front) > 1 or bool(box.limits),
     )
 
 
-def _points_trace(points: Sequence[Point], axis: str, state: bool | None) -> Plot:
+def _label_places(points: Sequence[Point], axis: str, across: Sequence[float], up: Sequence[float]) -> dict[str, str]:
+    """By label the first of `_LABEL_PLACES` that covers least of the points and earlier labels."""
+    dots = [
+        (
+            _PIXELS[0] * (math.log10(point.figures[axis]) - across[0]) / (across[1] - across[0]),
+            _PIXELS[1] * (point.bits_per_byte - up[0]) / (up[1] - up[0]),
+        )
+        for point in points
+    ]
+    taken, found = [(*dot, 10.0, 10.0) for dot in dots], dict[str, str]()  # middle, width and height
+    for (x, y), point in zip(dots, points, strict=True):
+        size = 7.0 * len(point.label), 11.0
+        spots = {place: (x + right, y + above, *size) for place, (right, above) in _LABEL_PLACES.items()}
+        found[point.label] = min(spots, key=lambda place: sum(_covered(spots[place], other) for other in taken))
+        taken.append(spots[found[point.label]])
+    return found
+
+
+def _covered(first: tuple[float, ...], second: tuple[float, ...]) -> float:
+    """The area that two rectangles share; each is the middle, the width and the height."""
+    sides = ((first[i + 2] + second[i + 2]) / 2 - abs(first[i] - second[i]) for i in (0, 1))
+    return math.prod(max(0.0, side) for side in sides)
+
+
+def _points_trace(points: Sequence[Point], axis: str, state: bool | None, places: Mapping[str, str]) -> Plot:
     name, shade = _STATES[state]
     symbols = ["circle-open" if axis in point.predicted else "circle" for point in points]
     return {
         "type": "scatter",
         "name": name,
         "mode": "markers+text",
-        "textposition": "top center",
+        "textposition": [places[point.label] for point in points],
         "x": [point.figures[axis] for point in points],
         "y": [point.bits_per_byte for point in points],
         "text": [point.label for point in points],
