@@ -66,8 +66,8 @@ MOST_LINES = {
     "sportsllm": 18_968,
     "compress": 7_969,
     "export": 6_426,
-    "benchmarks": 9_042,
-    "tests": 24_680,
+    "benchmarks": 9_186,
+    "tests": 24_740,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -1,13 +1,13 @@
 """Quality against bytes and against decode speed: formats of one model, ours beside others, as a table and a chart.
 
     python -m benchmarks.studies.quality_chart MODEL --text HELD-OUT --calibration TEXT --work DIR \
-        --out benchmarks/results/quality/NAME.csv [--gguf "llama.cpp Q4_K_M=FILE.gguf" ...]
+        --out benchmarks/results/quality/NAME.csv [--peer "llama.cpp Q4_K_M=FILE.gguf" --peer "openvino INT4=DIR" ...]
     python -m benchmarks.studies.quality_chart --out benchmarks/results/quality/NAME.csv
 
 The first makes every format of `ONNX` and `GGUF` (kept in DIR), scores each as `eval --against MODEL` does, and times
-all in turns on two threads as `bench --against` does. llama.cpp itself scores and times GGUF files. Rows of the same
-tool and format are replaced, others kept, so that a row may come from anywhere. Both draw NAME.svg beside the table,
-the second from what is there.
+all in turns on two threads as `bench --against` does. Models of other programs, `--peer`, and our GGUF files, in
+llama.cpp, are scored and timed by the runtime itself. Rows of the same tool and format are replaced, others kept, so
+that a row may come from anywhere. Both draw NAME.svg beside the table, the second from what is there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import io
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,13 +29,13 @@ from benchmarks.measure.machine import choose_cpus, machine
 from benchmarks.reporting.charts import COLORS, Plot
 from benchmarks.reporting.plots import log_axis
 from benchmarks.runtimes.compare import Runtime, measure_against, turn_depths
-from benchmarks.runtimes.llama_engine import LlamaCpp
-from benchmarks.runtimes.worker import OURS
+from benchmarks.runtimes.logits import READERS, RuntimeLogits
+from benchmarks.runtimes.worker import OTHER, OURS
 from sportsllm.commands import load_command
 from sportsllm.console import log
 from sportsllm.files import atomic_write_text
 from sportsllm.formats.manifest import directory_bytes
-from sportsllm.inference.decoder import Logits, open_decoder
+from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.divergence import LogitSource, compare_documents
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.documents import read_documents
@@ -48,6 +48,7 @@ ONNX: dict[str, dict[str, Any]] = {
 }
 """Settings of `quantize`."""
 GGUF = ("q4_0", "iq4_xs", "q4_k_m", "q8_0")
+TITLES = {"genai": "onnxruntime-genai", "openvino": "OpenVINO"}
 COLUMNS = (
     *("tool", "format", "file_bytes", "kl", "kl_error", "perplexity", "tokens_per_s", "depth", "machine", "date"),
 )
@@ -59,28 +60,19 @@ Row = Mapping[str, str]
 
 
 class Made(NamedTuple):
-    """A finished export or GGUF file."""
+    """A finished export, GGUF file or directory of another program; `runtime` as in `bench --against`."""
 
     tool: str
     format: str
     path: Path
+    runtime: str = OTHER
 
     @property
-    def is_gguf(self) -> bool:
-        """Whether llama.cpp reads it."""
-        return self.path.suffix == ".gguf"
-
-
-class _LlamaLogits:
-    """A GGUF file for `compare_documents`."""
-
-    def __init__(self, path: Path, config: ModelConfig) -> None:
-        self._engine = LlamaCpp(path, config.max_position_embeddings, THREADS)
-        self.config = config.with_changes(vocab_size=self._engine.shape["vocab_size"])
-
-    def stream_logits(self, row: Sequence[int]) -> Iterator[Logits]:
-        """See `Decoder.stream_logits`."""
-        return self._engine.read_all(row, every=True)
+    def file_bytes(self) -> int:
+        """Of the weight files."""
+        if self.path.is_file():
+            return self.path.stat().st_size
+        return directory_bytes(self.path) or sum(each.stat().st_size for each in self.path.glob("openvino_model.*"))
 
 
 def make(model: Path, calibration: Sequence[Path], work: Path) -> list[Made]:
@@ -94,34 +86,37 @@ def make(model: Path, calibration: Sequence[Path], work: Path) -> list[Made]:
         made.append(Made(TOOL, name, out))
     for dtype in GGUF:
         export(model, out=work / dtype, format="gguf", dtype=dtype, calibration=text, threads=THREADS)
-        made.append(Made(TOOL, dtype.upper(), work / dtype / "model.gguf"))
+        made.append(Made(TOOL, dtype.upper(), work / dtype / "model.gguf", "llama.cpp"))
     return made
 
 
 def measure(model: Path, made: Sequence[Made], text: Sequence[Path], rounds: int) -> list[Row]:
-    """A row for each, with the speeds measured in turns."""
+    """A row for each, with the speeds measured in turns if there are `rounds`."""
     base, here, rows = open_decoder(model, THREADS), machine(), list[Row]()
     longest = min(base.config.max_position_embeddings, MOST_CONTEXT)
     base.config = config = base.config.with_changes(max_position_embeddings=longest)
     tokenizer, documents = load_tokenizer(model, config), list(read_documents(text))
-    rates, depth = speeds(made, config, rounds)
+    depth = turn_depths(longest)[-1]
+    rates = speeds(made, config, rounds, str(depth)) if rounds else [None] * len(made)
     for each, rate in zip(made, rates, strict=True):
-        own: LogitSource = _LlamaLogits(each.path, config) if each.is_gguf else open_decoder(each.path, THREADS)
+        own: LogitSource = (
+            open_decoder(each.path, THREADS)
+            if each.runtime == OTHER
+            else RuntimeLogits(each.runtime, each.path, config, THREADS)
+        )
         score, found = compare_documents(own, base, tokenizer, tokenizer, documents)
         log(f"{each.tool} {each.format}: {found}")
-        size = each.path.stat().st_size if each.is_gguf else directory_bytes(each.path)
         quality = (f"{value:.6g}" for value in (found.kl, found.kl_error, score.perplexity))
         speed = "" if rate is None else f"{rate:.4g}"
-        line = (each.tool, each.format, str(size), *quality, speed, str(depth), here["processor"])
+        line = (each.tool, each.format, str(each.file_bytes), *quality, speed, str(depth), here["processor"])
         rows.append(dict(zip(COLUMNS, (*line, here["measured_at"][:10]), strict=True)))
     return rows
 
 
-def speeds(made: Sequence[Made], config: ModelConfig, rounds: int) -> tuple[list[float | None], int]:
-    """Greedy tokens per second of each, None if it failed, at the deepest depth that is measured."""
-    depth = str(turn_depths(config.max_position_embeddings)[-1])
-    first = next(place for place, each in enumerate(made) if not each.is_gguf)
-    names = [f"{'llama.cpp' if each.is_gguf else 'other'}+{place}" for place, each in enumerate(made)]
+def speeds(made: Sequence[Made], config: ModelConfig, rounds: int, depth: str) -> list[float | None]:
+    """Greedy tokens per second of each at a depth, None if it failed."""
+    first = next(place for place, each in enumerate(made) if each.runtime == OTHER)
+    names = [f"{each.runtime}+{place}" for place, each in enumerate(made)]
     runtimes = [Runtime(name, sys.executable, each.path) for name, each in zip(names, made, strict=True)]
     names[first] = OURS
     settings = {"threads": THREADS, "cpus": choose_cpus(THREADS)}
@@ -130,7 +125,7 @@ def speeds(made: Sequence[Made], config: ModelConfig, rounds: int) -> tuple[list
     for each, name in zip(made, names, strict=True):
         if found[name]["status"] != "measured":
             log(f"{each.tool} {each.format}: {found[name]['status']}")
-    return [found[name].get("generated_tokens_per_s", {}).get(depth) for name in names], int(depth)
+    return [found[name].get("generated_tokens_per_s", {}).get(depth) for name in names]
 
 
 def draw(rows: Sequence[Row], name: str) -> str:
@@ -217,8 +212,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, action="append", help="Held-out text.")
     parser.add_argument("--calibration", type=Path, action="append", default=[])
     parser.add_argument("--work", type=Path, help="Directory of the formats that are made.")
-    parser.add_argument("--gguf", action="append", default=[], metavar="'TOOL FORMAT=FILE'", help="Another's file.")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peer", action="append", default=[], metavar="'RUNTIME FORMAT=PATH'", help="Another's model.")
+    parser.add_argument("--rounds", type=int, default=5, help="Of the timing; 0 leaves the speeds out.")
     given = parser.parse_args()
     rows: list[Row] = []
     if given.out.exists():
@@ -228,10 +223,12 @@ def main() -> None:
         if not given.text or given.work is None:
             parser.error("a model needs --text and --work")
         made = make(given.model, given.calibration, given.work)
-        for text in given.gguf:
+        for text in given.peer:
             name, _, path = text.partition("=")
-            tool, _, kind = name.rpartition(" ")
-            made.append(Made(tool, kind, Path(path)))
+            runtime, _, kind = name.partition(" ")
+            if runtime not in READERS:
+                parser.error(f"--peer {text}: no such runtime; choose from {', '.join(READERS)}")
+            made.append(Made(TITLES.get(runtime, runtime), kind, Path(path), runtime))
         rows += measure(given.model, made, given.text, given.rounds)
     latest = {(row["tool"], row["format"]): row for row in rows}
     rows = sorted(latest.values(), key=lambda row: float(row["file_bytes"]))

@@ -49,19 +49,19 @@ def test_one_command_makes_measures_and_draws(
     text.write_text("".join(corpus_file.read_text(encoding="utf-8").splitlines(keepends=True)[:2]), encoding="utf-8")
     own = tmp_path / "work" / "q8_0" / "model.gguf"
     command = ["", str(model), "--text", str(text), "--work", str(tmp_path / "work"), "--out", str(table)]
-    monkeypatch.setattr(sys, "argv", [*command, "--rounds", "1", "--gguf", f"another tool Q8_0={own}"])
+    monkeypatch.setattr(sys, "argv", [*command, "--rounds", "1", "--peer", f"llama.cpp Q8_0={own}"])
     quality_chart.main()
     with table.open(encoding="utf-8", newline="") as stream:
         rows = {(row["tool"], row["format"]): row for row in csv.DictReader(stream)}
     int8, gguf, again = (
-        rows[key] for key in (("sportsllm-compress", "INT8"), ("sportsllm-compress", "Q8_0"), ("another tool", "Q8_0"))
+        rows[key] for key in (("sportsllm-compress", "INT8"), ("sportsllm-compress", "Q8_0"), ("llama.cpp", "Q8_0"))
     )
     assert len(rows) == 3 and gguf["kl"] == again["kl"] and int(gguf["file_bytes"]) == own.stat().st_size
     for row in (int8, gguf):
         assert 0 < float(row["kl_error"]) < float(row["kl"]) < 0.05  # 8 bits of a random model
         assert float(row["tokens_per_s"]) > 0 and row["depth"] == "32"
     image = table.with_suffix(".svg").read_text(encoding="utf-8")
-    assert image.count(">Q8_0<") == 4 and "another tool" in image
+    assert image.count(">Q8_0<") == 4 and ">llama.cpp<" in image
     monkeypatch.setattr(sys, "argv", ["", "--out", str(table)])
     before = table.read_text(encoding="utf-8")
     quality_chart.main()
