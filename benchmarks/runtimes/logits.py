@@ -75,8 +75,8 @@ def _genai(path: Path, context: int, threads: int) -> Read:
         parameters.set_search_options(max_length=len(tokens) + 1)
         generator = og.Generator(model, parameters)
         generator.append_tokens(tokens)
-        logits_1TV: Logits = generator.get_output("logits")
-        return logits_1TV[0]
+        logits_TV: Logits = generator.get_output("logits")[0]
+        return logits_TV
 
     return read
 
@@ -91,8 +91,8 @@ def _openvino(path: Path, context: int, threads: int) -> Read:
         request.reset_state()
         ids = {"input_ids": [tokens], "attention_mask": [[1] * len(tokens)], "position_ids": [[*range(len(tokens))]]}
         inputs = {name: np.array(rows) for name, rows in ids.items()} | {"beam_idx": np.zeros(1, np.int32)}
-        logits_1TV: Logits = request.infer(inputs)["logits"]
-        return logits_1TV[0]
+        logits_TV: Logits = request.infer(inputs)["logits"][0]
+        return logits_TV
 
     return read
 
