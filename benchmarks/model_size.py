@@ -31,40 +31,30 @@ class ModelFormat(WeightFormat):
     Attributes:
         cache: format of keys and values.
         file_bytes: of the file, if there is one.
-        per_row: int8 with a scale for each row in the layers; head and embedding in blocks.
         standard: standard ONNX operators only: a growing cache, and a tied quantized matrix stored twice.
     """
 
     cache: str = "fp32"
     file_bytes: int | None = None
-    per_row: bool = False
     standard: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.cache not in CACHES:
             raise UsageError(f"no export has a cache of {self.cache!r}; use one of {', '.join(CACHES)}")
-        if self.per_row and self.precision != "int8":
-            raise UsageError(f"precision {self.precision!r} has no format with one scale a row; use int8")
 
     @property
     def in_kernels(self) -> bool:
         """Whether this program's kernels decode: layers in blocks, but in graphs that call none."""
-        return self.quantized and not (self.per_row or self.standard)
-
-    @property
-    def layer_format(self) -> str:
-        """Format of the layers' matrices, a key of `benchmarks.predict.latency.Shares`."""
-        return "int8_rows" if self.per_row else self.precision
+        return self.quantized and not self.standard
 
     @property
     def weights_name(self) -> str:
-        """Name of the weights' format, for people and directories, such as int8-rows and int4-b64-asym-h4."""
+        """Name of the weights' format, for people and directories, such as int4-b64-asym-h4."""
         if not self.quantized:
             return self.precision
-        grid = "rows" if self.per_row else f"b{self.block_size}"
         other_head = "" if self.head_bits == 8 else f"-h{self.head_bits}"
-        return f"{self.precision}-{grid}{'-asym' * self.zero_points}{other_head}"
+        return f"{self.precision}-b{self.block_size}{'-asym' * self.zero_points}{other_head}"
 
     @property
     def name(self) -> str:
@@ -107,9 +97,6 @@ def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
     tied, untied = (weight_bytes(each, stored) for each in _tied_and_untied(config))
     table, macs, scale = untied - tied, matrix_parameters(config), 1.0
     layers = tied - table
-    if stored.per_row:
-        scales = sum(layers * matrix.rows for part, layers in config.runs() for matrix in block_matrices(part))
-        layers = macs + 4 * (scales + config.block_parameters - macs)
     # By columns for the head, since only so the runtime multiplies it packed, and by rows for the embedding.
     twice = not config.tie_word_embeddings or (stored.standard and stored.quantized and stored.head_bits != 32)
     rotary = 0 if config.position_kind == "none" else 4 * config.max_position_embeddings * config.rotary_size
@@ -117,7 +104,7 @@ def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
     if stored.file_bytes is not None:
         scale = stored.file_bytes / (layers + table * (1 + twice) + rest)
     return Sizes(
-        layers=WeightGroup(stored.layer_format, scale * layers, macs),
+        layers=WeightGroup(stored.precision, scale * layers, macs),
         head=WeightGroup(stored.head_format, scale * table, config.vocab_size * config.hidden_size),
         embedding=scale * table * twice,
         rest=scale * rest,
@@ -188,7 +175,6 @@ def stored_format(directory: Path) -> ModelFormat:
         zero_points=not packed.get("symmetric", True),
         cache=cache,
         file_bytes=size,
-        per_row=bool(packed.get("per_row")),
         standard=standard,
     )
 

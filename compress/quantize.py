@@ -39,7 +39,7 @@ class QuantizeResult(TrainingResult):
     """A quantized checkpoint. Fields of TrainingResult are those of `--qad`.
 
     Attributes:
-        bits, group_size, symmetric, per_row: grid of the layers' matrices; `per_row` has one scale per row.
+        bits, group_size, symmetric: grid of the layers' matrices.
         head_bits: bits of embedding and head.
         method: rounding method.
         bits_per_weight: average of the layers' matrices, with scales and zero points.
@@ -53,7 +53,6 @@ class QuantizeResult(TrainingResult):
     bits: int = 0
     group_size: int = 0
     symmetric: bool = True
-    per_row: bool = False
     head_bits: int = 0
     method: str = ""
     bits_per_weight: float = 0.0
@@ -75,15 +74,12 @@ def quantize(
         typer.Option(
             help="rtn (round to nearest) or mse (grid of least squared error); with calibration text balance (scale "
             "channels, then one pass of error-compensated rounding) or gptq (fitted and refined too).",
-            show_default="gptq for 4 bits and for whole rows, balance for 8; mse for untrained weights",
+            show_default="gptq for 4 bits, balance for 8; mse for untrained weights",
         ),
     ] = None,
     group_size: Annotated[
         int,
-        typer.Option(
-            help="Weights that share a scale: 16, 32, 64, 128 or 256; 0 for a whole row (INT8 only), which reads "
-            "prompts faster and is slightly less exact."
-        ),
+        typer.Option(help="Weights that share a scale: 16, 32, 64, 128 or 256. Small groups are more exact."),
     ] = 32,
     size_mb: Annotated[
         float | None,
@@ -115,7 +111,7 @@ def quantize(
 ) -> QuantizeResult:
     """Quantize weights to INT8 or INT4."""
     from compress.distillation.starts import plan_training
-    from compress.quantization.config import Granularity, QuantizationConfig
+    from compress.quantization.config import QuantizationConfig
     from compress.quantization.mixed_precision import SizeBudget
     from sportsllm.formats.huggingface import load_config
     from sportsllm.inference.calibration import CalibrationText
@@ -130,19 +126,17 @@ def quantize(
     if qad is None and (corpus or taught or resume):
         names = [*(["--corpus"] if corpus else []), *(f"--set {name}" for name in taught), *["--resume"] * resume]
         raise UsageError(f"options of --qad: {', '.join(names)}; add --qad TOKENS or leave them out")
-    per_row = group_size == 0
     config = QuantizationConfig(
         bits,
-        32 if per_row else group_size,
+        group_size,
         found.get("head_bits", 8),
         found.get("symmetric", bits == 8),
-        granularity=Granularity.PER_CHANNEL if per_row else Granularity.BLOCK,
     )
     budget: SizeBudget | None = SizeBudget(found.get("bits_per_weight"), size_mb)
     uniform = found.get("uniform", False)
     if uniform and budget != SizeBudget():
         raise UsageError("--set uniform=true is one precision for all; leave bits_per_weight and --size-mb out")
-    if budget == SizeBudget() and (uniform or per_row or bits != 4):
+    if budget == SizeBudget() and (uniform or bits != 4):
         budget = None
     recovery = None
     if qad is not None:  # the full-precision checkpoint is the teacher
@@ -280,11 +274,11 @@ def _print(result: QuantizeResult) -> None:
     """The lines that the command ends with."""
     from sportsllm.console import output
 
-    bits, grid = result.bits, "rows" if result.per_row else f"groups of {result.group_size}"
+    bits = result.bits
     lines = [
-        f"{result.out}: {result.parameters:,} parameters in {result.size_bytes / 1e6:.2f} MB, INT{bits} {grid} by "
-        f"{result.method}, {result.bits_per_weight:.2f} bits per weight with scales, embedding and head "
-        f"{result.head_bits} bits"
+        f"{result.out}: {result.parameters:,} parameters in {result.size_bytes / 1e6:.2f} MB, INT{bits} groups of "
+        f"{result.group_size} by {result.method}, {result.bits_per_weight:.2f} bits per weight with scales, "
+        f"embedding and head {result.head_bits} bits"
     ]
     if (result.padding_percent or 0.0) >= PADDING_NOTED:
         lines.append(

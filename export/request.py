@@ -125,15 +125,11 @@ def _unfit(request: ExportRequest) -> Iterator[tuple[str, bool]]:
     """What the checkpoint has no form for: what to say, and whether it is asked for."""
     model, kind, dtype = request.checkpoint, request.format, request.dtype
     packed, config = quantization_config(model) or {}, load_config(model)
-    per_row, dense = bool(packed.get("per_row")), not packed
+    dense = not packed
     advice = "use --dtype fp16-weights, or leave --dtype out" if dense else "leave --dtype out"
     yield (
         f"--dtype fp16: {model}: this kind of model has no graph in float16; {advice}",
         request.in_half and not computes_in_half(config),
-    )
-    yield (
-        f"--dtype fp16: {model} has INT8 per row, which only CPUs multiply; quantize it in blocks",
-        request.in_half and per_row,
     )
     yield (
         f"--dtype fp16 with --format web: transformers.js opens 4-bit matrices there, not those of {model}",
@@ -150,7 +146,6 @@ def _unfit(request: ExportRequest) -> Iterator[tuple[str, bool]]:
     latent, lstm, selected = (config.attention_kind == name for name in ("latent", "lstm", "selected"))
     experts = config.experts is not None
     for form, reason, found in (
-        ("standard", "INT8 per row has no standard operators; quantize in blocks", per_row),
         ("standard", "joining the cache at each step takes longer than selection saves", selected),
         ("standard", "ONNX Runtime loads no packed LSTM in them", lstm and not dense),
         ("standard", "packed experts have no standard operators", experts and not dense),
@@ -159,4 +154,3 @@ def _unfit(request: ExportRequest) -> Iterator[tuple[str, bool]]:
         ("web", "browsers pass on keys and values, not the states of an LSTM", lstm),
     ):
         yield f"--format {form}: {model}: {reason}; leave it out", form == kind and found
-    yield f"{model}: INT8 per row is not for experts; quantize in blocks", experts and per_row

@@ -58,8 +58,8 @@ def shape(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads
 
 # Few and many layers, shared and separate keys, inside a processor's caches and (48M parameters) beyond most.
 SHAPES = (shape(2_000, 128, 384, 4, 4, 4), shape(8_000, 384, 1_024, 10, 6, 2), shape(8_000, 768, 2_048, 6, 12, 12))
-INT8, INT4, INT8_ROWS = ModelFormat("int8", 128), ModelFormat("int4", 128), ModelFormat("int8", 128, per_row=True)
-FORMATS = (ModelFormat("fp32"), INT8, INT4, INT8_ROWS)
+INT8, INT4 = ModelFormat("int8", 128), ModelFormat("int4", 128)
+FORMATS = (ModelFormat("fp32"), INT8, INT4)
 INT8_CACHE = ModelFormat("int4", 128, cache="int8")
 
 
@@ -155,13 +155,13 @@ def export_untrained(config: ModelConfig, stored: ModelFormat, directory: Path, 
 
     Args:
         config: its shape.
-        stored: dense, INT8 or INT4 blocks, or INT8 rows, with a float32 or INT8 cache; one in float16 is for GPUs.
+        stored: dense, INT8 or INT4, with a float32 or INT8 cache; one in float16 is for GPUs.
         directory: a new directory.
         inline: whether the graph has ONNX Runtime's operators instead of calls of this program's kernels.
     """
     import torch
 
-    from compress.quantization.config import Granularity, QuantizationConfig
+    from compress.quantization.config import QuantizationConfig
     from compress.quantization.layer_by_layer import quantize_without_data
     from compress.quantization.packed_checkpoint import PackedCheckpoint
     from export.cache_scales import CacheScales
@@ -181,10 +181,8 @@ def export_untrained(config: ModelConfig, stored: ModelFormat, directory: Path, 
         save_checkpoint(source, model)
         if stored.quantized:
             packed_to.mkdir()
-            granularity = Granularity.PER_CHANNEL if stored.per_row else Granularity.BLOCK
             bits = {"int8": 8, "int4": 4}[stored.precision]
-            grid = (bits, stored.block_size, stored.head_bits, not stored.zero_points)
-            grids = QuantizationConfig(*grid, granularity=granularity)
+            grids = QuantizationConfig(bits, stored.block_size, stored.head_bits, not stored.zero_points)
             packed = PackedCheckpoint(config, grids, packed_to / WEIGHTS)
             quantize_without_data(source, config, packed, search=False)
             write_config(packed_to, config, quantization=packed.record("rtn"))

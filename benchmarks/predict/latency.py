@@ -87,13 +87,13 @@ class Shares:
 # times, and hold 0.86 of the weights' memory. The Zen 3 decodes 1.3 to 1.5 times as fast as these shares say: kernels
 # there are bound by bandwidth, and its int8 peak is that of saturating products.
 CPU = Shares(
-    row={"fp32": 0.3, "int8": 0.25, "int4": 0.4, "int8_rows": 0.072},
-    prompt={"fp32": 0.8, "int8": 0.35, "int4": 0.42, "int8_rows": 0.7},
+    row={"fp32": 0.3, "int8": 0.25, "int4": 0.4},
+    prompt={"fp32": 0.8, "int8": 0.35, "int4": 0.42},
     cache={"fp32": 0.7, "int8": 0.45, "fp16": 0.7},
     attention=0.25,
     prompt_attention=0.4,
     elementwise=0.25,
-    copies={"fp32": 1.15, "int8": 1.28, "int4": 1.3, "int8_rows": 1.45},
+    copies={"fp32": 1.15, "int8": 1.28, "int4": 1.3},
     whole_pass=0.55,
     kernel_layer=0.7,
     standard_layer=5.0,
@@ -109,7 +109,7 @@ CPU = Shares(
 # An 8B model at Q4 (4.9 GB, 32 layers) decodes 42, 74 and 87 tokens/s on RTX 3060, 3080 and 3090, a 3B one
 # (2.0 GB, 28 layers) 123 on RTX 3060: 0.7 of the bandwidth and 50 us a layer meet all four within 22%. The others are
 # guesses: weights of 4 and 8 bits are widened and multiplied in fp16, at half the int8 peak.
-_GPU_PRODUCTS = {"fp32": 0.5, "fp16": 0.2, "int8": 0.2, "int4": 0.2, "int8_rows": 0.2}
+_GPU_PRODUCTS = {"fp32": 0.5, "fp16": 0.2, "int8": 0.2, "int4": 0.2}
 GPU = Shares(
     row=_GPU_PRODUCTS,
     prompt=_GPU_PRODUCTS,

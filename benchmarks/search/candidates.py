@@ -100,17 +100,18 @@ def candidate_of(way: str, size: Size, format: ModelFormat, teacher: ModelConfig
 
 
 def formats(teacher: ModelConfig, processor: str = "cpu") -> list[ModelFormat]:
-    """What candidates are stored in, finest first: dense, INT8 in blocks and by rows, INT4 in blocks of 64, and the
-    smallest INT4, each with the caches of the processor. A GPU computes in float16."""
+    """What candidates are stored in, finest first: dense, INT8 and INT4 in blocks of 64, and the smallest
+    INT4, each with the caches of the processor. A GPU computes in float16."""
     smallest = min(
         (ModelFormat("int4", block_size, head_bits=4) for block_size in BLOCK_SIZES),
         key=lambda each: (file_bytes(teacher, each), each.block_size),
     )
-    int4 = ModelFormat("int4", min(64, smallest.block_size))
+    int8, int4 = (ModelFormat(name, min(64, smallest.block_size)) for name in ("int8", "int4"))
     if processor != "cpu":
-        return [replace(each, cache="fp16") for each in (ModelFormat("fp16"), ModelFormat("int8", 128), int4, smallest)]
-    weights = (ModelFormat("fp32"), ModelFormat("int8", 128), ModelFormat("int8", per_row=True), int4, smallest)
-    return [replace(each, cache=cache) for each in weights for cache in ("fp32", "int8")]
+        return [replace(each, cache="fp16") for each in (ModelFormat("fp16"), int8, int4, smallest)]
+    return [
+        replace(each, cache=cache) for each in (ModelFormat("fp32"), int8, int4, smallest) for cache in ("fp32", "int8")
+    ]
 
 
 def ways(teacher: ModelConfig, vocabularies: Iterable[int] = ()) -> dict[str, list[Size]]:

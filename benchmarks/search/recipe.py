@@ -191,7 +191,7 @@ def quantize_settings(
         "out": out,
         "bits": int(format.precision.removeprefix("int")),
         "threads": source.threads,
-        "group_size": 0 if format.per_row else format.block_size,
+        "group_size": format.block_size,
         "calibration": list(source.calibration),
         **source.held_out(),
     }

@@ -2,21 +2,15 @@
 
 Column k of a matrix is multiplied by s[k], and the producer of that input divides by s[k], so the layer computes the
 same. The producer is the norm for matrices that read the residual stream, else the matrix's `scale_source`; matrices
-with neither stay as they are. The rule for s follows from how the runtime rounds inputs to 8 bits:
+with neither stay as they are. s = rms(x)**alpha / rms(w)**0.5, since the inputs of a block share a scale too: alpha is
+0.5 for 8-bit weights and 0.25 for 4-bit weights, which lose more. After SmoothQuant (https://arxiv.org/abs/2211.10438).
 
-    blocks   rms(x)**alpha / rms(w)**0.5, since the inputs of a block share a scale: alpha is 0.5 for 8-bit weights and
-             0.25 for 4-bit weights, which lose more
-    rows     max(|x|)**alpha / max(|w|)**(1 - alpha), since all inputs share a scale: the best of eleven alphas by
-             output error, with rounded weights and inputs (https://arxiv.org/abs/2211.10438)
-
-Shape suffixes: K inputs of a matrix, N its outputs, P samples.
+Shape suffixes: K inputs of a matrix, N its outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -24,49 +18,14 @@ from torch import Tensor, nn
 
 from compress.layerwise import input_squares, summed
 from compress.quantization.config import GridSpec, QuantizationConfig
-from compress.quantization.gptq import output_error
-from compress.quantization.grid import fit_grid
-from sportsllm.formats.packed import ROW_BITS
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices, block_units, input_groups
 from sportsllm.models.language_model import Block, first_positions
 from sportsllm.models.layers import Rope
 from sportsllm.models.parts import HIDDEN, Matrix
 
-_ALPHAS = torch.linspace(0, 1, 11).tolist()
-_BALANCED = {4: 0.25, ROW_BITS: 0.5, 8: 0.5}
+_BALANCED = {4: 0.25, 8: 0.5}
 _BALANCE_SAMPLES = 16  # enough for the rms of each channel
-_INPUT_STEPS = 255  # DynamicQuantizeMatMul rounds a whole input tensor to 8 bits
-
-
-@dataclass
-class InputStatistics:
-    """Inputs of a matrix: sum of x x^T; per sample its tokens and the smallest and largest x."""
-
-    gram_KK: Tensor
-    tokens_P: list[int] = field(default_factory=list)
-    low_PK: list[Tensor] = field(default_factory=list)
-    high_PK: list[Tensor] = field(default_factory=list)
-
-    @staticmethod
-    def empty(width: int, device: torch.device | None = None) -> InputStatistics:
-        """Statistics of no sample yet."""
-        return InputStatistics(torch.zeros(width, width, dtype=torch.float64, device=device))
-
-    def add(self, x: Tensor) -> None:
-        """Add one sample's inputs, (..., K)."""
-        flat = x.flatten(0, -2)
-        self.gram_KK += (flat.T @ flat).double()
-        self.tokens_P.append(len(flat))
-        self.low_PK.append(flat.amin(dim=0))
-        self.high_PK.append(flat.amax(dim=0))
-
-    def rounding_noise(self, scale_K: Tensor) -> float:
-        """Sum over tokens of the variance that rounding x / s to the range of its sample adds to each value."""
-        low_P = (torch.stack(self.low_PK) / scale_K).amin(dim=1).clamp(max=0)
-        high_P = (torch.stack(self.high_PK) / scale_K).amax(dim=1).clamp(min=0)
-        steps_P = (high_P - low_P).double() / _INPUT_STEPS
-        return float((torch.tensor(self.tokens_P) * steps_P.square().cpu() / 12).sum())
 
 
 @torch.no_grad()
@@ -91,16 +50,12 @@ def scale_block(
     normed = HIDDEN if model.input_norms else None
     groups = [group for group in input_groups(model) if group[0].column_unit == normed or group[0].scale_source]
     firsts = [group[0] for group in groups]
-    scale: Callable[[Matrix, Sequence[Tensor], Tensor, Sequence[GridSpec]], Tensor]
-    if config.per_channel:
-        scale = partial(searched_scale, _measured(block, firsts, states_BTD, rope))
-    else:
-        scale = partial(balanced_scale, _squares(block, firsts, states_BTD[:_BALANCE_SAMPLES], rope))
+    squares_K = _squares(block, firsts, states_BTD[:_BALANCE_SAMPLES], rope)
     for group in groups:
         linears = [cast(nn.Linear, block.get_submodule(matrix.name)) for matrix in group]
         first, rows_K = group[0], source_rows(model, group[0]).to(linears[0].weight.device)
-        specs = [config.grid_for(f"{prefix}.{matrix.name}", matrix.columns) for matrix in group]
-        scale_K = scale(first, [linear.weight for linear in linears], rows_K, specs)
+        specs = [config.grid_for(f"{prefix}.{matrix.name}") for matrix in group]
+        scale_K = balanced_scale(squares_K, first, [linear.weight for linear in linears], rows_K, specs)
         for linear in linears:
             linear.weight.data = linear.weight * scale_K
         _divide(block, first, scale_K, rows_K)
@@ -117,7 +72,7 @@ def _squares(block: Block, readers: Sequence[Matrix], states_BTD: Sequence[Tenso
 def balanced_scale(
     squares_K: Mapping[str, Tensor], first: Matrix, weights: Sequence[Tensor], rows_K: Tensor, specs: Sequence[GridSpec]
 ) -> Tensor:
-    """(K,) the scale for blocks of matrices that read what `first` reads; the fewest bits decide alpha."""
+    """(K,) the scale of matrices that read what `first` reads; the fewest bits decide alpha."""
     weight_K = torch.cat(list(weights)).double().square().sum(dim=0)
     alpha = _BALANCED[min(spec.bits for spec in specs)]
     log_K = alpha * _log_size(squares_K[first.name], rows_K) - 0.5 * _log_size(weight_K, rows_K)
@@ -128,20 +83,6 @@ def _log_size(squares_K: Tensor, rows_K: Tensor) -> Tensor:
     """Logarithm of the root mean square of columns, those that share a row of the source together."""
     shared_K = _shared(squares_K, rows_K)
     return 0.5 * shared_K.clamp(min=max(1e-8 * float(shared_K.mean()), 1e-30)).log()
-
-
-def searched_scale(
-    statistics: Mapping[str, InputStatistics],
-    first: Matrix,
-    weights: Sequence[Tensor],
-    rows_K: Tensor,
-    specs: Sequence[GridSpec],
-) -> Tensor:
-    """(K,) the scale for whole rows of matrices that read what `first` reads."""
-    found = statistics[first.name]
-    size_K = torch.stack([*found.low_PK, *found.high_PK]).abs().amax(dim=0)
-    strength_K = torch.cat(list(weights)).abs().amax(dim=0)
-    return best_scale(weights, _shared(size_K, rows_K), _shared(strength_K, rows_K), found, specs)
 
 
 def source_rows(model: ModelConfig, reader: Matrix) -> Tensor:
@@ -180,50 +121,3 @@ def _divide(block: Block, reader: Matrix, scale_K: Tensor, rows_K: Tensor) -> No
     source.weight.data = source.weight / scale_R[:, None]
     if source.bias is not None:
         source.bias.data = source.bias / scale_R
-
-
-def _measured(
-    block: Block, readers: Sequence[Matrix], states_BTD: Sequence[Tensor], rope: Rope
-) -> dict[str, InputStatistics]:
-    found = {matrix.name: InputStatistics.empty(matrix.columns, states_BTD[0].device) for matrix in readers}
-
-    def catch(name: str) -> Callable[..., None]:
-        return lambda _module, args: found[name].add(args[0])
-
-    handles = [block.get_submodule(name).register_forward_pre_hook(catch(name)) for name in found]
-    for x_BTD in states_BTD:
-        block(x_BTD, first_positions(rope, x_BTD))
-    for handle in handles:
-        handle.remove()
-    return found
-
-
-def best_scale(
-    weights_NK: Sequence[Tensor],
-    size_K: Tensor,
-    strength_K: Tensor,
-    inputs: InputStatistics,
-    specs: Sequence[GridSpec],
-) -> Tensor:
-    """(K,) the scale of least output error after rounding each matrix to its own grid; ones if none is better."""
-    best_K, least = torch.ones_like(size_K), torch.inf
-    for scale_K in candidate_scales(size_K, strength_K):
-        noise, error = inputs.rounding_noise(scale_K), 0.0
-        for weight_NK, spec in zip(weights_NK, specs, strict=True):
-            scaled = weight_NK * scale_K
-            grid = fit_grid(scaled, *spec, search=False)
-            error += output_error(weight_NK - grid.values(grid.round(scaled)) / scale_K, inputs.gram_KK.float())
-            error += noise * float(scaled.square().sum())
-        if error < least:
-            best_K, least = scale_K, error
-    return best_K
-
-
-def candidate_scales(size_K: Tensor, strength_K: Tensor) -> list[Tensor]:
-    """Ones, and size ** alpha / strength ** (1 - alpha) for every alpha, centred around 1."""
-    relative_K, strength_K = ((t / t.mean()).clamp(min=1e-4) for t in (size_K, strength_K))
-    scales = [torch.ones_like(size_K)]
-    for alpha in _ALPHAS:
-        scale_K = relative_K**alpha / strength_K ** (1 - alpha)
-        scales.append(scale_K / (scale_K.max() * scale_K.min()).sqrt())
-    return scales

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
 from sportsllm.errors import UsageError
-from sportsllm.formats.packed import BITS, ROW_BITS, stored_bits
+from sportsllm.formats.packed import BITS
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, matrix_shapes
 from sportsllm.models.memory import BLOCK_SIZES, matrix_parameters, quantized_bytes
@@ -19,18 +18,8 @@ UNPACKED = 32
 """Bits of a matrix that stays float32."""
 
 
-class Granularity(Enum):
-    """Weights of a matrix that share a scale."""
-
-    BLOCK = "block"
-    PER_CHANNEL = "channel"
-
-
 class GridSpec(NamedTuple):
-    """The grid of one matrix: bits of an integer, group size, and whether it is symmetric.
-
-    `bits` is 4 or 8, or ROW_BITS for one group per row: integers of reduced range, stored in bytes.
-    """
+    """The grid of one matrix: bits of an integer, 4 or 8, group size, and whether it is symmetric."""
 
     bits: int
     block_size: int
@@ -47,7 +36,6 @@ class QuantizationConfig:
         head_bits: of embedding and head; 32 keeps float32.
         symmetric: symmetric, or asymmetric with a zero point per 4-bit block. 8-bit blocks are always symmetric.
         modules: bits of single matrices of the layers, by name, that differ from `bits`.
-        granularity: of the layers' matrices; PER_CHANNEL is for 8 bits and integer products.
     """
 
     bits: int = 4
@@ -55,7 +43,6 @@ class QuantizationConfig:
     head_bits: int = 8
     symmetric: bool = True
     modules: Mapping[str, int] = field(default_factory=dict)
-    granularity: Granularity = Granularity.BLOCK
 
     def __post_init__(self) -> None:
         for flag, value, known in (
@@ -65,15 +52,8 @@ class QuantizationConfig:
         ):
             if value not in known:
                 raise UsageError(f"{flag} is {value}; choose one of {', '.join(map(str, known))}")
-        if self.per_channel and self.bits != 8:
-            raise UsageError(f"--group-size 0 (whole rows) is for INT8, not for --bits {self.bits}; add --bits 8")
         if self.bits == 8 and not self.symmetric:
             raise UsageError("symmetric=false is for 4 bits; with --bits 8 leave it out")
-
-    @property
-    def per_channel(self) -> bool:
-        """Whether a row of the layers' matrices has a single scale."""
-        return self.granularity is Granularity.PER_CHANNEL
 
     def bits_for(self, module: str) -> int:
         """Bits of a matrix, for example of `model.layers.0.mlp.up_proj`."""
@@ -81,10 +61,8 @@ class QuantizationConfig:
             return self.head_bits
         return max(self.modules.get(module, self.bits), least_bits(module.partition(".mlp.")[2]))
 
-    def grid_for(self, module: str, columns: int) -> GridSpec:
-        """The grid of a matrix with this many columns that is packed."""
-        if self.per_channel and module not in (EMBEDDING, HEAD):
-            return GridSpec(ROW_BITS, columns, symmetric=True)
+    def grid_for(self, module: str) -> GridSpec:
+        """The grid of a matrix that is packed."""
         bits = self.bits_for(module)
         return GridSpec(bits, self.block_size, self.symmetric or bits == 8)
 
@@ -92,14 +70,13 @@ class QuantizationConfig:
         """Size of a matrix on disk, with scales and zero points."""
         if self.bits_for(module) == UNPACKED:
             return 4 * rows * columns
-        grid = self.grid_for(module, columns)
-        return quantized_bytes(rows, columns, stored_bits(grid.bits), grid.block_size, not grid.symmetric)
+        grid = self.grid_for(module)
+        return quantized_bytes(rows, columns, grid.bits, grid.block_size, not grid.symmetric)
 
     def record(self) -> dict[str, Any]:
         """For manifests, config.json and results."""
         return {
             "bits": self.bits,
-            "per_row": self.per_channel,
             "block_size": self.block_size,
             "head_bits": self.head_bits,
             "symmetric": self.symmetric,
@@ -122,8 +99,6 @@ def bits_per_weight(model: ModelConfig, config: QuantizationConfig) -> float:
     return 8 * matrix_bytes(model, config, layers_only=True) / matrix_weights(model, layers_only=True)
 
 
-def padding_percent(model: ModelConfig, config: QuantizationConfig) -> float | None:
-    """Percent of values that fill the last group of each row; None for whole rows."""
-    if config.per_channel:
-        return None
+def padding_percent(model: ModelConfig, config: QuantizationConfig) -> float:
+    """Percent of values that fill the last group of each row."""
     return 100 * (matrix_parameters(model, config.block_size) / matrix_parameters(model) - 1)

@@ -1,4 +1,4 @@
-"""The runtime's grid: each block of a row has a scale and a zero point, and holds whole numbers of 4, 7 or 8 bits.
+"""The runtime's grid: each block of a row has a scale and a zero point, and holds whole numbers of 4 or 8 bits.
 
 Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S numbers of a block.
 """
@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
+from sportsllm.formats.packed import QuantizedWeight, pack
 
 # Ranges that are tried, as shares of the range that holds every number. At 4 bits a block without outliers may also
 # gain from a wider one, since the symmetric grid reaches 8 steps to one side and 7 to the other.
-# Whole rows have more outliers to cut off.
-_SHARES = {4: (0.5, 1.15, 27), ROW_BITS: (0.6, 1.02, 15), 8: (0.9, 1.02, 7)}
+_SHARES = {4: (0.5, 1.15, 27), 8: (0.9, 1.02, 7)}
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Grid:
     Attributes:
         scales_NG: float32, values of float16; 0 where a block has no number but 0.
         zeros_NG: zero points, whole numbers in float32.
-        bits: 4 or 8, or ROW_BITS with one block a row.
+        bits: 4 or 8.
         block_size: S.
         symmetric: whether every zero point is 2 ** (bits - 1).
     """

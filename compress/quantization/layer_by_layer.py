@@ -285,7 +285,7 @@ def _round_alone(
             _round_by_gptq(packed, module, weight_NK, mirrored(moments))
         else:
             _check_finite(module, moments)
-            spec = packed.config.grid_for(module, weight_NK.shape[1])
+            spec = packed.config.grid_for(module)
             packed.add_packed(module, round_weight(weight_NK, spec, search=True, weights_K=moments.float()))
     return following, read
 

@@ -199,7 +199,7 @@ def _watched(weights: Mapping[str, nn.Parameter], config: QuantizationConfig) ->
         return taken
 
     for name, weight in weights.items():
-        rounded = round_weight(weight.detach(), config.grid_for(name, weight.shape[1]), search=True)
+        rounded = round_weight(weight.detach(), config.grid_for(name), search=True)
         error_NK = torch.from_numpy(rounded.dequantize()).to(weight.device).sub_(weight.detach())
         weight.requires_grad_().register_post_accumulate_grad_hook(note(name, error_NK))  # type: ignore[no-untyped-call]
     return changes

@@ -16,7 +16,7 @@ from compress.quantization.config import UNPACKED, GridSpec, QuantizationConfig
 from compress.quantization.gptq import gptq_weight
 from compress.quantization.grid import fit_grid
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.packed import QuantizedWeight, stored_bits
+from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.formats.safetensors import Kind, StreamedTensors
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, parameters
@@ -56,9 +56,9 @@ def stored_kinds(model: ModelConfig, config: QuantizationConfig) -> dict[str, Ki
         if role not in ("matrix", "embedding", "head") or config.bits_for(module) == UNPACKED:
             kinds[name] = torch.float32, shape
             continue
-        (rows, columns), spec = shape, config.grid_for(module, shape[1])
+        (rows, columns), spec = shape, config.grid_for(module)
         groups = -(-columns // spec.block_size)
-        width = spec.block_size * stored_bits(spec.bits) // 8
+        width = spec.block_size * spec.bits // 8
         kinds[f"{module}.weight_packed"] = torch.uint8, (rows, groups, width)
         kinds[f"{module}.weight_scale"] = torch.float16, (rows, groups)
         if not spec.symmetric:
@@ -106,7 +106,7 @@ class PackedCheckpoint:
         if self.config.bits_for(module) == UNPACKED:
             self.add_vector(f"{module}.weight", weight_NK)
         else:
-            self.add_packed(module, round_weight(weight_NK, self.config.grid_for(module, weight_NK.shape[1]), search))
+            self.add_packed(module, round_weight(weight_NK, self.config.grid_for(module), search))
 
     def add_packed(self, module: str, packed: QuantizedWeight) -> None:
         """A module's packed matrix.
@@ -126,7 +126,7 @@ class PackedCheckpoint:
 
     def add_by_gptq(self, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
         """A module's matrix, rounded for inputs with the damped second moment `gram_KK`."""
-        spec = self.config.grid_for(module, weight_NK.shape[1])
+        spec = self.config.grid_for(module)
         parts = (
             gptq_weight(rows.to(gram_KK), gram_KK, *spec, refine=self.refine) for rows in torch.split(weight_NK, ROWS)
         )

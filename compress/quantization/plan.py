@@ -85,20 +85,18 @@ def plan_quantization(
 def resolve_method(
     name: str | None, config: QuantizationConfig, text: CalibrationText, budget: SizeBudget | None, untrained: bool
 ) -> str:
-    """The method's name; by default gptq at 4 bits and for whole rows, balance at 8 bits, mse if untrained.
+    """The method's name; by default gptq at 4 bits, balance at 8 bits, mse if untrained.
 
     Raises:
         UsageError: an unknown method, or options that do not go with it.
     """
     if name is None:
-        name = "balance" if config.bits == 8 and not config.per_channel else "gptq"
+        name = "balance" if config.bits == 8 else "gptq"
         if untrained and not text.files:
             log("untrained weights: rounding without calibration (mse)")
             name = "mse"
     if name not in METHODS:
         raise UsageError(f"--method {name!r} is not known; choose one of {', '.join(METHODS)}")
-    if config.per_channel and budget is not None:
-        raise UsageError("--group-size 0 is one precision for all; leave bits_per_weight and --size-mb out")
     if not METHODS[name] and budget is None and (text.files or text.samples):
         raise UsageError(f"--method {name} reads no calibration text; leave it out, or choose gptq")
     return name

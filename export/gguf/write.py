@@ -37,7 +37,7 @@ from sportsllm.formats.gguf.config import ARCHITECTURES, LAYER_NORM, LLAMA3, ROP
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import GGUFTensors, gguf_names, paired_heads, rows_in_pairs
 from sportsllm.formats.huggingface import family_of, load_config
-from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, unpack
+from sportsllm.formats.packed import QuantizedWeight, unpack
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import FULL, UNROTATED, ModelConfig
 from sportsllm.models.kinds import Parameter, parameters
@@ -260,8 +260,6 @@ def encode(weight: QuantizedWeight, module: str) -> tuple[npt.NDArray[np.uint8],
     Raises:
         UsageError: blocks, or zero points, that GGUF has no format for.
     """
-    if weight.bits == ROW_BITS:
-        raise UsageError(f"{module}: INT8 per row has no format in GGUF; quantize in blocks (leave --group-size 0 out)")
     if weight.block_size % BLOCK:
         raise UsageError(
             f"{module}: blocks of {weight.block_size}; GGUF's have {BLOCK} numbers: quantize with --group-size 32"

@@ -28,7 +28,6 @@ FLOAT, HALF, INT8, UINT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.I
 INT32, INT64, BOOL = ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
 MS = "com.microsoft"  # the domain of ONNX Runtime's own operators, of which graphs have these:
 _OF_MS = {
-    "DynamicQuantizeMatMul",
     "FusedMatMul",
     "GatherBlockQuantized",
     "GroupQueryAttention",

@@ -105,9 +105,9 @@ class WrittenGraph:
 def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None) -> WrittenGraph:
     """Write the graph of a checkpoint, packed or not, and its data into `directory`, which exists.
 
-    Packed matrices are copied byte for byte, except that INT8 per row is transposed, and for standard operators all of
-    them are. Dense ones become float32, or float16 that is widened to float32 before use. Vectors (norms, biases) stay
-    float32, except in a graph that computes in float16. Writing twice gives identical files.
+    Packed matrices are copied byte for byte; for standard operators they are transposed. Dense ones become float32, or
+    float16 that is widened to float32 before use. Vectors (norms, biases) stay float32, except in a graph that computes
+    in float16. Writing twice gives identical files.
 
     Raises:
         ArtifactError: the checkpoint is damaged, or does not fit float16.

@@ -21,14 +21,12 @@ from export.graph.builder import FLOAT, HALF, INT8, UINT8, Array, Builder, Graph
 from export.graph.calls import Operand
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import read_packed, read_tensor
-from sportsllm.formats.packed import ROW_BITS, unpack
+from sportsllm.formats.packed import unpack
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.parts import Matrix
 
 # MatMulNBits: 4 rounds activations to int8 block by block, the only level with fast kernels; 0 is float32.
 FAST_ACCURACY = 4
-# Rounds its whole input to 8 bits and multiplies whole numbers.
-PER_ROW_PRODUCT = "DynamicQuantizeMatMul"
 _KERNEL_BLOCKS = (32, 64, 128, 256)
 FLAT = "_flat"  # suffix of a packed table whose rows are not divided into blocks
 # A block around zero needs no zero points as signed numbers, which more runtimes take.
@@ -42,11 +40,6 @@ class Packing:
     bits: int
     block_size: int
     asymmetric: bool  # whether there are zero points
-
-    @property
-    def per_row(self) -> bool:
-        """Whether there is one scale per row, for a product of whole numbers."""
-        return self.bits == ROW_BITS
 
 
 class Weights:
@@ -97,11 +90,6 @@ class Weights:
     def read_packed(self, modules: Sequence[str], part: str) -> Array:
         """One part, `packed`, `scale` or `zero_point`, of matrices with equal packing, one under the other."""
         return _stack([self._tensors[f"{name}.weight_{part}"].numpy() for name in modules])
-
-    def read_per_row(self, modules: Sequence[str]) -> npt.NDArray[np.int8]:
-        """Matrices with one scale per row, as (K, N) signed numbers side by side."""
-        signed = self.read_packed(modules, "packed")[:, 0].astype(np.int16) - 2 ** (ROW_BITS - 1)
-        return np.ascontiguousarray(signed.astype(np.int8).T)
 
     def read_columns(self, modules: Sequence[str], part: str, packing: Packing, count: int) -> Array:
         """Packed numbers by columns, (count, N), without the padding at the end of each row."""
@@ -253,14 +241,7 @@ class Matmul:
     def _packed_product(
         self, packing: Packing, name: str, stored: str, x: ir.Value, matrices: Sequence[Matrix]
     ) -> ir.Value:
-        graph, modules, (rows, columns) = self._graph, [matrix.name for matrix in matrices], _shape(matrices)
-        if packing.per_row:
-            read = partial(self._weights.read_per_row, modules)
-            matrix = graph.weight(f"{stored}.weight_rows", INT8, (columns, rows), read)
-            scale = graph.weight(
-                f"{stored}.weight_rows_scale", HALF, (rows,), lambda: self._weights.read_packed(modules, "scale")[:, 0]
-            )
-            return graph.node(f"{name}/product", PER_ROW_PRODUCT, x, matrix, self._real(f"{name}/scale", scale))
+        graph, (rows, columns) = self._graph, _shape(matrices)
         if self._form.standard:
             packed, scales, *zero_points = self._packed_columns(stored, matrices, packing)
             parts = [packed, self._real(f"{name}/scale", scales), *zero_points]
@@ -311,8 +292,6 @@ class Matmul:
         stored, packing = name if len(matrices) > 1 else matrices[0].name, self._packing(matrices[0])
         if packing is None:
             return "dense matrices"
-        if packing.per_row:
-            return "INT8 per row"
         if packing.bits not in (4, 8) or packing.block_size not in _KERNEL_BLOCKS:
             return f"{packing.bits} bits in blocks of {packing.block_size}"
         packed, scales, zero_points = self._packed(stored, matrices, packing)

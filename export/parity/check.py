@@ -40,12 +40,11 @@ from export import layout
 from export.cache_scales import CacheScales, HalfCache, RoundedCache, Rounding
 from export.graph.builder import with_branches
 from export.graph.decoder import graph_precision
-from export.graph.weights import FLAT, PER_ROW_PRODUCT
+from export.graph.weights import FLAT
 from export.kernels.library import VARIANT_VARIABLE, library_of, variant_of
 from export.layout import find_files
 from export.parity.comparison import (
     DEPLOYED,
-    DEPLOYED_PER_ROW,
     EXACT,
     EXPERTS_ERROR,
     MOVED,
@@ -113,7 +112,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
             del moved
         if not reread:
             del model  # frees its weights for the sessions
-        deployed_limits = _deployed_limits(graph, config, precision) if rounds else DEPLOYED["fp16"]
+        deployed_limits = _deployed_limits(config, precision) if rounds else DEPLOYED["fp16"]
         limits = deployed_limits if rounds else exact_limits
         decoder = OnnxDecoder(export, threads, kernels="portable")
         passes = _passes("deployed" if rounds else "exact", decoder, sequences, expected, limits)
@@ -149,12 +148,10 @@ def _sequences(checkpoint: Path, config: ModelConfig) -> tuple[list[list[int]], 
     return sequences, changes
 
 
-def _deployed_limits(graph: ir.Model, config: ModelConfig, precision: str) -> Limits:
-    """Wider if a product rounds its input with one scale for the whole tensor."""
+def _deployed_limits(config: ModelConfig, precision: str) -> Limits:
     if config.selection is not None:
         return SELECTED_DEPLOYED
-    per_row = any(node.op_type == PER_ROW_PRODUCT for node in graph_nodes(graph))
-    limits = DEPLOYED_PER_ROW if per_row else DEPLOYED[precision]
+    limits = DEPLOYED[precision]
     return limits if config.experts is None else replace(limits, error=EXPERTS_ERROR)
 
 
@@ -270,17 +267,6 @@ def exact_graph(graph: ir.Model, config: ModelConfig) -> bytes:
             node.attributes["to"] = ir.AttrInt64("to", FLOAT.value)
         if "accuracy_level" in node.attributes:
             node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
-        if node.op_type == PER_ROW_PRODUCT:
-            # Not DequantizeLinear, which ONNX Runtime fuses back into a product of whole numbers.
-            x, matrix, scale = node.inputs
-            dense = ir.node("Cast", [matrix], {"to": FLOAT.value}, name=f"{node.name}/dense")
-            product = ir.node("MatMul", [x, dense.outputs[0]], name=f"{node.name}/unscaled")
-            scaled = ir.node("Mul", [product.outputs[0], scale], name=node.name)
-            new = [dense, product, scaled]
-            for made in new[:2]:  # else their values get names of their graph's, which a branch shares with others
-                made.outputs[0].name = made.name
-            around = main if node.graph is None else node.graph
-            ir.convenience.replace_nodes_and_values(around, node, [node], new, node.outputs, scaled.outputs)
     return cast(bytes, ir.to_proto(graph).SerializeToString())
 
 

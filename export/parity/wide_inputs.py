@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from export.parity.comparison import ParityReport
 from sportsllm.console import progress_bar
 from sportsllm.formats.checkpoint import QuantizedMatrix, load_checkpoint
-from sportsllm.formats.packed import ROW_BITS
 from sportsllm.models.kinds import EMBEDDING, HEAD, input_groups
 from sportsllm.models.language_model import SportsLLM, first_positions
 
@@ -65,12 +64,9 @@ class Remedy:
 
 
 def remedies(checkpoint: Path, report: ParityReport, wide: Collection[str]) -> Iterator[Remedy]:
-    """What gets 16 bits, more each time, for a checkpoint whose export missed the gate; `wide` has them already.
-
-    Nothing for matrices with one scale per row, whose inputs have one scale for the whole tensor.
-    """
+    """What gets 16 bits, more each time, for a checkpoint whose export missed the gate; `wide` has them already."""
     model = load_checkpoint(checkpoint)
-    if not _packed(model) or any(module.bits == ROW_BITS for module in _packed(model).values()):
+    if not _packed(model):
         return
     groups = measure_groups(model)
     del model

@@ -80,9 +80,8 @@ class OnnxDecoder:
 
         With `reuse` the beginning is skipped that a prompt shares with what its place in the cache holds from the last
         prompts and steps, if the cache has room for `max_length` tokens. The logits equal those of a fresh start up to
-        the order of additions. Where inputs are rounded as whole tensors (INT8 per row), or more finely for a few
-        tokens than for many (the native kernels), they also depend on how the text was cut into pieces, and on which
-        tokens `step` read.
+        the order of additions. If inputs are rounded more finely for a few tokens than for many (the native kernels),
+        they also depend on how the text was cut into pieces, and on which tokens `step` read.
 
         Raises:
             UsageError: no row, an empty one, or one longer than `max_length` or the context.
@@ -169,9 +168,6 @@ class OnnxDecoder:
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """See `Decoder.score`; uses a cache of its own, and holds the logits of at most `logits_at_once` tokens.
-
-        INT8 per row rounds inputs by the range of the whole piece, so a token's score depends slightly on the tokens
-        after it in the piece.
 
         Raises:
             UsageError: an empty row, or one longer than the context.

@@ -25,7 +25,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, write_json
 from sportsllm.formats.huggingface import load_config, to_hf
 from sportsllm.formats.layouts import parts_of, to_layout
-from sportsllm.formats.packed import BITS, ROW_BITS, QuantizedWeight, stored_bits
+from sportsllm.formats.packed import BITS, QuantizedWeight
 from sportsllm.formats.safetensors import (
     QUANT_METHOD,
     WEIGHTS,
@@ -117,21 +117,18 @@ def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
     if record is None:
         raise ArtifactError(f"{directory}: {name} is packed but config.json has no quantization_config")
     recorded = record.get("modules", {}).get(name, {}).get("bits")
-    for bits in (*BITS, ROW_BITS):
+    for bits in BITS:
         if recorded not in (None, bits):
             continue
-        block = packed.shape[-1] * 8 // stored_bits(bits)
+        block = packed.shape[-1] * 8 // bits
         groups = -(-shape[1] // block)
-        known = block in BLOCK_SIZES if bits in BITS else block == shape[1] and zero is None and recorded == bits
-        fits = known and tuple(packed.shape[:2]) == (shape[0], groups)
+        fits = block in BLOCK_SIZES and tuple(packed.shape[:2]) == (shape[0], groups)
         if fits and tuple(scales.shape) == (shape[0], groups) and packed.dtype == torch.uint8:
             if scales.dtype != torch.float16:
                 raise ArtifactError(
                     f"{directory}: {name}.weight_scale is {str(scales.dtype).removeprefix('torch.')}, scales are "
                     "float16; quantize the checkpoint again"
                 )
-            if bits == ROW_BITS and int(packed.max()) >= 2**ROW_BITS:
-                raise ArtifactError(f"{directory}: packed tensor of {name!r} holds more than 7 bits; make it again")
             if zero is not None:
                 check_shape(zero, (shape[0], -(-groups * bits // 8)), f"{name}.weight_zero_point", directory)
             zeros = None if zero is None else zero.numpy()

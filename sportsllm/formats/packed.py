@@ -2,8 +2,6 @@
 
 N rows (outputs), K columns (inputs), G = ceil(K / block_size) blocks a row. The numbers of a block share one
 float16 scale and one zero point:  w[n, k] = (q[n, k] - zero_point[n, g]) * scale[n, g].
-Another form, for DynamicQuantizeMatMul, has one block a row and a byte for each number, of which 7 bits are used:
-processors without dot-product instructions add two products of bytes in 16 bits, and 8 bits would not fit.
 Source: ONNX Runtime contrib operators, MatMulNBits. Algorithms that choose q live in `compress`.
 """
 
@@ -18,7 +16,6 @@ ByteArray = npt.NDArray[np.uint8]
 FloatArray = npt.NDArray[np.float32]
 
 BITS = (4, 8)
-ROW_BITS = 7
 
 
 @dataclass(frozen=True)
@@ -26,11 +23,11 @@ class QuantizedWeight:
     """A packed (N, K) matrix.
 
     Attributes:
-        packed: (N, G, block_size * stored_bits(bits) / 8) uint8; at 4 bits the even element is the low nibble. The
+        packed: (N, G, block_size * bits / 8) uint8; at 4 bits the even element is the low nibble. The
             last block of a row is padded with the zero point if K is not a multiple of block_size.
         scales: (N, G) float32, each a value of float16, which is stored.
         zero_points: (N, ceil(G * bits / 8)) uint8, or None for the middle of the range, 2 ** (bits - 1).
-        bits: 4 or 8, or ROW_BITS: then block_size is K, and there are no zero points.
+        bits: 4 or 8.
         block_size: values that share a scale.
         in_features: K, without padding.
     """
@@ -68,11 +65,6 @@ class QuantizedWeight:
         values -= self.zero_point_values()[:, :, None]
         values *= self.scales[:, :, None]
         return values.reshape(rows, -1)[:, : self.in_features]
-
-
-def stored_bits(bits: int) -> int:
-    """Bits that a number takes in a file."""
-    return 4 if bits == 4 else 8
 
 
 def pack(quants: ByteArray, bits: int) -> ByteArray:

@@ -106,7 +106,6 @@ def test_the_stored_format_follows_the_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"precision": "int4", "per_row": True},
         {"precision": "int3"},
         {"precision": "int4", "cache": "int2"},
         {"precision": "int4", "cache": "bf16"},

@@ -26,7 +26,7 @@ from sportsllm.formats.checkpoint import (
     save_tensors,
     write_config,
 )
-from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
+from sportsllm.formats.packed import QuantizedWeight, pack
 from sportsllm.formats.safetensors import WEIGHTS
 from sportsllm.models.language_model import SportsLLM
 from tests.support import models
@@ -46,8 +46,6 @@ def tiny_model(std: float = 0.1, **changes: Any) -> SportsLLM:
 def round_to_nearest(weight: npt.NDArray[np.float32], bits: int, block: int, asymmetric: bool) -> QuantizedWeight:
     """Pack an (N, K) matrix; the last block of a row is padded where K is no multiple of `block`."""
     rows, width = weight.shape
-    if bits == ROW_BITS:
-        block = width
     groups, top, middle = -(-width // block), 2**bits - 1, 2 ** (bits - 1)
     padded = np.zeros((rows, groups * block), np.float32)
     padded[:, :width] = weight
@@ -183,8 +181,7 @@ class Exports:
         """The export of `tiny_model(**changes)` with room for the gate's sequences.
 
         Args:
-            bits, block, asymmetric: see `pack_model`; a dense model without `bits`. Of INT8 per row (`ROW_BITS`) the
-                embedding and the head are blocks.
+            bits, block, asymmetric: see `pack_model`; a dense model without `bits`.
             operators, half, in_half, half_cache, inline: see `GraphForm`.
             int8_cache: with the scales of `int8_samples`.
             changes: of the model's shape.
@@ -194,8 +191,7 @@ class Exports:
         if key not in self._made:
             directory, shape = self._root / str(len(self._made)), {"max_position_embeddings": CONTEXT} | changes
             model, packed = tiny_model(**shape), tiny_model(**shape)
-            ends = {"embed_tokens": 8, "lm_head": 8} if bits == ROW_BITS else {}
-            record = bits and pack_model(packed, bits, block, asymmetric, lambda name: ends.get(name.split(".")[-1]))
+            record = bits and pack_model(packed, bits, block, asymmetric)
             save(directory, packed, record or None)
             scales = measured_scales(model, int8_samples()) if int8_cache else None
             checkpoint = directory

@@ -106,7 +106,7 @@ def _recorded() -> list[Figure]:
             float(row["measured"]),
         )
         for row in rows
-        if row["format"] in formats  # the file also has a format that exports no longer offer
+        if row["format"] in formats  # the file also has formats that exports no longer offer
     ]
 
 

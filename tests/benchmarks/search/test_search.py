@@ -109,18 +109,18 @@ def test_an_int4_candidate_has_room_for_the_matrices_that_quantize_gives_8_bits(
 
 def test_formats_go_from_fine_to_small() -> None:
     weights = [each for each in formats(TEACHER) if each.cache == "fp32"]
-    assert [each.precision for each in weights] == ["fp32", "int8", "int8", "int4", "int4"]
-    lengths = [file_bytes(TEACHER, each) for each in weights if not each.per_row]
+    assert [each.precision for each in weights] == ["fp32", "int8", "int4", "int4"]
+    lengths = [file_bytes(TEACHER, each) for each in weights]
     assert lengths == sorted(lengths, reverse=True)
     assert weights[-1].head_bits == 4 and weights[-1].block_size <= TEACHER.hidden_size  # larger ones save nothing
     assert ModelFormat("int4", 64) in weights
 
 
 def test_on_a_gpu_every_format_is_float16_and_predicted_so(tmp_path: Path) -> None:
-    """An INT8 cache and INT8 in rows have no such graph; unrounded weights take two bytes."""
+    """An INT8 cache has no such graph; unrounded weights take two bytes."""
     search = started(with_limits(), target=Target("host", True, "cuda", "gpu"))
     assert {each.precision for each in search.formats} == {"fp16", "int8", "int4"}
-    assert all(each.cache == "fp16" and not each.per_row for each in search.formats)
+    assert all(each.cache == "fp16" for each in search.formats)
     whole = one_of(search, WHOLE, "fp16")
     assert whole.predicted["file_mb"] == pytest.approx(2 * TEACHER.parameters / 1e6, rel=0.1)
     source = Source(tmp_path, (), ())
@@ -131,7 +131,7 @@ def test_on_a_gpu_every_format_is_float16_and_predicted_so(tmp_path: Path) -> No
 def test_where_everything_fits_only_the_whole_teacher_is_planned() -> None:
     planned = started(load_device("laptop-x86")).plain(sure=True)
     assert {one.way for one in planned} == {WHOLE}
-    assert [one.format.name for one in planned][:3] == ["fp32", "int8-b128", "int8-rows"]
+    assert [one.format.name for one in planned][:2] == ["fp32", "int8-b64"]
     assert all(one.format.cache == "fp32" for one in planned)  # a smaller cache saves nothing that is needed
 
 

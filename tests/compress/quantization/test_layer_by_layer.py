@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from compress.quantization.config import Granularity, QuantizationConfig
+from compress.quantization.config import QuantizationConfig
 from compress.quantization.layer_by_layer import TABLE_SHARE, quantize_calibrated, round_checkpoint
 from compress.quantization.mixed_precision import measure_groups
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
@@ -41,9 +41,7 @@ def test_the_head_is_rounded_for_its_inputs(checkpoint: Path, tmp_path: Path, ti
     packed = PackedCheckpoint(model.config, QuantizationConfig(8, 32, head_bits=4))
     quantize_calibrated(tmp_path, model.config, packed, samples)
     name = "model.embed_tokens" if tied else "lm_head"
-    plain = torch.from_numpy(
-        round_weight(model.head_weight.detach(), packed.config.grid_for(name, 64), True).dequantize()
-    )
+    plain = torch.from_numpy(round_weight(model.head_weight.detach(), packed.config.grid_for(name), True).dequantize())
     found, before = (table_error(model, samples, table) for table in (packed.matrix(name), plain))
     assert found < (0.85 if tied else 0.5) * before  # 0.80 and 0.31; as the embedding, nothing can be gained
 
@@ -88,7 +86,7 @@ def test_a_wide_layer_takes_one_second_moment_in_float64(
     ("method", "config", "changes"),
     [
         ("gptq", QuantizationConfig(4, symmetric=False), {}),
-        ("gptq", QuantizationConfig(8, granularity=Granularity.PER_CHANNEL), {"tie_word_embeddings": False}),
+        ("gptq", QuantizationConfig(8), {"tie_word_embeddings": False}),
         ("balance", QuantizationConfig(8), {"mlp_kind": "experts", "experts": Experts(count=3, active=2)}),
     ],
 )

@@ -37,7 +37,7 @@ def changed(model: SportsLLM, config: QuantizationConfig, names: Sequence[str], 
     other = copy.deepcopy(model)
     for name in names:
         weight = other.get_parameter(f"{name}.weight").data
-        rounded = round_weight(weight, config.grid_for(name, weight.shape[1]), search=True)
+        rounded = round_weight(weight, config.grid_for(name), search=True)
         weight += share * (torch.from_numpy(rounded.dequantize()) - weight)
     return other
 

@@ -22,7 +22,7 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.convert import convert_gguf
 from sportsllm.formats.gguf.weights import rows_in_halves, rows_in_pairs
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
+from sportsllm.formats.packed import QuantizedWeight, pack
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.rope import RopeScaling
 from sportsllm.text.tokenizer import load_tokenizer
@@ -81,7 +81,6 @@ def test_what_gguf_has_no_format_for_is_refused_by_name() -> None:
     for weight, message in (
         (packed(4, 16, False), "down_proj: blocks of 16"),
         (packed(8, 32, True), "symmetric=true"),
-        (packed(ROW_BITS, 128, False), "per row"),
     ):
         with pytest.raises(UsageError, match=message):
             encode(weight, "down_proj")

@@ -16,7 +16,6 @@ from export.layout import DATA_FILE, GRAPH_FILE
 from export.parity.check import exact_graph
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint, write_config
-from sportsllm.formats.packed import ROW_BITS
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import RopeScaling
@@ -98,23 +97,6 @@ def test_packed_matrices_are_multiplied_exactly(bits: int, block: int, asymmetri
 def test_packed_shapes(name: str, tmp_path: Path) -> None:
     model = tiny_model(**SHAPES[name])
     save_graph(tmp_path, model, pack_model(model, 4))
-    assert_equals_pytorch(tmp_path, exact=True)
-
-
-def pack_rows(model: SportsLLM) -> dict[str, Any]:
-    """Whole rows in the layers, blocks of 8 bits in embedding and head."""
-    ends = {"embed_tokens": 8, "lm_head": 8}
-    return pack_model(model, ROW_BITS, bits_of=lambda name: ends.get(name.rpartition(".")[2]))
-
-
-@pytest.mark.parametrize("name", ["llama", "untied", "all biases", "qwen3", "head_dim 8, rotated outside"])
-def test_whole_rows(name: str, tmp_path: Path) -> None:
-    """Hidden size 64 is a block size too: only config.json tells the forms apart."""
-    model = tiny_model(**SHAPES[name])
-    save_graph(tmp_path, model, pack_rows(model))
-    graph = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False)
-    assert [node.op_type for node in graph.graph.node].count("DynamicQuantizeMatMul") == 4 * 2
-    onnx.checker.check_model(str(tmp_path / GRAPH_FILE), full_check=True)
     assert_equals_pytorch(tmp_path, exact=True)
 
 

@@ -12,8 +12,6 @@ import sportsllm
 from benchmarks.devices.load import load_device
 from benchmarks.model_size import stored_format
 from benchmarks.predict.latency import predict_directory
-from compress.quantization.config import Granularity, QuantizationConfig
-from compress.quantize import quantize_checkpoint
 from export.layout import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, UsageError
@@ -99,10 +97,3 @@ def test_the_command_and_the_loaders_files(int4: Path, tmp_path: Path, capsys: p
 def test_what_is_for_cpus_is_refused(options: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"`dtype` fp16 with .*for CPUs"):
         sportsllm.export(checkpoint, out=tmp_path / "out", dtype="fp16", **options)
-
-
-def test_int8_in_rows_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    rows = QuantizationConfig(bits=8, granularity=Granularity.PER_CHANNEL)
-    quantize_checkpoint(checkpoint, tmp_path / "rows", rows, "rtn")
-    with pytest.raises(UsageError, match="INT8 per row"):
-        sportsllm.export(tmp_path / "rows", out=tmp_path / "out", dtype="fp16")

@@ -15,7 +15,6 @@ from export.graph.layer import SublayerBuilder
 from export.layout import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
-from sportsllm.formats.packed import ROW_BITS
 from sportsllm.models.parts import ATTENTION, HIDDEN
 from tests.support import gelu_kind
 from tests.support.export_models import TINY, Exports, save, tiny_model
@@ -42,7 +41,6 @@ def built(gelu: str, monkeypatch: pytest.MonkeyPatch) -> str:
         {},
         {"half": True},
         {"bits": 4},
-        {"bits": ROW_BITS},
         {"bits": 4, "int8_cache": True},
         {"operators": "standard"},
         {"bits": 4, "operators": "standard"},

@@ -14,7 +14,6 @@ from export.layout import GRAPH_FILE
 from export.parity.check import check_parity
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
-from sportsllm.formats.packed import ROW_BITS
 from tests.support.export_models import Export, Exports, logits_of, pack_model, pieces_read, save, tiny_model
 from tests.support.lstm_models import LSTM
 
@@ -38,7 +37,6 @@ def dense(request: pytest.FixtureRequest, exports: Exports) -> Export:
         {"half": True},
         {"bits": 8},
         {"bits": 4, "asymmetric": True, "tie_word_embeddings": False},
-        {"bits": ROW_BITS},
         {"operators": "standard"},
         {"mlp_kind": "gelu", "norm_kind": "layer"},
     ],

@@ -31,7 +31,6 @@ from export.parity.comparison import (
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.packed import ROW_BITS
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.decoder import Logits, logits_at_once
 from sportsllm.text.tokenizer import load_tokenizer
@@ -43,14 +42,10 @@ from tests.support.export_models import CONTEXT, TINY, Exports, edit_tensor, sav
     [(16, False), (8, False), (8, True)],
     ids=["rotary inside", "rotary outside", "standard operators"],
 )
-@pytest.mark.parametrize(
-    ("precision", "bits"), [("fp32", None), ("fp16", None), ("int8", 8), ("int8", ROW_BITS), ("int4", 4)]
-)
+@pytest.mark.parametrize(("precision", "bits"), [("fp32", None), ("fp16", None), ("int8", 8), ("int4", 4)])
 def test_a_faithful_export_passes(
     precision: str, bits: int | None, head_dim: int, standard: bool, exports: Exports
 ) -> None:
-    if standard and bits == ROW_BITS:
-        pytest.skip("rows have no standard operators")
     directory = exports(
         bits, half=precision == "fp16", operators="standard" if standard else "onnx", head_dim=head_dim
     ).directory
@@ -112,7 +107,6 @@ FAULTS: dict[str, tuple[dict[str, Any], str, Callable[[np.ndarray], None]]] = {
     "the sine table, beyond the prompts": ({}, "sin_cache", add_to_one((CONTEXT - 1, 0), 1e-6)),
     "an 8-bit number": ({"bits": 8}, "model.layers.1.mlp.down_proj.weight_packed", flip((3, 1, 2))),
     "a 4-bit number": ({"bits": 4}, "model.layers.0.self_attn.qkv_proj.weight_packed", flip((3, 1, 2))),
-    "a number of a whole row": ({"bits": ROW_BITS}, "model.layers.1.mlp.down_proj.weight_rows", add_to_one((3, 2), 4)),
     "a 4-bit scale": ({"bits": 4}, "model.layers.0.mlp.gate_up_proj.weight_scale", add_to_one((3, 1), 1e-3)),
     "a number of columns": (STANDARD, "model.layers.1.mlp.down_proj.weight_packed_columns", flip((5, 7))),
     "a tied number as embedding": (STANDARD, "model.embed_tokens.weight_packed", flip((95, 1, 2))),
