@@ -26,7 +26,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 from typer.models import ArgumentInfo
 
-from sportsllm import __version__, processes
+from sportsllm import __version__, processes, settings
 from sportsllm.commands import COMMANDS, GROUPS, Command, Result, load_command, types_in
 from sportsllm.errors import (
     ArtifactError,
@@ -229,6 +229,9 @@ def _usage(error: TyperException, arguments: list[str]) -> str:
     given = getattr(error, "option_name", None)
     if message.startswith("No such option") and context is not None:  # it names every option that begins alike
         near = did_you_mean(str(given), [name for each in context.command.params for name in each.opts])
+        setting = str(given).lstrip("-").replace("-", "_")
+        if any(setting in group for _, group in settings.GROUPS.values()):
+            near = f"write {'--limit' if setting in settings.LIMITS else '--set'} {setting}=VALUE"
         message = f"no option {given}" + (f"; {near}" if near else _owners(str(given)))
     where = context.command_path if context is not None else "sportsllm-compress"
     return f"{message or 'a command is missing'} (see {where} --help)"

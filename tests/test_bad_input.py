@@ -75,6 +75,8 @@ CASES: list[tuple[str, int, str]] = [
     (f"distill --teacher {MODEL} --set kl_weight=1", USAGE, "has the option --kl-weight for it"),
     # options of another command, and directories of another kind
     (f"export {MODEL} --out {NEW} --bits 4", USAGE, "no option --bits; quantize has it"),
+    (f"eval {MODEL} --text {TEXT} --text-field body", USAGE, "no option --text-field; write --set text_field=VALUE"),
+    (f"plan {MODEL} --file-mb 60", USAGE, "no option --file-mb; write --limit file_mb=VALUE"),
     (f"serve {MODEL}", ARTIFACT, "not an export"),
     (f"verify {TAKEN}", ARTIFACT, "only finished output has one"),
     (f"report {TAKEN}", ARTIFACT, "holds no model"),
