@@ -153,7 +153,7 @@ def bench(
     print_bench(output(), measured)
     if measured.budget is None or measured.budget.verdict == "pass":
         return BenchResult(measured=measured, figures=result)
-    complaint = f"{directory}: {verdict_line(measured.budget)}; {advice(measured)}"
+    complaint = f"{measured.directory}: {verdict_line(measured.budget)}; {advice(measured)}"
     return BenchResult(measured=measured, figures=result, exit_code=GateError.exit_code, complaint=complaint)
 
 
@@ -264,10 +264,10 @@ def advice(measured: Bench) -> str:
     if failed:
         noisy = failed <= {"ttft_ms", "tpot_p50_ms", "tpot_p95_ms"} and not measured.clean
         return "the run was noisy: repeat it on a quiet machine" if noisy else "compress it further"
+    if budget and budget.decided_by == "prediction" and budget.efficiency is None:
+        return "a GGUF file's speed and memory are not known here: bench the ONNX export of its checkpoint"
     if any(limit.name in qualities and limit.verdict == "uncertain" for limit in limits):
         return "give --teacher and more held-out --text, or --tasks, so that the quality is known more closely"
     if budget and budget.decided_by == "prediction":
-        if budget.efficiency is None:
-            return "a GGUF file's speed and memory are not known here: bench the ONNX export of its checkpoint"
         return "measure it on the device (--on-device), which a prediction cannot replace"
     return "give more rounds (--set rounds=N), on a quiet machine"
