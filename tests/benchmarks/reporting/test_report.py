@@ -155,7 +155,7 @@ def test_missing_parts_are_left_out(parts: str) -> None:
 
 
 def test_the_last_stages_measurement_gives_the_verdict() -> None:
-    budget = {"target": "pi", "verdict": "pass", "limits": [], "decided_by": "prediction"}
+    budget = {"target": "pi", "verdict": "pass", "limits": [], "decided_by": "prediction", "efficiency": {}}
     stages = [StageSummary("a", "export", "a", bench=measured())]
     stages += [StageSummary("b", "export", "b", bench=measured(budget=budget, clean=True))]
     inputs = Inputs(stages, stages[1].bench)

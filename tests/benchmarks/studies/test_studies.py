@@ -42,7 +42,7 @@ def test_a_study_from_start_to_end(tmp_path: Path) -> None:
     summary = run_study(tmp_path / "out", rounds=1)
     with (tmp_path / "out" / "prediction.csv").open(encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
-    assert {row["format"] for row in rows} == {"fp32", "int8-b128"} and len(rows) == 2 * 3
+    assert {row["format"] for row in rows} == {"fp32", "int4-b32"} and len(rows) == 2 * 3
     assert all(float(row[name]) > 0 for row in rows for name in ("measured", "calibrated", "shipped"))
     assert all(row["calibrated"] == row["shipped"] for row in rows)  # the same coefficients here
     kinds = {(name, kind) for name in ("calibrated", "shipped") for kind in ("tpot", "ttft", "memory")}

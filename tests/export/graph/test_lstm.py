@@ -123,9 +123,9 @@ def test_a_state_goes_on_but_never_back(dense: Export) -> None:
 @pytest.mark.parametrize(
     ("options", "bits", "word"),
     [
-        ({"format": "web"}, None, "--format web: .* browsers pass on"),
+        ({"format": "web"}, None, "format. web: .* browsers pass on"),
         ({"kv_cache": "int8"}, None, "attention of kind 'lstm' has none"),
-        ({"format": "standard"}, 8, "--format standard: .* ONNX Runtime loads no packed LSTM"),
+        ({"format": "standard"}, 8, "format. standard: .* ONNX Runtime loads no packed LSTM"),
         ({"dtype": "fp16"}, None, "no graph in float16"),
     ],
     ids=str,
