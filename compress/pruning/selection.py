@@ -18,6 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compress.layerwise import solved
+
 _STEPS = 512  # picks; of more units, several are picked at once
 _PENDING = 256  # picked inputs whose down-dates are applied to the whole matrix in one product
 _RIDGE = 1e-6  # of the mean square of an input, so that a fully explained input still has a divisor
@@ -84,8 +86,7 @@ def _explained(blocks_KSS: Tensor, squares_KSS: Tensor) -> Tensor:
     """(K,) by how much each unit would lower the error, tr R_SS^-1 C_S^T C_S."""
     if blocks_KSS.shape[1] == 1:
         return squares_KSS.flatten() / blocks_KSS.flatten().clamp(min=torch.finfo(blocks_KSS.dtype).tiny)
-    solved_KSS: Tensor = torch.linalg.solve(_damped(blocks_KSS), squares_KSS)
-    return solved_KSS.diagonal(dim1=1, dim2=2).sum(dim=1)
+    return solved(_damped(blocks_KSS), squares_KSS).diagonal(dim1=1, dim2=2).sum(dim=1)
 
 
 def _damped(blocks_SS: Tensor) -> Tensor:

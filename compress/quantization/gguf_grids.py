@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.layerwise import solved
 from compress.quantization.gptq import coordinate_descent, gptq_and_refine
 from compress.quantization.grid import Grid, split_blocks
 from sportsllm.errors import ArtifactError
@@ -305,7 +306,7 @@ def refit(weight_NK: Tensor, gram_KK: Tensor, grid: BlockGrid, levels_NK: Tensor
         parts.append(-split_blocks(wanted_NK, size).sum(dim=2))
     diagonal = left.diagonal(dim1=1, dim2=2).double()
     ridge = torch.where(diagonal == 0, 1.0, 1e-7 * diagonal)
-    found = torch.linalg.solve(left.double() + torch.diag_embed(ridge), torch.cat(parts, dim=1).double()).float()
+    found = solved(left.double() + torch.diag_embed(ridge), torch.cat(parts, dim=1).double()[..., None])[..., 0].float()
     scales, least = found[:, :groups], found[:, groups:] if kind.least else grid.least_NG
     usable = scales.isfinite() & least.isfinite() & (scales != 0)
     if kind.least or kind.levels[0] == -kind.levels[1]:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from compress.layerwise import solved
 from compress.quantization.grid import Grid, fit_grid, split_blocks, stored_scales
 from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.formats.safetensors import all_finite
@@ -277,6 +278,6 @@ def _fitted_rows(levels_NK: Tensor, right_NG: Tensor, scales_NG: Tensor, gram_KK
     diagonal = left.diagonal(dim1=1, dim2=2)
     ridge = diagonal.mean(dim=1, keepdim=True) * 1e-7
     left = left + torch.diag_embed(torch.where(diagonal == 0, torch.ones_like(diagonal), ridge.expand_as(diagonal)))
-    found = torch.linalg.solve(left, right_NG.double()[..., None])[..., 0].float()
+    found = solved(left, right_NG.double()[..., None])[..., 0].float()
     kept = (diagonal == 0) | ~torch.isfinite(found) | (found == 0)
     return torch.where(kept, scales_NG, stored_scales(found))

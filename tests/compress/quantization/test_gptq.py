@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from compress.layerwise import solved
 from compress.quantization.gptq import (
     coordinate_descent,
     damped_gram,
@@ -167,6 +168,18 @@ def test_scales_are_the_least_squares_solution(columns: int) -> None:
         solution = torch.linalg.lstsq(root @ design[:, used], (root @ weight[row].double())[:, None]).solution[:, 0]
         assert torch.allclose(found.scales_NG[row, used].double(), solution, rtol=1e-3)
         assert torch.equal(found.scales_NG[row, ~used], grid.scales_NG[row, ~used])
+
+
+def test_many_unknowns_of_several_rows_are_solved_on_two_threads() -> None:
+    """200 blocks a row, of which PyTorch 2.13's batched LU makes garbage."""
+    left = torch.randn(3, 200, 200, generator=torch.Generator().manual_seed(0)).double()
+    left, right = left @ left.mT + 200 * torch.eye(200), torch.ones(3, 200, 1).double()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert (left @ solved(left, right) - right).abs().max() < 1e-9
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_inputs_that_are_always_zero() -> None:
