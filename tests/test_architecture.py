@@ -64,10 +64,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_960,
-    "compress": 7_829,
+    "compress": 7_840,
     "export": 6_371,
     "benchmarks": 9_171,
-    "tests": 24_633,
+    "tests": 24_646,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
