@@ -14,6 +14,7 @@ from sportsllm.errors import ConflictError, GateError, UsageError
 from sportsllm.settings import BENCH, LIMITS, TASKS, TEXT, parse_settings
 
 if TYPE_CHECKING:
+    from benchmarks.devices.schema import Device
     from benchmarks.reporting.measured import Bench
     from sportsllm.inference.scoring import TextScore
     from sportsllm.text.reading import Reading
@@ -125,7 +126,7 @@ def bench(
     if is_onnx_directory(directory):
         log(str(kernels_of_directory(directory, kernels, placed)))
     reading = take_reading(found, directory, teacher)
-    quality = _quality(directory, text or [], reading, teacher, threads, kernels, provider)
+    quality = _quality(directory, text or [], reading, teacher, device, threads, kernels, provider)
     quality |= score_tasks(directory, tasks, found, teacher, threads, kernels, provider) if tasks else {}
     result = run_bench(
         directory,
@@ -178,18 +179,25 @@ def _quality(
     text: list[Path],
     reading: Reading,
     teacher: Path | None,
+    device: Device | None,
     threads: int | None,
     kernels: str,
     provider: str,
 ) -> dict[str, Any]:
-    """Bits per byte of the text, and the loss against the teacher with its interval; None for what is not asked for."""
+    """Bits per byte of the text, and the loss against the teacher with its interval; None for what is not asked for.
+
+    Also how far the model is from the teacher, if `device` limits that.
+    """
     from benchmarks.spread import quality_loss
     from sportsllm.formats.manifest import digest
 
     own = score_text(directory, text, reading, threads, kernels, provider) if text else None
     reference = score_text(teacher, text, reading, threads) if teacher and text else None
     loss, interval = quality_loss(own.documents, reference.documents) if own and reference else (None, None)
-    return {
+    far = dict[str, Any]()
+    if teacher and text and device and not {"kl_nats", "top1_changed_percent"}.isdisjoint(device.limits.given()):
+        far = compare_text(directory, text, reading, teacher, threads, kernels, provider)
+    return far | {
         "bits_per_byte": own and own.bits_per_byte,
         "teacher_bits_per_byte": reference and reference.bits_per_byte,
         "text": [str(path) for path in text],
@@ -232,6 +240,33 @@ def score_tasks(
     }
 
 
+def compare_text(
+    directory: Path,
+    text: list[Path],
+    reading: Reading,
+    teacher: Path,
+    threads: int | None,
+    kernels: str,
+    provider: str,
+) -> dict[str, Any]:
+    """KL divergence from the teacher and the share of changed top-1 tokens, as `eval --against` computes them."""
+    from sportsllm.inference.decoder import open_decoder
+    from sportsllm.inference.divergence import compare_documents
+    from sportsllm.text.documents import read_documents
+    from sportsllm.text.tokenizer import load_tokenizer
+
+    own, base = open_decoder(directory, threads, kernels, provider), open_decoder(teacher, threads)
+    tokenizers = load_tokenizer(directory, own.config, reading), load_tokenizer(teacher, base.config, reading)
+    _, found = compare_documents(own, base, *tokenizers, list(read_documents(text, reading.text_field)))
+    low, high = found.top1_interval
+    return {
+        "kl_nats": found.kl,
+        "kl_interval_nats": [found.kl - 1.96 * found.kl_error, found.kl + 1.96 * found.kl_error],
+        "top1_changed_percent": 100 * (1 - found.top1_agreement),
+        "top1_changed_interval_percent": [100 * (1 - high), 100 * (1 - low)],
+    }
+
+
 def score_text(
     directory: Path,
     text: list[Path],
@@ -256,7 +291,9 @@ def score_text(
 
 def advice(measured: Bench) -> str:
     """What to do about a budget that is not passed."""
-    budget, qualities = measured.budget, {"quality_loss_percent", "accuracy_loss_points"}
+    from benchmarks.devices.verdict import QUALITIES
+
+    budget, qualities = measured.budget, set(QUALITIES)
     limits = budget.limits if budget else []
     failed = {limit.name for limit in limits if limit.verdict == "fail"}
     if failed and failed <= qualities:

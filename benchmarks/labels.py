@@ -40,6 +40,8 @@ LIMITS = {
     "tpot_p95_ms": Limit("ms", "95th-percentile time per token", "TPOT p95 ms", f"after {BUDGET_DEPTH} tokens"),
     "quality_loss_percent": Limit("%", "Quality loss", "loss %", "bits per byte over the fp32 teacher's"),
     "accuracy_loss_points": Limit("points", "Accuracy loss", "accuracy loss", "of tasks, below the fp32 teacher's"),
+    "kl_nats": Limit("nats", "Mean KL", "KL nats", "from the fp32 teacher, per token"),
+    "top1_changed_percent": Limit("%", "Changed top tokens", "top-1 changed %", "against the fp32 teacher's"),
 }
 
 

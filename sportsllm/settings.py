@@ -138,6 +138,8 @@ LIMITS: Group = {
     "accuracy_loss_points": Setting(
         float, "Largest accuracy loss in tasks, percentage points", "the target's", 0.001, 100
     ),
+    "kl_nats": Setting(float, "Largest mean KL divergence from the teacher, nats per token", "the target's", 1e-6, 100),
+    "top1_changed_percent": Setting(float, "Largest share of changed top-1 tokens, %", "the target's", 0.001, 100),
 }
 TRAINING_STEP: Group = {
     "optimizer_bits": TRAINING["optimizer_bits"],

@@ -156,8 +156,9 @@ class Limits(Strict):
     `file_mb` is the weight files and the graph; `peak_memory_mb` the process's peak with a cache of
     `memory_context_tokens`; `ttft_ms` the time to the first token after a prompt of `ttft_prompt_tokens`;
     `tpot_*_ms` the time per further token at `tpot_depth_tokens`; `quality_loss_percent` the rise of bits per
-    byte over the fp32 teacher; `accuracy_loss_points`, which may be left out, the percentage points of accuracy
-    that tasks lose against it. 1 MB = 10^6 bytes.
+    byte over the fp32 teacher. These may be left out: `accuracy_loss_points`, the percentage points of accuracy that
+    tasks lose against it; `kl_nats`, the mean KL divergence from it per token; `top1_changed_percent`, the share of
+    tokens before which it expects another one most. 1 MB = 10^6 bytes.
     """
 
     reason: Text
@@ -174,6 +175,8 @@ class Limits(Strict):
     tpot_p95_ms: float = Field(ge=0.01, le=3.6e6)
     quality_loss_percent: float = Field(gt=0, le=100)
     accuracy_loss_points: float | None = Field(default=None, gt=0, le=100)
+    kl_nats: float | None = Field(default=None, gt=0, le=100)
+    top1_changed_percent: float | None = Field(default=None, gt=0, le=100)
 
     def given(self) -> dict[str, float]:
         """Those that there are, by name."""

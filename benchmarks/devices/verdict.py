@@ -21,8 +21,14 @@ from sportsllm.models.config import ModelConfig
 
 TIMED_STEPS = 148
 """Tokens decoded after a depth to time it, 20 of them to warm up: the deepest depth leaves room for them."""
-MACHINE_INDEPENDENT = ("file_mb", "quality_loss_percent", "accuracy_loss_points")  # figures of the files themselves
-_QUALITY = {"quality_loss_percent": "quality_interval_percent", "accuracy_loss_points": "accuracy_interval_points"}
+QUALITIES = {
+    "quality_loss_percent": "quality_interval_percent",
+    "accuracy_loss_points": "accuracy_interval_points",
+    "kl_nats": "kl_interval_nats",
+    "top1_changed_percent": "top1_changed_interval_percent",
+}
+"""Limits of quality, and where a bench result has the intervals of their figures."""
+MACHINE_INDEPENDENT = ("file_mb", *QUALITIES)  # figures of the files themselves
 
 Figures = Mapping[str, float | None]
 
@@ -238,8 +244,7 @@ def _measured(
         "ttft_ms": result["ttft_ms"].get(prompt),
         "tpot_p50_ms": per_token.get("p50"),
         "tpot_p95_ms": per_token.get("p95"),
-        "quality_loss_percent": result["quality_loss_percent"],
-        "accuracy_loss_points": result.get("accuracy_loss_points"),
+        **{name: result.get(name) for name in QUALITIES},
     }
     keys = {
         "ttft_ms": f"ttft_ms.{prompt}",
@@ -252,7 +257,7 @@ def _measured(
         for name, one in noise.items()
         if one is not None
     }
-    for name, interval in _QUALITY.items():
+    for name, interval in QUALITIES.items():
         if result.get(name) is not None:
             ends = result.get(interval)
             intervals[name] = None if ends is None else (ends[0], ends[1])

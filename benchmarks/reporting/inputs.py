@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.devices.verdict import QUALITIES
 from benchmarks.flops import forward_flops_per_token, training_flops_per_token
 from benchmarks.labels import BUDGET_DEPTH, is_number
 from benchmarks.reporting.fits import FIT_FILE, Fit, read_fit
@@ -71,8 +72,7 @@ class StageSummary:
             times = bench.tpot_ms.get(str(depth or BUDGET_DEPTH))
             found["ttft_ms"] = bench.ttft_ms.get(str(BUDGET_DEPTH))
             found |= {} if times is None else {"tpot_p50_ms": times.p50, "tpot_p95_ms": times.p95}
-            found["quality_loss_percent"] = bench.quality_loss_percent
-            found["accuracy_loss_points"] = bench.accuracy_loss_points
+            found |= {name: getattr(bench, name) for name in QUALITIES}
             found["peak_memory_mb"] = None if bench.peak_rss_bytes is None else bench.peak_rss_bytes / 1e6
         return {name: value for name, value in found.items() if value is not None}
 

@@ -138,6 +138,10 @@ class Bench:
     teacher_tasks: dict[str, TaskScore] = field(default_factory=dict)
     accuracy_loss_points: Figure = None
     accuracy_interval_points: tuple[float, float] | None = None
+    kl_nats: Figure = None
+    kl_interval_nats: tuple[float, float] | None = None
+    top1_changed_percent: Figure = None
+    top1_changed_interval_percent: tuple[float, float] | None = None
     budget: Budget | None = None
 
     @property

@@ -86,10 +86,10 @@ def compare_documents(
     """
     sizes = decoder.config.vocab_size, base.config.vocab_size
     if sizes[0] != sizes[1]:
-        raise UsageError(f"--against: the models have {sizes[0]:,} and {sizes[1]:,} tokens; {_ADVICE}")
+        raise UsageError(f"the models have {sizes[0]:,} and {sizes[1]:,} tokens; {_ADVICE}")
     both = (each.encode_documents(documents) for each in (tokenizer, base_tokenizer))
     if any(own != other for own, other in zip(*both, strict=True)):
-        raise UsageError(f"--against: the models' tokenizers cut the text differently; {_ADVICE}")
+        raise UsageError(f"the models' tokenizers cut the text differently; {_ADVICE}")
     context = min(decoder.config.max_position_embeddings, base.config.max_position_embeddings)
     text = document_windows(tokenizer, documents, context)
     nats, kl, agree = np.zeros((2, len(text.tokens))), list[npt.NDArray[np.float32]](), 0

@@ -114,14 +114,15 @@ def test_timed_steps_are_centred_on_their_depth(depth: int) -> None:
     assert window.prompt >= 1 and window.steps == min(depth, bench.STEPS)
 
 
-def test_a_limit_of_accuracy_is_judged_where_it_is_set(tmp_path: Path) -> None:
-    """A file without it has none; the interval of the paired differences decides."""
-    assert "accuracy_loss_points" not in HOST.limits.given()
+@pytest.mark.parametrize("name", ["accuracy_loss_points", "kl_nats", "top1_changed_percent"])
+def test_a_limit_that_may_be_left_out_is_judged_where_it_is_set(name: str, tmp_path: Path) -> None:
+    """A file without it has none; the figure's interval decides."""
+    assert name not in HOST.limits.given()
     assert load_target("host", {"ttft_ms": 300.0}).limits.given()["ttft_ms"] == 300.0
-    exactly = {**HOST.limits.given(), "accuracy_loss_points": 1.0}
-    device = load_target("host", {"accuracy_loss_points": 2.0})
+    exactly = {**HOST.limits.given(), name: 1.0}
+    device = load_target("host", {name: 2.0})
     write_device(device, tmp_path / "own.toml", "a test")
     assert load_device(str(tmp_path / "own.toml")) == device
     for ends, verdict in (((0.5, 1.5), "pass"), ((0.0, 2.5), "uncertain"), ((2.1, 3.0), "fail"), (None, "uncertain")):
-        assert judge(device, exactly, intervals={"accuracy_loss_points": ends}).verdict == verdict
+        assert judge(device, exactly, intervals={name: ends}).verdict == verdict
     assert judge(HOST, exactly).verdict == "pass" and judge(device, HOST.limits.given()).verdict == "uncertain"

@@ -302,6 +302,25 @@ def test_a_gguf_file_is_judged_by_its_own_size_and_by_no_copy_of_it(
     assert "give `teacher` and more held-out `text`" in str(sportsllm.bench(benched, target="host").complaint)
 
 
+def test_limits_of_the_distance_from_the_teacher_are_held_to_what_eval_measures(
+    int4: Path,
+    checkpoint: Path,
+    corpus_file: Path,
+    result: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    cli: CommandLine,
+) -> None:
+    monkeypatch.setattr(bench, "run_bench", lambda *_, **__: copy.deepcopy(result))
+    limits = ["--limit", "kl_nats=0.000001", "--limit", "top1_changed_percent=99"]
+    shown = cli("bench", int4, *limits, "--text", corpus_file, "--teacher", checkpoint, "--json")[1]
+    eval_found = cli.result("eval", int4, "--against", checkpoint, "--text", corpus_file)["divergence"]
+    found = {one["name"]: one for one in json.loads(shown.splitlines()[-1])["budget"]["limits"]}
+    assert found["kl_nats"]["value"] == pytest.approx(eval_found["kl"]) and found["kl_nats"]["verdict"] == "fail"
+    changed = found["top1_changed_percent"]
+    assert changed["value"] == pytest.approx(100 - 100 * eval_found["top1_agreement"]) and changed["verdict"] == "pass"
+    assert "kl_nats" not in json.loads(cli("bench", int4, "--limit", "file_mb=1", "--json")[1].splitlines()[-1])
+
+
 @pytest.mark.parametrize(
     "flags",
     [
