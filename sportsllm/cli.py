@@ -15,6 +15,7 @@ import gc
 import inspect
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Collection
@@ -230,7 +231,9 @@ def _usage(error: TyperException, arguments: list[str]) -> str:
     if message.startswith("No such option") and context is not None:  # it names every option that begins alike
         near = did_you_mean(str(given), [name for each in context.command.params for name in each.opts])
         setting = str(given).lstrip("-").replace("-", "_")
-        if any(setting in group for _, group in settings.GROUPS.values()):
+        command = context.command_path.partition(" ")[2]
+        accepted = (group for owners, group in settings.GROUPS.values() if command in re.split(" --[a-z]+|, ", owners))
+        if any(setting in group for group in accepted):
             near = f"write {'--limit' if setting in settings.LIMITS else '--set'} {setting}=VALUE"
         message = f"no option {given}" + (f"; {near}" if near else _owners(str(given)))
     where = context.command_path if context is not None else "sportsllm-compress"

@@ -74,8 +74,8 @@ DISTILLATION: Group = {
     "kl_weight": Setting(
         float,
         "Weight of the KL divergence in the loss; the rest is cross-entropy",
-        "0.9 for random weights; 1 for teachers trained on 100 tokens per parameter or more; else 0.5, for students "
-        "trained on fewer than 5 0.9",
+        "0.9 for random weights; 1 for teachers trained on 100 tokens per parameter or more; else 0.5, or 0.9 for "
+        "students trained on fewer than 5",
         0,
         1,
     ),

@@ -63,11 +63,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_962,
+    "sportsllm": 18_965,
     "compress": 7_840,
     "export": 6_371,
     "benchmarks": 9_222,
-    "tests": 24_670,
+    "tests": 24_672,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -76,6 +76,8 @@ CASES: list[tuple[str, int, str]] = [
     # options of another command, and directories of another kind
     (f"export {MODEL} --out {NEW} --bits 4", USAGE, "no option --bits; quantize has it"),
     (f"eval {MODEL} --text {TEXT} --text-field body", USAGE, "no option --text-field; write --set text_field=VALUE"),
+    (f"prune {MODEL} --out {NEW} --kl-weight 1", USAGE, "no option --kl-weight; write --set kl_weight=VALUE"),
+    (f"train {MODEL} --kl-weight 1", USAGE, "no option --kl-weight; distill has it"),
     (f"plan {MODEL} --file-mb 60", USAGE, "no option --file-mb; write --limit file_mb=VALUE"),
     (f"serve {MODEL}", ARTIFACT, "not an export"),
     (f"verify {TAKEN}", ARTIFACT, "only finished output has one"),
