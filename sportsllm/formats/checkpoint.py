@@ -50,7 +50,7 @@ _PACKED = ("_packed", "_scale", "_zero_point")
 
 
 class QuantizedMatrix(nn.Module):
-    """Packed bytes as buffers named like a checkpoint's tensors, plus the dequantized matrix unless not `dense`."""
+    """Packed bytes as buffers named like a checkpoint's tensors, and the dequantized matrix, empty if not `dense`."""
 
     weight: Tensor
 
@@ -61,8 +61,8 @@ class QuantizedMatrix(nn.Module):
         self.register_buffer("weight_scale", torch.from_numpy(quantized.scales).half())
         if quantized.zero_points is not None:
             self.register_buffer("weight_zero_point", torch.from_numpy(quantized.zero_points))
-        if dense:
-            self.register_buffer("weight", torch.from_numpy(quantized.dequantize()), persistent=False)
+        weight = torch.from_numpy(quantized.dequantize()) if dense else torch.empty(0, self.in_features)
+        self.register_buffer("weight", weight, persistent=False)
 
     def quantized(self, rows_N: slice | Tensor = slice(None)) -> QuantizedWeight:
         """The packed matrix, or rows of it."""
@@ -100,7 +100,7 @@ class QuantizedEmbedding(QuantizedMatrix):
         if self.tied:
             return F.embedding(tokens, self.weight)
         rows = self.quantized(tokens.flatten()).dequantize()
-        return torch.from_numpy(rows).view(*tokens.shape, self.in_features).to(tokens.device)
+        return torch.from_numpy(rows).view(*tokens.shape, self.in_features).to(self.weight)
 
 
 def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], directory: Path) -> QuantizedWeight:
