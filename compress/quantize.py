@@ -47,7 +47,7 @@ class QuantizeResult(TrainingResult):
         sensitivity: groups of matrices with their KL and bits, if precisions are mixed.
         padding_percent: values added to fill the last group of each row.
         regridded_from, regrid_relative_error: bitsandbytes format of the input, and the error of the new rounding.
-        bits_per_byte_before_recovery: quality after rounding, before `--qad`.
+        bits_per_byte_before_recovery: quality before `--qad`, estimated from a part of the report split.
     """
 
     bits: int = 0

@@ -67,7 +67,8 @@ class Shape:
         """The config of the pruned model; UsageError if a dimension grows, or cannot be cut that way."""
         full = Shape.of(config)
         cuttable = {"layers", "experts", *map(dimension_of, block_units(config).values())}
-        whole_heads = config.rope_local_theta or config.rotary_dim or config.joint_qk_norm
+        by_pair = config.rope_scaling is not None and config.rope_scaling.rope_type == "longrope"
+        whole_heads = config.rope_local_theta or config.rotary_dim or config.joint_qk_norm or by_pair
         if config.attention_kind == "grouped_query" and not whole_heads:
             cuttable.add("head_dim")
         if not can_cut_hidden(config):

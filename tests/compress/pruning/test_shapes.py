@@ -19,6 +19,7 @@ from sportsllm.errors import UsageError
 from sportsllm.models.config import Experts, ModelConfig
 from sportsllm.models.parts import ATTENTION, Sublayer, grouped_query
 from sportsllm.models.presets import preset
+from sportsllm.models.rope import RopeScaling
 from tests.support.models import tiny_config
 
 MIXED: dict[str, object] = {
@@ -40,6 +41,13 @@ MIXED: dict[str, object] = {
 def test_impossible_shapes(shape: Shape, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         shape.applied_to(tiny_config())
+
+
+def test_heads_whose_rotary_pairs_have_factors_stay_whole() -> None:
+    """A factor belongs to one pair, and what stands for several has none."""
+    scaling = RopeScaling("longrope", 4.0, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8)
+    with pytest.raises(UsageError, match="--head-dim cannot be cut"):
+        Shape(64, 96, 4, 2, 2, 8).applied_to(tiny_config(rope_scaling=scaling))
 
 
 def whole_heads(config: ModelConfig) -> Sublayer:
