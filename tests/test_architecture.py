@@ -64,10 +64,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_965,
-    "compress": 7_840,
+    "compress": 7_841,
     "export": 6_371,
     "benchmarks": 9_222,
-    "tests": 24_672,
+    "tests": 24_681,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
