@@ -81,7 +81,7 @@ def python_command(name: str) -> Command:
 
     def named(text: str) -> str:
         flags = {"--" + key.replace("_", "-"): f"`{key}`" for key in signature.parameters} | {"--set": "`settings`"}
-        return re.sub("--[a-z][a-z-]*", lambda found: flags.get(found[0], found[0]), text)
+        return re.sub(r"(?<!\w)--[a-z][a-z-]*", lambda found: flags.get(found[0], found[0]), text)
 
     @functools.wraps(command)
     def function(*args: object, **given: object) -> object:
