@@ -19,7 +19,7 @@ from compress.prune import PruneResult, prune
 from compress.pruning import job as jobs
 from compress.pruning.cut import PruneConfig
 from compress.pruning.scores import SCORES_FILE, load_scores
-from compress.pruning.search import find_finalists
+from compress.pruning.search import FOUND, find_finalists
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
@@ -175,7 +175,12 @@ def test_a_search_leaves_finished_stages_behind(
     assert (result.steps, result.tokens) == (3, 512)  # the winner's brief recovery counts, and is gone on from
     (tmp_path / "out").rename(tmp_path / "first")
     monkeypatch.setattr("compress.pruning.search.find_finalists", None)  # what was found is not sought again
-    assert run(tmp_path / "out", settings, **given).search == tried
+    found = json.loads((tmp_path / "out.search" / FOUND).read_text(encoding="utf-8"))
+    found["nats_before"] = [2 * nats for nats in found["nats_before"]]  # the score before is that before the search
+    (tmp_path / "out.search" / FOUND).write_text(json.dumps(found), encoding="utf-8")
+    again = run(tmp_path / "out", settings, **given)
+    assert again.search == tried
+    assert again.bits_per_byte_before_recovery == pytest.approx(2 * result.bits_per_byte_before_recovery)
     assert "the shape was found there before" in capsys.readouterr().err
     assert run(tmp_path / "out", settings, **given).cached
     assert weights(tmp_path / "first") == weights(tmp_path / "out")
