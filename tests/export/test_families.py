@@ -117,9 +117,9 @@ def test_gguf_is_refused_by_family(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        *((name, {"dtype": "fp16"}, "--dtype fp16: .* no graph in float16") for name in ("gemma3", "gpt2", "mixtral")),
-        ("deepseek-v3", {"format": "web"}, "--format web: .* browsers give a latent cache no room"),
-        ("deepseek-v3", {"rope_scaling": "yarn:2"}, "--rope-scaling yarn:2: latent attention cannot be stretched"),
+        *((name, {"dtype": "fp16"}, "`dtype` fp16: .* no graph in float16") for name in ("gemma3", "gpt2", "mixtral")),
+        ("deepseek-v3", {"format": "web"}, "`format` web: .* browsers give a latent cache no room"),
+        ("deepseek-v3", {"rope_scaling": "yarn:2"}, "`rope_scaling` yarn:2: latent attention cannot be stretched"),
         ("gpt2", {"rope_scaling": "yarn:2"}, "learned positions, which cannot be stretched"),
     ],
 )

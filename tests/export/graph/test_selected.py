@@ -117,10 +117,10 @@ def test_the_indexer_adds_nothing_to_graphs_without_one(exports: Exports) -> Non
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"format": "web"}, "--format web: .* a cache with room"),
-        ({"format": "standard"}, "--format standard: .* joining the cache"),
-        ({"kv_cache": "int8"}, "--kv-cache int8: attention of kind 'selected' has none"),
-        ({"dtype": "fp16"}, "--dtype fp16: .*this kind of model"),
+        ({"format": "web"}, "`format` web: .* a cache with room"),
+        ({"format": "standard"}, "`format` standard: .* joining the cache"),
+        ({"kv_cache": "int8"}, "`kv_cache` int8: attention of kind 'selected' has none"),
+        ({"dtype": "fp16"}, "`dtype` fp16: .*this kind of model"),
     ],
 )
 def test_forms_that_it_has_not_are_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
