@@ -191,6 +191,8 @@ def run_fit(
         if not 0 < size < teacher.vocab_size:
             raise UsageError(f"--vocab-size {size}: must be below the teacher's {teacher.vocab_size:,} and above 0")
     asked = sorted(set(vocabularies), reverse=True)
+    if asked and not {"kl_nats", "top1_changed_percent"}.isdisjoint(device.limits.given()):
+        raise UsageError("--vocab-size: kl_nats and top1_changed_percent need the teacher's vocabulary; leave one out")
     search = start_search(teacher, device, target, effort.tokens, asked)
     if dry_run:
         planned = search.plain(sure=False) or [search.nearest()[0]]

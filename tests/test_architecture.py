@@ -66,8 +66,8 @@ MOST_LINES = {
     "sportsllm": 18_965,
     "compress": 7_841,
     "export": 6_371,
-    "benchmarks": 9_222,
-    "tests": 24_689,
+    "benchmarks": 9_224,
+    "tests": 24_691,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

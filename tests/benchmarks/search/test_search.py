@@ -593,6 +593,8 @@ def test_a_smaller_vocabulary_is_a_candidate_and_must_be_smaller(fresh: Line) ->
     for size in (0, 384):
         with pytest.raises(UsageError, match=f"`vocab_size` {size}: must be below the teacher's 384 and above 0"):
             search(vocab_size=[320, size])
+    with pytest.raises(UsageError, match="need the teacher's vocabulary"):  # else its last step would fail
+        search(vocab_size=320, limit={"kl_nats": 1})
 
 
 def test_a_directory_that_holds_something_else_is_left_alone(fresh: Line) -> None:
