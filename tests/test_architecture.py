@@ -67,7 +67,7 @@ MOST_LINES = {
     "compress": 7_841,
     "export": 6_371,
     "benchmarks": 9_224,
-    "tests": 24_691,
+    "tests": 24_695,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -43,13 +43,14 @@ def test_same_inputs_are_up_to_date_and_others_conflict(tmp_path: Path) -> None:
         finished_manifest(tmp_path / "mine", Stage("train", {}))
 
 
-def test_a_changed_input_changes_the_fingerprint(tmp_path: Path) -> None:
+def test_a_changed_input_changes_the_fingerprint_and_a_group_does_not(tmp_path: Path) -> None:
     source = tmp_path / "source"
     make(source, Stage("train", {}), "one")
     before = Stage("prune", {}, [source]).fingerprint()
     other = tmp_path / "other"
     make(other, Stage("train", {}), "two")
     assert Stage("prune", {}, [other]).fingerprint() != before
+    assert Stage("data sample", {}, [source]).fingerprint() == Stage("sample", {}, [source]).fingerprint()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -82,7 +82,7 @@ def peer(request: pytest.FixtureRequest) -> transformers.PreTrainedModel:
 
 
 def test_models_and_both_graphs_give_their_logits_beyond_the_original_context(
-    peer: transformers.PreTrainedModel, tmp_path: Path
+    peer: transformers.PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peer.save_pretrained(tmp_path / "theirs")
     tokens = torch.randint(0, 96, (1, 200), generator=torch.Generator().manual_seed(1))
@@ -91,6 +91,7 @@ def test_models_and_both_graphs_give_their_logits_beyond_the_original_context(
         assert config.max_position_embeddings == 64
         scaling = "longrope:4"
         config = with_rope_scaling(config, scaling)
+        assert with_rope_scaling(config, "longrope:2").max_position_embeddings == 128  # of the original context
     with torch.inference_mode(), checkpoint_with(tmp_path / "theirs", config) as longer:
         wanted = peer(tokens).logits[0].numpy()
         plain = load_checkpoint(longer)(tokens)[0].numpy()
@@ -102,6 +103,8 @@ def test_models_and_both_graphs_give_their_logits_beyond_the_original_context(
     # Float32 in another order; 1e-4 of the spread is 30 times what is seen.
     for name, logits in found.items():
         assert np.abs(logits - wanted).max() < 1e-4 * np.ptp(wanted), name
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("longrope with the long factors, for a context of 256 tokens") == 2 * (scaling is not None)
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
