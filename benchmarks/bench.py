@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm import options
-from sportsllm.commands import Result
 from sportsllm.errors import ConflictError, GateError, UsageError
+from sportsllm.results import Result
 from sportsllm.settings import BENCH, LIMITS, TASKS, TEXT, parse_settings
 
 if TYPE_CHECKING:
@@ -220,9 +220,9 @@ def score_tasks(
 ) -> dict[str, Any]:
     """The tasks' metrics of both models, and the loss of accuracy over all documents with its interval."""
     from benchmarks.spread import accuracy_loss
-    from sportsllm.commands import plain
     from sportsllm.inference.decoder import open_decoder
     from sportsllm.inference.harness import run_tasks
+    from sportsllm.results import plain
     from sportsllm.text.tokenizer import load_tokenizer
 
     found = []

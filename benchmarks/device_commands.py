@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sportsllm.commands import Result
 from sportsllm.errors import ConflictError, UsageError
+from sportsllm.results import Result
 
 if TYPE_CHECKING:
     from benchmarks.devices.schema import Device, Quantity, SourcedText

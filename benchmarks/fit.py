@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm import options
-from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError, ConflictError, GateError, InterruptedRun, UsageError
+from sportsllm.results import Result
 from sportsllm.settings import FIT, LIMITS, TEXT, parse_settings
 
 if TYPE_CHECKING:

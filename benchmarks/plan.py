@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm import options
-from sportsllm.commands import Result
 from sportsllm.errors import UsageError, did_you_mean
+from sportsllm.results import Result
 from sportsllm.settings import LIMITS, TRAINING_STEP, parse_settings
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
 from sportsllm.files import atomic_write_text, require_directory
+from sportsllm.results import Result
 
 if TYPE_CHECKING:
     from benchmarks.reporting.inputs import Sample, StageSummary

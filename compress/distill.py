@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sportsllm import options
-from sportsllm.commands import TrainingResult
 from sportsllm.errors import UsageError
+from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, LORA, SELECTION, TEXT, TRAINING, parse_settings, pick
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ import typer
 
 from compress.pruning.shapes import Shape, Target, fewer_experts
 from sportsllm import options
-from sportsllm.commands import TrainingResult
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
+from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, LORA, PRUNING, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm import options
-from sportsllm.commands import TrainingResult
 from sportsllm.errors import UsageError
+from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, QUANTIZATION, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sportsllm import options
-from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.results import Result
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

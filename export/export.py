@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from sportsllm import options
-from sportsllm.commands import StageResult
 from sportsllm.errors import GateError
+from sportsllm.results import StageResult
 from sportsllm.settings import EXPORT, TEXT, parse_settings
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from typer.exceptions import TyperException
 from typer.models import ArgumentInfo
 
 from sportsllm import __version__, processes, settings
-from sportsllm.commands import COMMANDS, GROUPS, Command, Result, load_command, types_in
+from sportsllm.commands import COMMANDS, GROUPS, Command, load_command, types_in
 from sportsllm.errors import (
     ArtifactError,
     ConflictError,
@@ -38,6 +38,7 @@ from sportsllm.errors import (
     UsageError,
     did_you_mean,
 )
+from sportsllm.results import Result
 
 atexit.register(gc.freeze)  # Python's end would visit every object, which takes long with PyTorch loaded
 LONGEST_MESSAGE = 400

@@ -22,7 +22,18 @@ ALLOWED = {
 }
 FLOORS: dict[str, list[set[str]]] = {
     "sportsllm": [
-        {"__init__", "errors", "console", "process_memory", "processors", "options", "settings", "slurm", "processes"},
+        {
+            "__init__",
+            "errors",
+            "console",
+            "process_memory",
+            "processors",
+            "options",
+            "settings",
+            "slurm",
+            "processes",
+            "results",
+        },
         {"files"},
         {"models"},
         {"formats", "text", "simulator"},
@@ -63,11 +74,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_965,
+    "sportsllm": 18_976,
     "compress": 7_841,
     "export": 6_371,
     "benchmarks": 9_224,
-    "tests": 24_695,
+    "tests": 24_706,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

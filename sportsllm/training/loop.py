@@ -63,7 +63,7 @@ class LoopResult:
     peak_rss_bytes: int
 
     def record(self, model: SportsLLM, batches: PackedSequences) -> JsonObject:
-        """What every training verb reports, by the names of `sportsllm.commands.TrainingResult`."""
+        """What every training verb reports, by the names of `sportsllm.results.TrainingResult`."""
         parameters = model.config.parameters
         return {
             "parameters": parameters,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sportsllm import options
-from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError
+from sportsllm.results import Result
 from sportsllm.settings import TEXT, parse_settings
 
 if TYPE_CHECKING:

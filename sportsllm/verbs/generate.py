@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm import options
-from sportsllm.commands import Result
 from sportsllm.errors import UsageError
+from sportsllm.results import Result
 
 if TYPE_CHECKING:
     from sportsllm.text.tokenizer import TextTokenizer

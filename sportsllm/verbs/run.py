@@ -36,9 +36,10 @@ from typing import Annotated
 import typer
 
 from sportsllm import __version__, options
-from sportsllm.commands import COMMANDS, Command, Result, as_given, load_command
+from sportsllm.commands import COMMANDS, Command, as_given, load_command
 from sportsllm.errors import ConflictError, InterruptedRun, SportsLLMError, UsageError, did_you_mean
 from sportsllm.files import JsonObject, atomic_write_text, read_json, read_toml
+from sportsllm.results import Result
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _FOLDER = "out"  # the name of the recipe's own folder

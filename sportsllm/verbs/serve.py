@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from sportsllm import options
-from sportsllm.commands import Result, find_gguf, load_function
+from sportsllm.commands import find_gguf, load_function
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.files import require_directory
+from sportsllm.results import Result
 
 if TYPE_CHECKING:
     from sportsllm.inference.decoder import Decoder

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm import options
-from sportsllm.commands import TrainingResult
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.results import TrainingResult
 from sportsllm.settings import LORA, SHAPE, TEXT, TOKENIZER, TRAINING, parse_settings, pick
 from sportsllm.verbs.data import DEFAULT_CORPUS, SIMULATED_MEGABYTES, simulate
 

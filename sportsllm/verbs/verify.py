@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from sportsllm import options
-from sportsllm.commands import Result
 from sportsllm.errors import ArtifactError, GateError, UsageError
+from sportsllm.results import Result
 
 
 @dataclass(frozen=True, kw_only=True)
