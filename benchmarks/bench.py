@@ -188,6 +188,7 @@ def _quality(
 
     Also how far the model is from the teacher, if `device` limits that.
     """
+    from benchmarks.devices.verdict import DISTANCES
     from benchmarks.spread import quality_loss
     from sportsllm.formats.manifest import digest
 
@@ -195,7 +196,7 @@ def _quality(
     reference = score_text(teacher, text, reading, threads) if teacher and text else None
     loss, interval = quality_loss(own.documents, reference.documents) if own and reference else (None, None)
     far = dict[str, Any]()
-    if teacher and text and device and not {"kl_nats", "top1_changed_percent"}.isdisjoint(device.limits.given()):
+    if teacher and text and device and not DISTANCES.isdisjoint(device.limits.given()):
         far = compare_text(directory, text, reading, teacher, threads, kernels, provider)
     return far | {
         "bits_per_byte": own and own.bits_per_byte,

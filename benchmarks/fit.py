@@ -172,7 +172,7 @@ def run_fit(
         UsageError, ArtifactError: settings or inputs that cannot work.
     """
     from benchmarks.devices.load import load_target
-    from benchmarks.devices.verdict import check_on_device
+    from benchmarks.devices.verdict import DISTANCES, check_on_device
     from benchmarks.search.recipe import held_out_text, with_samples
     from benchmarks.search.results import summary
     from benchmarks.search.rounds import run_rounds, start_search
@@ -191,7 +191,7 @@ def run_fit(
         if not 0 < size < teacher.vocab_size:
             raise UsageError(f"--vocab-size {size}: must be below the teacher's {teacher.vocab_size:,} and above 0")
     asked = sorted(set(vocabularies), reverse=True)
-    if asked and not {"kl_nats", "top1_changed_percent"}.isdisjoint(device.limits.given()):
+    if asked and not DISTANCES.isdisjoint(device.limits.given()):
         raise UsageError("--vocab-size: kl_nats and top1_changed_percent need the teacher's vocabulary; leave one out")
     search = start_search(teacher, device, target, effort.tokens, asked)
     if dry_run:

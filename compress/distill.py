@@ -70,8 +70,8 @@ def distill(
     kl_weight: Annotated[
         float | None,
         typer.Option(
-            help="Weight of the KL divergence in the loss; the rest is cross-entropy.",
-            show_default="0.5 for teachers trained on under 100 tokens per parameter, else 1; 0.9 for random weights",
+            help=f"{DISTILLATION['kl_weight'].help}.",
+            show_default=DISTILLATION["kl_weight"].default,
             rich_help_panel=_LOSS,
         ),
     ] = None,

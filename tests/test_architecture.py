@@ -77,7 +77,7 @@ MOST_LINES = {
     "sportsllm": 18_976,
     "compress": 7_841,
     "export": 6_371,
-    "benchmarks": 9_224,
+    "benchmarks": 9_226,
     "tests": 24_706,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""

@@ -28,6 +28,7 @@ QUALITIES = {
     "top1_changed_percent": "top1_changed_interval_percent",
 }
 """Limits of quality, and where a bench result has the intervals of their figures."""
+DISTANCES = {"kl_nats", "top1_changed_percent"}  # from the teacher, whose tokens the model must have
 MACHINE_INDEPENDENT = ("file_mb", *QUALITIES)  # figures of the files themselves
 
 Figures = Mapping[str, float | None]
