@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from compress.quantization.grid import Grid, nearest
 from compress.quantization.packed_checkpoint import PackedCheckpoint
-from sportsllm.formats.checkpoint import QuantizedLinear
 from sportsllm.formats.packed import QuantizedWeight
+from sportsllm.formats.packed_modules import QuantizedLinear
 from sportsllm.models.language_model import SportsLLM
 
 # Each master weight starts at the quantized value, moved towards the original one by less than half a quantization

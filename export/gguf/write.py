@@ -30,7 +30,7 @@ from export.parity.check import threads_of_torch
 from export.parity.comparison import READ_BACK, TEXTS, ParityReport, Pass, compare, make_sequences, merge
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import GateError, UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, read_packed
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.families.gemma import CAPS
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, RoundedModel
 from sportsllm.formats.gguf.config import ARCHITECTURES, LAYER_NORM, LLAMA3, ROPE_FACTORS, open_gguf, read_config
@@ -38,6 +38,7 @@ from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import GGUFTensors, gguf_names, paired_heads, rows_in_pairs
 from sportsllm.formats.huggingface import family_of, load_config
 from sportsllm.formats.packed import QuantizedWeight, unpack
+from sportsllm.formats.packed_modules import read_packed
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import FULL, UNROTATED, ModelConfig
 from sportsllm.models.kinds import Parameter, parameters

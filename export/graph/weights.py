@@ -20,8 +20,9 @@ import onnx_ir as ir
 from export.graph.builder import FLOAT, HALF, INT8, UINT8, Array, Builder, GraphForm
 from export.graph.calls import Operand
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import read_packed, read_tensor
+from sportsllm.formats.checkpoint import read_tensor
 from sportsllm.formats.packed import unpack
+from sportsllm.formats.packed_modules import read_packed
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.parts import Matrix
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from export.parity.comparison import ParityReport
 from sportsllm.console import progress_bar
-from sportsllm.formats.checkpoint import QuantizedMatrix, load_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.packed_modules import QuantizedMatrix
 from sportsllm.models.kinds import EMBEDDING, HEAD, input_groups
 from sportsllm.models.language_model import SportsLLM, first_positions
 

@@ -19,14 +19,9 @@ from export.layout import DATA_FILE, GRAPH_FILE
 from export.parity.check import check_parity
 from export.parity.comparison import ParityReport
 from export.runtime.decoder import OnnxDecoder
-from sportsllm.formats.checkpoint import (
-    QuantizedEmbedding,
-    QuantizedLinear,
-    save_checkpoint,
-    save_tensors,
-    write_config,
-)
+from sportsllm.formats.checkpoint import save_checkpoint, save_tensors, write_config
 from sportsllm.formats.packed import QuantizedWeight, pack
+from sportsllm.formats.packed_modules import QuantizedEmbedding, QuantizedLinear
 from sportsllm.formats.safetensors import WEIGHTS
 from sportsllm.models.language_model import SportsLLM
 from tests.support import models

@@ -13,8 +13,9 @@ from compress.quantization.config import GridSpec, QuantizationConfig
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from compress.quantization.qad import FakeQuantLinear, make_trainable, pack_trained
 from compress.quantize import quantize_checkpoint
-from sportsllm.formats.checkpoint import QuantizedLinear, load_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.packed import QuantizedWeight
+from sportsllm.formats.packed_modules import QuantizedLinear
 from sportsllm.simulator import simulate
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer

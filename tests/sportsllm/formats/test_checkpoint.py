@@ -14,8 +14,9 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from sportsllm.commands import find_model
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import QuantizedEmbedding, load_checkpoint, open_model
+from sportsllm.formats.checkpoint import load_checkpoint, open_model
 from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.packed_modules import QuantizedEmbedding
 from sportsllm.formats.safetensors import WEIGHTS, StreamedTensors
 from sportsllm.models.layers import KVCache
 from tests.support.export_models import round_to_nearest

@@ -1,0 +1,104 @@
+"""Packed matrices of a checkpoint: read from its tensors, and as modules.
+
+A module holds the packed bytes, which are saved, and for speed the dequantized float32 matrix: the reference that an
+exported graph is compared with.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sportsllm.errors import ArtifactError
+from sportsllm.formats.packed import BITS, QuantizedWeight
+from sportsllm.formats.safetensors import check_shape, quantization_config
+from sportsllm.models.memory import BLOCK_SIZES
+
+
+class QuantizedMatrix(nn.Module):
+    """Packed bytes as buffers named like a checkpoint's tensors, and the dequantized matrix, empty if not `dense`."""
+
+    weight: Tensor
+
+    def __init__(self, quantized: QuantizedWeight, dense: bool = True) -> None:
+        super().__init__()
+        self.bits, self.block_size, self.in_features = quantized.bits, quantized.block_size, quantized.in_features
+        self.register_buffer("weight_packed", torch.from_numpy(quantized.packed))
+        self.register_buffer("weight_scale", torch.from_numpy(quantized.scales).half())
+        if quantized.zero_points is not None:
+            self.register_buffer("weight_zero_point", torch.from_numpy(quantized.zero_points))
+        weight = torch.from_numpy(quantized.dequantize()) if dense else torch.empty(0, self.in_features)
+        self.register_buffer("weight", weight, persistent=False)
+
+    def quantized(self, rows_N: slice | Tensor = slice(None)) -> QuantizedWeight:
+        """The packed matrix, or rows of it."""
+        state = {name: tensor[rows_N].cpu() for name, tensor in self.state_dict().items() if name != "bias"}
+        zero = state.get("weight_zero_point")
+        return QuantizedWeight(
+            packed=state["weight_packed"].numpy(),
+            scales=state["weight_scale"].float().numpy(),
+            zero_points=None if zero is None else zero.numpy(),
+            bits=self.bits,
+            block_size=self.block_size,
+            in_features=self.in_features,
+        )
+
+
+class QuantizedLinear(QuantizedMatrix):
+    """y = x W^T + b with a packed W; (..., K) to (..., N)."""
+
+    def __init__(self, quantized: QuantizedWeight, bias: Tensor | None = None) -> None:
+        super().__init__(quantized)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class QuantizedEmbedding(QuantizedMatrix):
+    """Rows of a packed table by token id, (B, T) to (B, T, K). Only a table that is the head too is dense in memory."""
+
+    def __init__(self, quantized: QuantizedWeight, tied: bool) -> None:
+        super().__init__(quantized, dense=tied)
+        self.tied = tied
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.tied:
+            return F.embedding(tokens, self.weight)
+        rows = self.quantized(tokens.flatten()).dequantize()
+        return torch.from_numpy(rows).view(*tokens.shape, self.in_features).to(self.weight)
+
+
+def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], directory: Path) -> QuantizedWeight:
+    """The packed matrix of the module `name`, of the shape (N, K) that the config asks for.
+
+    Bits and block size follow from the shapes of its tensors weight_packed, weight_scale and weight_zero_point.
+    """
+    packed = tensors[f"{name}.weight_packed"]
+    if f"{name}.weight_scale" not in tensors:
+        raise ArtifactError(f"{directory}: {name}.weight_scale is missing beside the packed matrix")
+    scales = tensors[f"{name}.weight_scale"]
+    zero = tensors.get(f"{name}.weight_zero_point")
+    record = quantization_config(directory)
+    if record is None:
+        raise ArtifactError(f"{directory}: {name} is packed but config.json has no quantization_config")
+    recorded = record.get("modules", {}).get(name, {}).get("bits")
+    for bits in BITS:
+        if recorded not in (None, bits):
+            continue
+        block = packed.shape[-1] * 8 // bits
+        groups = -(-shape[1] // block)
+        fits = block in BLOCK_SIZES and tuple(packed.shape[:2]) == (shape[0], groups)
+        if fits and tuple(scales.shape) == (shape[0], groups) and packed.dtype == torch.uint8:
+            if scales.dtype != torch.float16:
+                raise ArtifactError(
+                    f"{directory}: {name}.weight_scale is {str(scales.dtype).removeprefix('torch.')}, scales are "
+                    "float16; quantize the checkpoint again"
+                )
+            if zero is not None:
+                check_shape(zero, (shape[0], -(-groups * bits // 8)), f"{name}.weight_zero_point", directory)
+            zeros = None if zero is None else zero.numpy()
+            return QuantizedWeight(packed.numpy(), scales.float().numpy(), zeros, bits, block, shape[1])
+    raise ArtifactError(f"{directory}: packed tensor of {name!r} does not fit shape {shape}; make it again")
