@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sportsllm.files import JsonObject
 
 _LOSS, _SHAPE = "Loss", "Shape"
-_RARE = pick(DISTILLATION, ("hidden_weight", "teacher_precision"))
+_RARE = pick(DISTILLATION, ("hidden_weight", "signal_tokens", "teacher_precision"))
 _SEQUENCE_TIMES_SELECTED = 4
 _SELECTION_TOKENS = 1_000_000  # with --select-tokens, if no length is given
 _STARTED = "start.json"  # in an unfinished directory: the layers that hidden states are matched at
@@ -78,6 +78,14 @@ def distill(
     temperature: Annotated[
         float, typer.Option(help="Softmax temperature of teacher and student.", rich_help_panel=_LOSS)
     ] = 1.0,
+    signals: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of the teacher's cached predictions; created if missing.",
+            show_default="the teacher runs in every step",
+            rich_help_panel=_LOSS,
+        ),
+    ] = None,
     steps: options.Steps = None,
     batch_size: options.BatchSize = None,
     sequence: options.Sequence = None,
@@ -124,7 +132,7 @@ def distill(
     already_trained = isinstance(begin, Checkpoint) and begin.already_trained
     run = Run(begin.kind, begin.shape, lora_rank is not None, already_trained)
     found |= {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
-    found |= {"kl_weight": kl_weight, "temperature": temperature}
+    found |= {"kl_weight": kl_weight, "temperature": temperature, "signals": signals}
     holdouts = tuple(path for path in begin.inputs if path.is_dir())
     found["lora_rank"] = lora_rank
     plan = plan_training(run, source, tokens, found, corpus, valid, seed, reading, holdouts)
@@ -164,7 +172,7 @@ def distill_student(
         raise UsageError("--lora-rank adapts weights that are there; give a checkpoint as --student")
     check_no_larger(start.shape, load_config(training.teacher))
     training = start.matched(training)
-    training.check_lengths(start.shape)
+    cache = training.prepare(start.shape)
     record = {**training.settings(), "student": student, **asdict(training.config), **start.record()}
     stage = Stage("distill", record, [training.teacher, *start.inputs, *training.inputs()], seed=training.config.seed)
 
@@ -182,7 +190,7 @@ def distill_student(
             model, known = start.build(training, text)
             atomic_write_text(started, json.dumps({"layer_map": known.distillation.layer_map}))
         state = RunState(directory, stage.fingerprint(), resume)
-        results = train_student(model, known, text, state, f"distil {student}", has_weights)
+        results = train_student(model, known, text, cache, state, f"distil {student}", has_weights)
         started.unlink()
         save_checkpoint(directory, model)
         return results

@@ -23,7 +23,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
 from sportsllm.results import TrainingResult
-from sportsllm.settings import DISTILLATION, LORA, PRUNING, STEPS, TEXT, TRAINING, parse_settings
+from sportsllm.settings import DISTILLATION, LORA, PRUNING, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
 
 if TYPE_CHECKING:
     from compress.distillation.student import StudentTraining
@@ -123,7 +123,7 @@ def prune(
     threads: options.Threads = None,
 ) -> PruneResult:
     """Cut width, depth, experts, key/value cache or vocabulary; the result is an ordinary checkpoint."""
-    given = parse_settings(settings, PRUNING, STEPS, TRAINING, DISTILLATION, LORA, TEXT)
+    given = parse_settings(settings, PRUNING, STEPS, TRAINING, DISTILLATION, SIGNALS, LORA, TEXT)
     sizes = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads}
     sizes |= {"layers": layers, "head_dim": head_dim}
     target = Target(params, size_mb, sizes, search, given.get("finalists", 3))
@@ -217,13 +217,13 @@ def prune_checkpoint(
     full, config, recovery = load_config(job.checkpoint), job.model_config(), job.recovery
     smaller = shape.applied_to(config)
     resume = resume and (partial_directory(out) / STATE_DIRECTORY).exists()
-    begun = None
+    signals = begun = None
     if recovery is not None:
         from compress.distillation.student import RunState, StudentText, recover
         from compress.pruning.search import after_search, search_directory
 
         begun = search_directory(out) / shape.name if search else None
-        recovery.check_lengths(smaller)
+        signals = recovery.prepare(smaller)
     stage = job.stage(shape)
 
     def make(directory: Path) -> JsonObject:
@@ -237,7 +237,7 @@ def prune_checkpoint(
             if recovery.teacher == job.checkpoint:  # another one has layers of its own
                 mapped = mapped.matching_kept(cut["kept_layers"])
             state = RunState(directory, stage.fingerprint(), resume)
-            training = recover(network, mapped, state, text)
+            training = recover(network, mapped, signals, state, text)
             if known:
                 both = ("tokens", "tokens_per_parameter", "epochs")
                 training |= {name: round(training[name] + known[name], 2) for name in both}

@@ -18,10 +18,11 @@ import typer
 from sportsllm import options
 from sportsllm.errors import UsageError
 from sportsllm.results import TrainingResult
-from sportsllm.settings import DISTILLATION, QUANTIZATION, STEPS, TEXT, TRAINING, parse_settings
+from sportsllm.settings import DISTILLATION, QUANTIZATION, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
 
 if TYPE_CHECKING:
     from compress.distillation.student import RunState, StudentTraining
+    from compress.distillation.teacher_cache import TeacherCache
     from compress.quantization.config import QuantizationConfig
     from compress.quantization.layer_by_layer import RoundedWeights
     from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget
@@ -119,7 +120,7 @@ def quantize(
     from sportsllm.training.settings import Run, Start
 
     use_processor(threads, device)
-    found = parse_settings(settings, QUANTIZATION, TRAINING, STEPS, DISTILLATION, TEXT)
+    found = parse_settings(settings, QUANTIZATION, TRAINING, STEPS, DISTILLATION, SIGNALS, TEXT)
     reading = take_reading(found, checkpoint)
     taught = {name: value for name, value in found.items() if name not in QUANTIZATION}
     if qad is None and (corpus or taught or resume):
@@ -192,11 +193,10 @@ def quantize_checkpoint(
 
     config, text = config or QuantizationConfig(), text or CalibrationText()
     plan = plan_quantization(checkpoint, config, method, text, budget)
-    settings, parents, seed = plan.settings() | text.reading.record(), [checkpoint], None
+    settings, parents, cache, seed = plan.settings() | text.reading.record(), [checkpoint], None, None
     parents += [*plan.text.files, *plan.text.valid] if plan.text else []
     if recovery is not None:
-        recovery.check_lengths(plan.model)
-        seed = recovery.config.seed
+        cache, seed = recovery.prepare(plan.model), recovery.config.seed
         settings |= recovery.recovery_settings()
         parents += recovery.inputs()
     stage = Stage("quantize", settings, parents, seed=seed)
@@ -209,7 +209,7 @@ def quantize_checkpoint(
         results: dict[str, Any] = {}
         if recovery is not None:
             state = RunState(directory, stage.fingerprint(), resume)
-            results = train_rounded(plan, rounded, recovery, state)
+            results = train_rounded(plan, rounded, recovery, cache, state)
         if (packed_before := bitsandbytes_kind(checkpoint)) is not None:
             error = None if METHODS[plan.method] else packed.relative_change(TensorFiles(checkpoint))
             results |= {"regridded_from": packed_before, "regrid_relative_error": error}
@@ -250,7 +250,11 @@ def round_weights(
 
 
 def train_rounded(
-    plan: QuantizationPlan, rounded: RoundedWeights, recovery: StudentTraining, state: RunState
+    plan: QuantizationPlan,
+    rounded: RoundedWeights,
+    recovery: StudentTraining,
+    cache: TeacherCache | None,
+    state: RunState,
 ) -> dict[str, Any]:
     """Train the quantized checkpoint on its grid and write its tensors again; returns the results of training."""
     from compress.distillation.student import recover
@@ -259,7 +263,7 @@ def train_rounded(
 
     model, packed = load_checkpoint(state.directory), rounded.packed
     make_trainable(model, rounded.originals)
-    results = recover(model, recovery, state)
+    results = recover(model, recovery, cache, state)
     pack_trained(model, packed)
     record = packed.record(f"{plan.method}+qad")
     write_config(state.directory, plan.model, plan.checkpoint, record)

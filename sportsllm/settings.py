@@ -85,6 +85,7 @@ DISTILLATION: Group = {
         "Weight of hidden-state matching in the loss",
         "3 for pruned weights, 0 if the teacher was trained on fewer than 2 tokens per parameter",
     ),
+    "signal_tokens": Setting(int, "Tokens to cache with --signals", "the tokens of the training", 1),
     "teacher_precision": Setting(
         str, "Precision of the teacher's weights", "auto", choices=("auto", "fp32", "bf16", "int8", "nf4")
     ),
@@ -94,6 +95,9 @@ PRUNING: Group = {
     "samples": Setting(int, "Calibration samples", "up to 256, fewer for a model over 20M parameters", 1),
     "scores": Setting(str, "importance.safetensors of an earlier run, or its directory", "measured"),
     "finalists": Setting(int, "Shapes that --search recovers", "3", 1),
+}
+SIGNALS: Group = {
+    "signals": Setting(str, "Directory of the teacher's cached predictions; created if missing", "the teacher runs"),
 }
 SELECTION: Group = {
     "select_block": Setting(int, "Tokens of a selected block", "16", 1),
@@ -280,6 +284,7 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Tasks": ("eval, bench --tasks", TASKS),
     "Limits of a target": ("bench, fit, plan --limit", LIMITS),
     "Plan": ("plan", TRAINING_STEP),
+    "Teacher signals": ("prune --recover, quantize --qad", SIGNALS),
     "Token selection (experimental)": ("distill --select-tokens", SELECTION),
     "LoRA": ("train, distill, prune --recover with --lora-rank", LORA),
     "Export": ("export", EXPORT),

@@ -18,11 +18,15 @@ import torch
 from benchmarks.devices.load import DEVICES, read_device
 from benchmarks.report import report as run_report
 from benchmarks.reporting.inputs import collect
+from compress.distillation.settings import DistillationConfig
+from compress.distillation.student import StudentTraining
+from compress.distillation.teacher_cache import SIGNALS, read_info
 from sportsllm.errors import SportsLLMError
 from sportsllm.files import read_json
 from sportsllm.formats.artifact import STATE_DIRECTORY, Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.convert import convert_gguf
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import MANIFEST, ancestors, read_manifest, verify_directory
 from sportsllm.formats.model_card import write_card
 from sportsllm.formats.safetensors import INDEX, WEIGHTS
@@ -142,6 +146,9 @@ def made(checkpoint: Path, corpus_file: Path, tmp_path_factory: pytest.TempPathF
     template = "{% for m in messages %}\n{{ m.role }}: {{ m.content | trim }}\n{% endfor %}\n{{ bos_token }}\n"
     (root / "plain" / "chat_template.jinja").write_text(template)
     _copied(checkpoint, Exports(root / "onnx")().directory, ("tokenizer.json", "tokenizer_config.json"))
+    config = TrainConfig(steps=1, batch_size=4, accumulation=1, sequence=32)
+    taught = DistillationConfig(signals=root / "signals", teacher_precision="fp32")
+    StudentTraining(checkpoint, config, (corpus_file,), distillation=taught).prepare(load_config(checkpoint))
     (root / "partial" / STATE_DIRECTORY).mkdir(parents=True)
     _state(root / "partial").save()
     (root / "questions.jsonl").write_text('{"question": "Who won?", "choices": ["They", "We"], "answer": 1}\n')
@@ -201,7 +208,7 @@ def _state(directory: Path) -> RunState:
 
 
 def _targets(root: Path) -> dict[str, Target]:
-    plain, onnx = root / "plain", root / "onnx" / "0"
+    plain, onnx, signals = root / "plain", root / "onnx" / "0", root / "signals"
 
     def run_onnx() -> None:
         decoder = open_decoder(onnx, threads=1, kernels="portable")
@@ -234,7 +241,7 @@ def _targets(root: Path) -> dict[str, Target]:
         "config.json": Target(plain / "config.json", lambda: load_checkpoint(plain), 110),
         "report inputs": Target(root / "bench.json", report, 60),
         "metrics": Target(root / "next" / "metrics.jsonl", report, 20, "lines"),
-        "manifest": Target(root / "model" / MANIFEST, manifest, 110),
+        "manifest": Target(root / "model" / MANIFEST, manifest, 90),
         "tokenizer.json": Target(plain / "tokenizer.json", lambda: load_tokenizer(plain).encode("They won 2-1."), 90),
         "tokenizer_config.json": Target(plain / "tokenizer_config.json", lambda: load_tokenizer(plain), 20),
         "device file": Target(root / "device.toml", lambda: read_device(root / "device.toml"), 60, "toml"),
@@ -248,6 +255,7 @@ def _targets(root: Path) -> dict[str, Target]:
         ),
         "ONNX": Target(onnx / "model.onnx", run_onnx, 80, "bytes"),
         "safetensors": Target(plain / WEIGHTS, lambda: load_checkpoint(plain), 60, "bytes"),
+        "teacher cache": Target(signals / SIGNALS, lambda: read_info(signals), 40),
         "GGUF": Target(root / "model.gguf", gguf, 40, "bytes"),
     }  # fmt: skip
 
@@ -255,7 +263,7 @@ def _targets(root: Path) -> dict[str, Target]:
 NAMES = [
     "corpus", "questions", "index of shards", "recipe", "config.json", "report inputs", "metrics", "manifest",
     "tokenizer.json", "tokenizer_config.json", "device file", "training state", "optimizer state", "chat template",
-    "ONNX", "safetensors", "GGUF",
+    "ONNX", "safetensors", "teacher cache", "GGUF",
 ]  # fmt: skip
 
 

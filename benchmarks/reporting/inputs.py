@@ -188,7 +188,7 @@ def _training_flops(manifest: Manifest, config: ModelConfig) -> float | None:
     if not is_number(sequence) or not 0 < sequence <= config.max_position_embeddings:
         return None
     work, teacher = training_flops_per_token(config, int(sequence)), manifest.text("teacher")
-    if teacher is not None:
+    if teacher is not None and manifest.text("signals") is None:
         if not (Path(teacher) / "config.json").is_file():
             return None
         work += forward_flops_per_token(load_config(Path(teacher)), int(sequence))

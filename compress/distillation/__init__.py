@@ -1,1 +1,1 @@
-"""Distillation: settings, the teacher, the loss, the student's start and training, recovery."""
+"""Distillation: settings, the running teacher, the student's training, recovery. Imports teacher_cache."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +34,16 @@ from sportsllm.training.loss import (
 )
 from sportsllm.training.sharding import forget_gathered
 
+if TYPE_CHECKING:
+    from compress.distillation.teacher_cache import TeacherCache
+
 TeacherLogits = Callable[[int, int], Tensor]
 """(first token, number of tokens) -> the teacher's finite logits, (C, V) float32, the caller's to overwrite."""
 _RIDGE = 1e-3  # of a fitted projection, as a share of the states' mean square
 _LEAST_SQUARE = 1e-12  # of a teacher's state, so that a state of zeros divides by something
 
 
-def distillation_loss(config: DistillationConfig, teacher: SportsLLM | None) -> Loss:
+def distillation_loss(config: DistillationConfig, teacher: SportsLLM | None, cache: TeacherCache | None = None) -> Loss:
     """The training loss, summed over scored tokens; neither model's logits exist as a whole.
 
     w * T^2 * KL(teacher || student) + (1 - w) * cross-entropy + hidden_weight * `HiddenMatching`
@@ -47,17 +51,24 @@ def distillation_loss(config: DistillationConfig, teacher: SportsLLM | None) -> 
     Args:
         config: with hidden_weight, the student's `matching` is attached.
         teacher: None if it does not have to run.
+        cache: to learn from instead of the teacher's logits.
     """
 
     def loss(student: SportsLLM, batch: Batch) -> Tensor:
-        if teacher is None:
+        weight = config.kl_weight
+        if cache is None and weight == 0.0 and not config.hidden_weight:
             hidden = student.hidden(batch.tokens, batch.documents)
             return cross_entropy(hidden, student.head_weight, batch.targets, softcap=student.config.logit_softcap)
         theirs: list[Tensor] | None = [] if config.hidden_weight else None
         ours: list[Tensor] | None = [] if config.hidden_weight else None
-        logits = teacher_logits(teacher, batch, theirs, config.exact_logits)
+        logits = None if teacher is None else teacher_logits(teacher, batch, theirs, config.exact_logits)
         hidden = student.hidden(batch.tokens, batch.documents, states=ours)
-        chunk_loss = mixed_chunk(batch.targets.flatten(), logits, config.kl_weight, config.temperature)
+        if cache is not None:
+            chunk_loss = cache.chunk_loss(batch, weight)
+        else:
+            assert logits is not None, "without a cache the teacher runs"
+            targets_N = batch.targets.flatten()
+            chunk_loss = mixed_chunk(targets_N, logits, weight, config.temperature)
         chunk_loss = softcapped_chunk(chunk_loss, student.config.logit_softcap)
         total = head_loss(hidden.flatten(0, 1), student.head_weight, chunk_loss, exact=config.exact_logits)
         if ours and theirs:

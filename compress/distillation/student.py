@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from compress.distillation.loss import HiddenMatching, attached, distillation_loss
+from compress.distillation.make_teacher_cache import make_teacher_cache
 from compress.distillation.settings import DistillationConfig
 from compress.distillation.teacher import load_teacher
+from compress.distillation.teacher_cache import SIGNALS, TeacherCache, open_teacher_cache, wanted_info
+from sportsllm import processes
 from sportsllm.console import log
+from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.artifact import STATE_DIRECTORY
 from sportsllm.formats.huggingface import load_config
@@ -85,7 +89,7 @@ class StudentTraining:
             "corpus": [str(path) for path in self.corpus],
             "valid": [str(path) for path in self.valid],
             **held_out_setting(self.valid, self.left_out),
-            **dataclasses.asdict(self.distillation),
+            **self.distillation.settings(),
             **self.reading.record(),
             **({} if self.adapters is None else {"lora": dataclasses.asdict(self.adapters)}),
         }
@@ -96,17 +100,33 @@ class StudentTraining:
 
     def inputs(self) -> list[Path]:
         """Everything that it reads beside the teacher."""
-        return [*self.corpus, *self.left_out]
+        signals = self.distillation.signals
+        return [*([signals] if signals else []), *self.corpus, *self.left_out]
 
     def matching_kept(self, kept: list[int]) -> StudentTraining:
         """`DistillationConfig.matching_kept` of the training."""
         layers = load_config(self.teacher).num_hidden_layers
         return dataclasses.replace(self, distillation=self.distillation.matching_kept(kept, layers))
 
-    def check_lengths(self, student: ModelConfig) -> None:
-        """UsageError for a sequence longer than the student's context or the teacher's."""
-        for shape in (student, load_config(self.teacher)):
+    def prepare(self, student: ModelConfig) -> TeacherCache | None:
+        """Check the training against both models, and open the teacher cache; make it if it is missing.
+
+        Raises:
+            UsageError: a sequence longer than a context.
+            ArtifactError: a cache that was made by another teacher, or for another corpus, sequence or seed.
+        """
+        teacher = load_config(self.teacher)
+        for shape in (student, teacher):
             check_sequence(self.config.sequence, shape)
+        directory = self.distillation.signals
+        if directory is None:
+            return None
+        if processes.count() > 1:
+            raise UsageError("--signals is read by one process, not under torchrun; leave it out")
+        wanted = wanted_info(self)
+        if not (directory / SIGNALS).exists():
+            make_teacher_cache(self, wanted, directory)
+        return open_teacher_cache(self, dataclasses.replace(wanted, vocab_size=student.vocab_size), directory)
 
 
 @dataclass(frozen=True)
@@ -138,6 +158,7 @@ def train_student(
     student: SportsLLM,
     training: StudentTraining,
     text: StudentText,
+    cache: TeacherCache | None,
     state: RunState,
     description: str,
     has_weights: bool = True,
@@ -146,6 +167,7 @@ def train_student(
 
     Args:
         student: on the CPU; moved to the training device.
+        cache: from `StudentTraining.prepare`.
         description: of the progress bar.
         has_weights: the student is good already, and stays as it is if no step is better.
 
@@ -156,7 +178,10 @@ def train_student(
     teacher = None
     if distillation.asks_the_teacher:
         teacher = load_teacher(training.teacher, distillation.teacher_precision, device, config.shard)
-    batches = PackedSequences(text.documents, config.sequence, config.batch_size, config.seed)
+    if cache is None:
+        batches = PackedSequences(text.documents, config.sequence, config.batch_size, config.seed)
+    else:
+        batches = cache.batches(text.documents, config.batch_size)
     with adapted(student, training.adapters, config.seed):
         matching, fits = None, False
         if teacher is not None and distillation.hidden_weight:
@@ -166,7 +191,7 @@ def train_student(
             fits = has_weights and not resumed and len(matching.projections) > 0
         judged = validation(text.split, text.tokenizer, config, has_weights)
         judged = judged and dataclasses.replace(judged, reported=training.reported, nats_before=training.nats_before)
-        loss = distillation_loss(distillation, teacher)
+        loss = distillation_loss(distillation, teacher, cache)
         with attached(student, matching):
             place(student, device, config.shard, config.tensor_parallel)
             if fits:
@@ -189,11 +214,15 @@ def train_student(
 
 
 def recover(
-    model: SportsLLM, training: StudentTraining, state: RunState, text: StudentText | None = None
+    model: SportsLLM,
+    training: StudentTraining,
+    cache: TeacherCache | None,
+    state: RunState,
+    text: StudentText | None = None,
 ) -> JsonObject:
     """Train a model that was cut or rounded, in place: `train_student`, the score before under its own name."""
     text = text or StudentText.read(training, model.config, state.directory)
-    results = train_student(model, training, text, state, "recover")
+    results = train_student(model, training, text, cache, state, "recover")
     return {"bits_per_byte_before_recovery": results.pop("bits_per_byte_before"), **results}
 
 

@@ -259,14 +259,15 @@ def recovered_finalists(
 def brief_recovery(recovery: StudentTraining, tokens: int) -> StudentTraining:
     """The same on few tokens: small steps, a warm-up to match, one rate, after it only the text for choices.
 
-    Its text is drawn in an order of its own.
+    Its text is drawn in an order of its own, unless the teacher's signals are stored for one order.
     """
     config = recovery.config
     batch_size = max(1, min(config.batch_size, _BRIEF_STEP // config.sequence))
     steps = -(-tokens // (batch_size * config.sequence))
     warmup = min(config.warmup, max(1, steps // 20))
-    brief = dataclasses.replace(config, steps=steps, batch_size=batch_size, accumulation=1, warmup=warmup)
-    brief = dataclasses.replace(brief, seed=config.seed + 1, try_rates=False, validate_every=0)
+    seed = config.seed + (recovery.distillation.signals is None)
+    brief = dataclasses.replace(config, steps=steps, batch_size=batch_size, accumulation=1, warmup=warmup, seed=seed)
+    brief = dataclasses.replace(brief, try_rates=False, validate_every=0)
     return dataclasses.replace(recovery, config=brief, reported=False)
 
 

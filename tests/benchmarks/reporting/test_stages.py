@@ -201,7 +201,7 @@ def test_curves_skip_what_is_not_finite_and_thinned_ones_keep_their_ends() -> No
 
 
 def test_training_is_counted_with_the_teachers_forward_passes(checkpoint: Path, tmp_path: Path) -> None:
-    """Matrix by matrix for one layer after another."""
+    """Matrix by matrix for one layer after another; a cache of signals replaces the teacher."""
     config = load_config(checkpoint)
     width, query, shared = config.hidden_size, config.query_size, 2 * config.num_key_value_heads * config.head_dim
     layer = 2 * width * query + width * shared + 3 * width * config.intermediate_size
@@ -212,6 +212,7 @@ def test_training_is_counted_with_the_teachers_forward_passes(checkpoint: Path, 
         "alone": ({"sequence": 16}, 3 * forward),
         "taught": (teacher, 4 * forward),
         "recovered": ({"teacher": str(checkpoint), "recover": {"sequence": 16}}, 4 * forward),
+        "cached": ({**teacher, "signals": "cache"}, 3 * forward),
         "moved": ({**teacher, "teacher": "gone"}, None),
     }
     for name, (settings, expected) in plans.items():

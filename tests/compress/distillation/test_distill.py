@@ -123,6 +123,7 @@ def test_flags_out_of_range(tmp_path: Path) -> None:
         ({"teacher_precision": "int3"}, "--set teacher_precision"),
         ({"temperature": 0.0}, "--temperature"),
         ({"hidden_weight": -1.0}, "--set hidden_weight"),
+        ({"signal_tokens": 5}, "--signals"),
     ):
         with pytest.raises(UsageError, match=message):
             distillation_config(Start.RANDOM, Path(), settings)

@@ -15,13 +15,18 @@ from compress.distillation.settings import (
     default_kl_weight,
     default_layer_map,
 )
-from sportsllm.errors import UsageError
+from compress.distillation.student import StudentTraining
+from compress.prune import prune_checkpoint
+from compress.pruning.cut import PruneConfig
+from compress.pruning.job import PruneJob
+from compress.pruning.shapes import Shape
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch
 from sportsllm.training.settings import Adapters, Start
-from tests.support.distillation import FP32, run
+from tests.support.distillation import CONFIG, FP32, run
 from tests.support.models import tiny_model
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -87,6 +92,7 @@ def test_every_way_leaves_an_ordinary_checkpoint(
     ways: dict[str, dict[str, object]] = {
         "matched": {"distillation": dataclasses.replace(FP32, hidden_weight=0.1)},
         "lora": {"adapters": Adapters(2)},
+        "stored": {"distillation": dataclasses.replace(FP32, signals=tmp_path / "signals")},
     }
     for name, changes in ways.items():
         run(checkpoint, str(student), tmp_path / name, corpus_file, **changes)
@@ -98,6 +104,25 @@ def test_every_way_leaves_an_ordinary_checkpoint(
     assert read_manifest(tmp_path / "lora").settings["lora"]["rank"] == 2
 
 
+def test_signals_are_made_once_and_serve_pruning_too(
+    checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path
+) -> None:
+    objective = dataclasses.replace(FP32, signals=tmp_path / "signals")
+    run(checkpoint, str(student), tmp_path / "one", corpus_file, distillation=objective)
+    made = (tmp_path / "signals" / "signals.json").stat().st_mtime_ns
+    recovery = StudentTraining(checkpoint, CONFIG, (corpus_file,), distillation=objective)
+    shape = Shape(hidden=64, intermediate=64, heads=4, kv_heads=2, layers=1, head_dim=16)
+    job = PruneJob(checkpoint, [corpus_file], PruneConfig(samples=2), recovery=recovery)
+    result = prune_checkpoint(job, shape, tmp_path / "two")
+    assert result.steps == CONFIG.steps
+    assert (tmp_path / "signals" / "signals.json").stat().st_mtime_ns == made
+    with pytest.raises(ArtifactError, match="another --corpus"):
+        other = tmp_path / "other.txt"
+        other.write_text(corpus_file.read_text(encoding="utf-8") + "\nmore\n", encoding="utf-8")
+        run(checkpoint, str(student), tmp_path / "three", other, distillation=objective)
+    assert not (tmp_path / "three").exists()
+
+
 def test_adapters_need_weights(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--lora-rank adapts weights"):
         run(checkpoint, "tiny-300k", tmp_path / "out", corpus_file, adapters=Adapters(2))
@@ -106,10 +131,11 @@ def test_adapters_need_weights(checkpoint: Path, corpus_file: Path, tmp_path: Pa
 
 def test_hidden_states_are_matched_by_default_where_cut_weights_have_a_teacher() -> None:
     one, none = 1.0, 0.0
-    assert all(default_hidden_weight(Start.PRUNED, one, tokens) == 3.0 for tokens in (None, 7.6, 2.6))
-    assert default_hidden_weight(Start.PRUNED, one, 0.6) == 0.0  # a teacher that is barely trained
-    assert default_hidden_weight(Start.PRUNED, none, None) == 0.0
-    assert all(default_hidden_weight(start, one, None) == 0.0 for start in (Start.RANDOM, Start.QUANTIZED))
+    assert all(default_hidden_weight(Start.PRUNED, one, None, tokens) == 3.0 for tokens in (None, 7.6, 2.6))
+    assert default_hidden_weight(Start.PRUNED, one, None, 0.6) == 0.0  # a teacher that is barely trained
+    assert default_hidden_weight(Start.PRUNED, none, None, None) == 0.0
+    assert default_hidden_weight(Start.PRUNED, one, Path("cache"), None) == 0.0
+    assert all(default_hidden_weight(start, one, None, None) == 0.0 for start in (Start.RANDOM, Start.QUANTIZED))
 
 
 def test_the_default_kl_weight_depends_on_the_start() -> None:
