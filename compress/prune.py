@@ -363,5 +363,5 @@ def _print_result(result: PruneResult) -> None:
     if result.valid_bits_per_byte:
         output().print(
             f"bits per byte {result.bits_per_byte_before_recovery:.4f} after the cut, "
-            f"{result.valid_bits_per_byte:.4f} recovered on {result.tokens:,} tokens"
+            f"{result.valid_bits_per_byte:.4f} recovered on {result.tokens:,} tokens{result.warning}"
         )

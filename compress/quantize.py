@@ -297,7 +297,7 @@ def _print(result: QuantizeResult) -> None:
     if result.valid_bits_per_byte is not None:
         lines.append(
             f"bits per byte {result.bits_per_byte_before_recovery:.4f} rounded, {result.valid_bits_per_byte:.4f} after "
-            f"quantization-aware distillation on {result.tokens:,} tokens"
+            f"quantization-aware distillation on {result.tokens:,} tokens{result.warning}"
         )
     for line in lines:
         output().print(line, markup=False)

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any, Self
 
 _NOT_IN_JSON = ("exit_code", "complaint")
+_WARNINGS = {
+    "yes": ": worse than the start",
+    "uncertain": ": worse than the start, but that is uncertain on so little held-out text; give more with --valid",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,8 @@ class TrainingResult(StageResult):
         best_bits_per_byte: quality of that step on the selection split.
         learning_rate, muon_learning_rate: peak learning rates.
         bits_per_byte_before: quality of the start, estimated from a part of the report split.
+        worse_than_start: "yes" if the report split shows that the training made the model worse; "uncertain" if it is
+            worse there, but on fewer than 16 documents, or within the 95% interval. None if it is not worse.
         peak_rss_bytes: peak memory of the process.
     """
 
@@ -93,14 +99,20 @@ class TrainingResult(StageResult):
     learning_rate: float | None = None
     muon_learning_rate: float | None = None
     bits_per_byte_before: float | None = None
+    worse_than_start: str | None = None
     peak_rss_bytes: int | None = None
+
+    @property
+    def warning(self) -> str:
+        """What to add to the quality of a model that is worse than its start."""
+        return _WARNINGS.get(self.worse_than_start or "", "")
 
     def line(self) -> str:
         """The result in a line."""
         if not self.tokens:
             return f"{self.out}: {self.parameters:,} parameters, {self.size_bytes / 1e6:.1f} MB, not trained"
         quality = "not measured" if self.valid_bits_per_byte is None else f"{self.valid_bits_per_byte:.4f}"
-        before = "" if self.bits_per_byte_before is None else f" (before {self.bits_per_byte_before:.4f})"
+        before = "" if self.bits_per_byte_before is None else f" (before {self.bits_per_byte_before:.4f}{self.warning})"
         return (
             f"{self.out}: {self.parameters:,} parameters, {self.size_bytes / 1e6:.1f} MB, "
             f"{self.tokens:,} tokens at {self.tokens_per_s or 0:,.0f} tokens/s, "

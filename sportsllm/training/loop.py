@@ -46,6 +46,7 @@ class LoopResult:
         best_step: the step whose weights stay; 0 is the start.
         best_bits_per_byte: what it was chosen by, on the selection split; not for reports.
         bits_per_byte_before: of the start, by a part of the report split, if the start has useful weights.
+        worse_than_start: see `sportsllm.results.TrainingResult`.
         learning_rate, muon_learning_rate: peaks.
     """
 
@@ -57,6 +58,7 @@ class LoopResult:
     best_step: int | None
     best_bits_per_byte: float | None
     bits_per_byte_before: float | None
+    worse_than_start: str | None
     learning_rate: float
     muon_learning_rate: float
     seconds: float
@@ -208,7 +210,7 @@ class _Run:
     def result(self, tokens_per_s: float, validation: Validation | None, started: float) -> LoopResult:
         """Give the model its best weights and report the run."""
         state, config = self.state, self.config
-        after, before = (None, None) if validation is None else state.finish(validation)
+        after, before, worse = (None, None, None) if validation is None else state.finish(validation)
         return LoopResult(
             steps=state.step,
             tokens=state.step * config.tokens_per_step,
@@ -218,6 +220,7 @@ class _Run:
             best_step=state.best_step,
             best_bits_per_byte=state.best_bits_per_byte,
             bits_per_byte_before=before,
+            worse_than_start=worse,
             learning_rate=config.learning_rate,
             muon_learning_rate=config.muon_learning_rate,
             seconds=time.perf_counter() - started,

@@ -22,7 +22,7 @@ from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
 from sportsllm.files import read_json
 from sportsllm.formats.artifact import LAUNCHES, STATE_DIRECTORY, STATE_FILE, replace_state
 from sportsllm.formats.checkpoint import save_tensors
-from sportsllm.inference.scoring import TextScore, score_documents
+from sportsllm.inference.scoring import TextScore, ratio_interval, score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.conversations import Document
@@ -35,6 +35,7 @@ from sportsllm.training.sharding import forget_gathered, read_tensors, write_ten
 _PROGRESS = ("step", "losses", "best_step", "best_bits_per_byte", "last_bits_per_byte", "nats_before")
 _BEFORE_TOKENS, _REPORT_TOKENS = 16_384, 65_536
 _SELECTION_TOKENS = 4_096, 32_768
+_SAME = 1.0001  # ratio of nats up to which the result counts as the start: rounding
 Validate = Callable[[SportsLLM], float]  # bits per byte of held-out text
 Report = Callable[[SportsLLM, int], TextScore]  # of the first documents that have so many tokens
 
@@ -136,12 +137,12 @@ class RunState:
         return bits_per_byte
 
     @torch.no_grad()
-    def finish(self, validation: Validation) -> tuple[float | None, float | None]:
+    def finish(self, validation: Validation) -> tuple[float | None, float | None, str | None]:
         """Give the model its best weights, say so if those are not the last ones.
 
         Returns:
             Bits per byte after and before on the report split, None if it was not scored. The latter is the former
-            times the ratio of nats of the documents that were scored before.
+            times the ratio of nats of the documents that were scored before. Then `TrainingResult.worse_than_start`.
         """
         if self.best_step not in (None, self.step):
             last = math.nan if self.last_bits_per_byte is None else self.last_bits_per_byte
@@ -154,10 +155,16 @@ class RunState:
             for name, weight in (self.best or {}).items():
                 trained[name].copy_(weight)
         if not validation.reported:
-            return None, None
+            return None, None, None
         after, before = validation.report(self.model, _REPORT_TOKENS), self.nats_before
-        ratio = sum(before) / sum(after.documents[: len(before)]) if before else None
-        return after.bits_per_byte, ratio and after.bits_per_byte * ratio
+        if not before:
+            return after.bits_per_byte, None, None
+        same = after.documents[: len(before)]
+        ratio, worse = sum(same) / sum(before), None
+        if ratio > _SAME:
+            interval = ratio_interval(same, before)
+            worse = "yes" if interval is not None and interval[0] > 1 else "uncertain"
+        return after.bits_per_byte, after.bits_per_byte / ratio, worse
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}

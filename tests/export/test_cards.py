@@ -1,5 +1,6 @@
 """Model cards: the hub's own reader as the oracle of their front matter, and their code lines run as they stand."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -98,6 +99,21 @@ def test_the_card_tells_the_whole_line(line: dict[str, Path], corpus_file: Path)
     assert f"{load_config(line['onnx']).parameters:,} parameters" in card and "INT4" in card
     assert f"{read_manifest(line['onnx']).results['parity']['kl']:.2g} nats" in card
     assert "reads at most 128 tokens" in card and "weights are quantized" in card
+
+
+@pytest.mark.parametrize(
+    ("worse", "end"), [("yes", "."), ("uncertain", ", which is uncertain on so little text."), (None, "")]
+)
+def test_the_card_says_that_a_training_made_a_model_worse(
+    line: dict[str, Path], tmp_path: Path, worse: str | None, end: str
+) -> None:
+    tuned = shutil.copytree(line["tuned"], tmp_path / "tuned")
+    manifest = read_manifest(tuned)
+    dataclasses.replace(manifest, results=manifest.results | {"worse_than_start": worse}).write(tuned)
+    write_card(tuned)
+    card = (tuned / "README.md").read_text(encoding="utf-8")
+    assert ("before its training" in card) == (worse is not None)
+    assert worse is None or f"- `tuned` is worse on held-out text than before its training{end}\n" in card
 
 
 def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dict[str, Path], tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from compress import prune, quantize
 from sportsllm.errors import DivergedError, InterruptedRun
 from sportsllm.inference.scoring import TextScore
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.results import TrainingResult
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training import rate_trial
 from sportsllm.training.loop import language_model_loss, train_model
@@ -56,6 +58,39 @@ def test_the_best_step_stays(
     assert result.bits_per_byte_before == pytest.approx(ratio * result.valid_bits_per_byte) and result.steps == 4
     said = capsys.readouterr().err
     assert ("the start is kept" in said) == (best == 0) and ("it is kept" in said) == (best == 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "worse"),
+    [
+        ([1.0] * 20, [1.1] * 20, "yes"),
+        ([1.0] * 20, [0.5, 1.6] * 10, "uncertain"),
+        ([1.0, 2.0], [1.5, 2.5], "uncertain"),
+        ([1.0] * 20, [0.9] * 20, None),
+        ([1.0, 2.0], [1.0, 2.0 + 1e-6], None),
+    ],
+)
+def test_a_result_worse_than_its_start_says_so(
+    batches: PackedSequences,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    before: list[float],
+    after: list[float],
+    worse: str | None,
+) -> None:
+    """The selection split prefers the last step whatever the report split says."""
+    scores = iter([TextScore(sum(nats), len(nats), len(nats), tuple(nats)) for nats in (before, after)])
+    validation = Validation(scripted([5, 4, 3, 2, 1], []), lambda _model, _tokens: next(scores), keep_start=True)
+    result = train_model(fresh(), batches, language_model_loss, CONFIG, tmp_path, validation=validation)
+    assert result.worse_than_start == worse
+    found = dataclasses.asdict(result) | {"out": tmp_path, "bits_per_byte_before_recovery": 1.0}
+    cache = {"kv_cache_bytes_per_token": {"fp32": 1}, "kv_cache_bytes_per_token_before": {"fp32": 1}}
+    print(TrainingResult.of(found).line())
+    prune._print_result(prune.PruneResult.of(found | cache))
+    quantize._print(quantize.QuantizeResult.of(found))
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("worse than the start") == (0 if worse is None else 3)
+    assert said.count("uncertain") == (3 if worse == "uncertain" else 0)
 
 
 def test_a_fresh_start_is_not_scored(batches: PackedSequences, tmp_path: Path) -> None:
