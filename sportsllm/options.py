@@ -61,7 +61,6 @@ Checkpoint = Annotated[
     TRAINABLE,
 ]
 Directory = Annotated[Path, typer.Argument(help="A checkpoint or an export.", show_default=False), BY_NAME]
-Teacher = Annotated[Path | None, typer.Option("--teacher", help="Unquantized checkpoint to learn from."), BY_NAME]
 
 # Text
 CORPUS_HELP = "Training text: .txt, .md, .jsonl (also .gz) or .parquet files, or folders."
