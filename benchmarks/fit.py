@@ -159,12 +159,8 @@ def run_fit(
     """Search and make.
 
     Args:
-        source: teacher and text.
-        target: the device.
         out: directory of everything; a search that is run again resumes in it.
-        effort: tokens and time.
         vocabularies: smaller vocabularies to consider beside the teacher's own.
-        dry_run: predict and rank only; nothing is made.
 
     Raises:
         GateError: nothing fits; the nearest miss is named.
@@ -258,8 +254,6 @@ def finish_best(
 
     Args:
         ranking: best first, at least one.
-        finish: makes and measures a candidate.
-        clock: a further candidate is finished only if it has the time.
 
     Returns:
         What `finish` returned of the best that was finished: by verdict, then by how far its worst limit is missed,

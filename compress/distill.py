@@ -150,8 +150,6 @@ def distill_student(
     Args:
         student: its name, for the manifest.
         start: from `choose_start`.
-        training: how.
-        out: directory to make.
         resume: continue an interrupted run; the saved state replaces the start's weights, which are not made again.
 
     Raises:

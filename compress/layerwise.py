@@ -226,11 +226,9 @@ def first_states(
     """The residual stream before the first layer, (B, T, D) of every sample, in a file of `scratch` if that is given.
 
     Args:
-        model: its shape.
         table_VD: the embedding.
         samples: rows of the table, each (B, T).
         positions: the table of learned positions, if the model has one.
-        scratch: a directory.
         device: of the states; table and samples are in the CPU's memory.
     """
     states = (embed(model, table_VD[tokens].float(), positions).to(device) for tokens in samples)

@@ -202,7 +202,6 @@ def prune_checkpoint(
     """Prune a checkpoint directory to a shape: calibrate, score, cut, refit, recover, write.
 
     Args:
-        job, shape, out: what is pruned to what, and the directory to write.
         work: what a search has calibrated and scored already.
         resume: continue an interrupted recovery, if there is one; nothing before it is done again.
         search: the finalists of the search that found the shape; the recovery goes on from the first one's.

@@ -171,13 +171,9 @@ def quantize_checkpoint(
 
     Args:
         checkpoint: an unquantized checkpoint, or a bitsandbytes one, which is rounded a second time.
-        out: directory to make.
-        config: bits and grid of every matrix.
         method: see `compress.quantization.plan.resolve_method`.
-        text: calibration text.
         budget: mix 4 and 8 bits to this size; its default counts only for methods that read text.
         recovery: quantization-aware training, see `compress.quantization.qad`.
-        resume: continue an interrupted training.
 
     Raises:
         UsageError: an unknown method, or calibration text for a method that reads none.

@@ -113,11 +113,7 @@ def _rounded(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def cache_scales(checkpoint: Path, text: CalibrationText) -> CacheScales:
-    """Scales for a checkpoint, measured on its own keys and values, with one layer at a time in memory.
-
-    Args:
-        checkpoint: packed or not.
-        text: for calibration.
+    """Scales for a checkpoint, packed or not, measured on its own keys and values, one layer at a time in memory.
 
     Raises:
         ArtifactError: there is no text in the files.

@@ -143,7 +143,6 @@ def write_loader_files(
 
     Args:
         checkpoint: the source. A checkpoint without a tokenizer gives an export without one.
-        directory: exists.
         in_place: whether the graph writes into one buffer for past and present.
         web: the graph's precision, for the settings of transformers.js; else genai_config.json of onnxruntime-genai,
             which reads models that cache keys and values.

@@ -109,10 +109,7 @@ def table(
     """A plain table.
 
     Args:
-        headers: of the columns.
-        rows: cells as text.
         texts: the columns that are text; the others are numbers.
-        title: a line above it.
         ratios: the columns' shares of the width, for long texts; else names, in the first column or behind its
             numbers `#`, keep to one line.
     """
@@ -131,7 +128,6 @@ def progress_bar(description: str, total: float | None, done: int = 0) -> Iterat
     """A progress bar on standard error; if that is no terminal, a line after three seconds and then a minute.
 
     Args:
-        description: what is being done.
         total: the number of steps, or None where it is unknown.
         done: steps that an earlier run has taken.
     """

@@ -118,11 +118,7 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 
 def require_directory(directory: Path, wanted: str) -> None:
-    """Refuse a path that is no directory.
-
-    Args:
-        directory: where a model is looked for.
-        wanted: what to give instead, such as "a checkpoint".
+    """Refuse a path that is no directory; `wanted` is what to give instead, such as "a checkpoint".
 
     Raises:
         ArtifactError: nothing is there, or a file.

@@ -200,7 +200,6 @@ def parse_settings(
     Args:
         given: `name=value` texts, or a mapping of names to values.
         groups: the tables that the verb takes.
-        option: that gives them, for errors.
 
     Raises:
         UsageError: an unknown name (with the nearest one), or a value of the wrong type or out of bounds.

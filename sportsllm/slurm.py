@@ -30,8 +30,7 @@ END
 def levels(needs: Mapping[str, Sequence[str]]) -> list[list[str]]:
     """Stages by the length of the longest chain of stages that each needs; those of a level are independent.
 
-    Args:
-        needs: of each stage the earlier ones whose outputs it reads, in the recipe's order.
+    `needs` has for each stage the earlier ones whose outputs it reads, in the recipe's order.
     """
     level, found = dict[str, int](), list[list[str]]()
     for name, earlier in needs.items():
@@ -43,15 +42,7 @@ def levels(needs: Mapping[str, Sequence[str]]) -> list[list[str]]:
 
 
 def submit_script(stages: Sequence[Sequence[str]], command: Sequence[str], name: str, folder: str, logs: str) -> str:
-    """The script.
-
-    Args:
-        stages: of `levels`.
-        command: runs the recipe; `--only STAGE` is added.
-        name: of the jobs.
-        folder: where the jobs run.
-        logs: folder of their output.
-    """
+    """The script for `stages` by level; `command` runs the recipe, and gets `--only STAGE`."""
     quoted = {"name": shlex.quote(name), "folder": shlex.quote(folder), "logs": shlex.quote(logs)}
     script = _SCRIPT.format(command=shlex.join(command), **quoted)
     return script + "".join(f"submit {shlex.join(level)}\n" for level in stages)

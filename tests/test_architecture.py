@@ -74,10 +74,10 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_012,
-    "compress": 7_841,
-    "export": 6_374,
-    "benchmarks": 9_226,
+    "sportsllm": 18_972,
+    "compress": 7_775,
+    "export": 6_366,
+    "benchmarks": 9_204,
     "tests": 24_754,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""

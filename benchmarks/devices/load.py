@@ -154,7 +154,6 @@ def is_this_machine(device: Device, processor: str = "cpu") -> bool:
     """Whether the program runs on `device` itself, so that its own measurements decide.
 
     Args:
-        device: the device asked about.
         processor: where the measured work runs; a GPU's budget is not judged by the CPU beside it. A device that is
             always recognised is whatever runs here.
     """

@@ -143,7 +143,6 @@ def judge(
     """Compare figures with a device's limits.
 
     Args:
-        device: the budget.
         measured: values by the limit's name (`file_mb`, `ttft_ms`, ...); absent or None is unknown.
         predicted: values that stand in if nothing was measured.
         intervals: confidence intervals of measured values; without one a value is exact, with None it decides nothing.
@@ -200,7 +199,6 @@ def judge_budget(
     Args:
         device, on_device: the budget, and whether this machine is it, recognised or not.
         result: figures as `run_bench` collects them; `placement`, if there is one, says what processor they are of.
-        config, directory: the model.
         predict: makes the predictions for another device; without it only the files' own figures are known there.
 
     Returns:

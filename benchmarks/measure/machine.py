@@ -72,11 +72,7 @@ def machine() -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def this_machine(threads: int | None = None) -> Hardware:
-    """Memory by psutil, bandwidth and float32 rate by numpy in about a second; INT8 follows from the instruction set.
-
-    Args:
-        threads: CPU threads that read; all physical cores if not given.
-    """
+    """Memory by psutil, bandwidth and float32 rate by numpy in a second; INT8 follows from the instruction set."""
     threads, today, memory = threads or default_threads(), datetime.now(UTC).date(), psutil.virtual_memory()
     working_set = min(WORKING_SET_BYTES, memory.available // 4)
     bandwidth = measure_bandwidth(threads, working_set)["bandwidth_bytes_per_s"]

@@ -81,7 +81,6 @@ def run_child(
     in cores.
 
     Args:
-        turn: what to run.
         timeout_s: after which the child counts as hung and is killed.
         waiting: called about once a second with the seconds since the last call, for a progress bar.
 
@@ -200,7 +199,6 @@ def take_turns(
     Beside busy programs there are no further rounds and one wait for quiet: more would only measure those programs.
 
     Args:
-        title: names the whole in progress bar and messages.
         turns: the order within a round.
         check_after_rounds: after how many rounds their noise is checked, ascending; the last is the most.
         converged: whether the rounds so far agree; it gets those of the turns that have not failed.

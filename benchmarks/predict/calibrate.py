@@ -154,9 +154,7 @@ def export_untrained(config: ModelConfig, stored: ModelFormat, directory: Path, 
     """Export a model with random weights, rounded to nearest, as `export` does but without its parity gate.
 
     Args:
-        config: its shape.
         stored: dense, INT8 or INT4, with a float32 or INT8 cache; one in float16 is for GPUs.
-        directory: a new directory.
         inline: whether the graph has ONNX Runtime's operators instead of calls of this program's kernels.
     """
     import torch

@@ -117,9 +117,7 @@ def formats(teacher: ModelConfig, processor: str = "cpu") -> list[ModelFormat]:
 def ways(teacher: ModelConfig, vocabularies: Iterable[int] = ()) -> dict[str, list[Size]]:
     """The ways to make a teacher smaller, by name: sizes that can be cut, largest first.
 
-    Args:
-        teacher: the full model, itself a way.
-        vocabularies: smaller ones, each cut alone, with the FFN, and with all widths.
+    Each of the smaller `vocabularies` is cut alone, with the FFN, and with all widths.
     """
     full = Shape.of(teacher)
     groups = [pair for pair in head_counts(teacher) if pair[0] * full.kv_heads == pair[1] * full.heads]

@@ -246,10 +246,7 @@ def recovery_tokens(teacher: Path) -> int:
 def write_recipe(path: Path, candidate: Candidate, source: Source, effort: Effort, target: Target, text: Path) -> None:
     """Write the recipe that makes `candidate` from the teacher; its outputs go beside it.
 
-    Args:
-        path: of the recipe.
-        candidate, source, effort, target: see their classes.
-        text: held-out text that the finished model is compared with the teacher on.
+    `text` is the held-out text that the finished model is compared with the teacher on.
     """
     import tomli_w
 

@@ -193,9 +193,7 @@ def choose_start(student: str, start: str | None, teacher: Path) -> Fresh:
     and a line says why; with `--start cut` that is an error.
 
     Args:
-        student: a preset's name or a checkpoint directory.
         start: `fresh` or `cut` to take only the shape of a checkpoint student.
-        teacher: whose vocabulary and tokenizer the student has.
 
     Raises:
         UsageError: flags that do not go together.

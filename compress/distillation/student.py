@@ -163,12 +163,10 @@ def train_student(
     description: str,
     has_weights: bool = True,
 ) -> JsonObject:
-    """Train a student in place with the one training loop; adapters are merged at the end.
+    """Train a student, which is moved to the training device, in place; adapters are merged at the end.
 
     Args:
-        student: on the CPU; moved to the training device.
         cache: from `StudentTraining.prepare`.
-        description: of the progress bar.
         has_weights: the student is good already, and stays as it is if no step is better.
 
     Returns:

@@ -43,8 +43,6 @@ def load_teacher(directory: Path, precision: str, device: torch.device | None = 
     """Open a checkpoint for forward passes only.
 
     Args:
-        directory: the teacher's checkpoint.
-        device: that it is moved to; the CPU if None.
         precision: `fp32`; `bf16`; `int8` and `nf4` quantize the blocks' matrices with bitsandbytes; the rest, and all
             products, are then in `auto`'s type: bf16 where the processor computes in it, else fp32. `nf4` leaves
             matrices whose rows are no multiple of 32 in that type, and says so.

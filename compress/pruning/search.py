@@ -78,10 +78,7 @@ def choose_shape(
     """The shape of the target's dimensions, or the one that a search finds for its size, and the search's finalists.
 
     Args:
-        work: of the job.
-        target: how small.
         out: the search of a recovered checkpoint is kept beside it, in `OUT.search`.
-        recovered: see `recovered_finalists`.
 
     Raises:
         UsageError: options that do not go together, an impossible shape, or the model's own.
@@ -141,7 +138,6 @@ def find_finalists(
         calibration: the shapes are ranked on its first few samples, and refitted to some of the others.
         shapes: those to choose from, thinned out if they are many.
         always: refitted too; one of them is among two or more finalists.
-        count: how many finalists.
         seconds: no further shape is cut after as many, and no further one refitted after twice as many.
     """
     started, model, samples = time.perf_counter(), calibration.model, calibration.samples
@@ -211,10 +207,8 @@ def recovered_finalists(
     A finished search is found there again by a second run, such as one that goes on with the main recovery.
 
     Args:
-        calibration: of a job with a recovery.
         shapes, even: those to choose from, and the even cut, which is always tried.
         sought: `share` of the parameters, `search` tokens of each brief recovery, and `finalists`, how many.
-        directory: of the search.
         recovered: given the brief recovery, a shape and its directory, bits per byte of the text for choices.
     """
     job = calibration.job

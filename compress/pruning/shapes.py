@@ -308,7 +308,6 @@ def widest_shapes(
     """For each depth, hidden size, set of heads and number of experts the widest FFN that fits, if any does.
 
     Args:
-        config: the full model.
         fits: whether a shape is small enough; of a wider FFN never if not of a narrower one.
         experts: numbers of routed experts to try; the model's own if empty.
         most: values of each dimension, evenly spread; all if None.

@@ -136,11 +136,9 @@ def prune_vocabulary(
     fills a vocabulary up with go first. `vocabulary_map.json` holds the old id of each new one.
 
     Args:
-        checkpoint, out: unquantized, and the directory to make.
         vocab_size: tokens to keep, rounded up to a multiple of 32.
         calibration: the domain's text, where usage is counted.
         valid: held-out text, its first 65,536 tokens, to measure bits per byte on before and after; may be empty.
-        reading: of both.
 
     Raises:
         UsageError: an impossible vocab_size.

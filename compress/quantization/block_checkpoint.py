@@ -64,12 +64,9 @@ class BlockCheckpoint(PackedCheckpoint):
 
 @torch.no_grad()
 def round_to_blocks(checkpoint: Path, types: Mapping[str, str], text: CalibrationText) -> RoundedModel:
-    """Round a checkpoint's matrices to llama.cpp's blocks.
+    """Round an unquantized checkpoint's matrices, layer by layer, to llama.cpp's blocks.
 
-    Args:
-        checkpoint: an unquantized one, read layer by layer.
-        types: by module the name of a type.
-        text: for calibration; without files scales are searched for each block alone.
+    `types` names one for each module. Without files in `text`, scales are searched for each block alone.
     """
     model = load_config(checkpoint)
     found = BlockCheckpoint(model, types)

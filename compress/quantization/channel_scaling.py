@@ -37,15 +37,10 @@ def scale_block(
     config: QuantizationConfig,
     prefix: str,
 ) -> None:
-    """Scale a layer's matrices for rounding, in place; the layer computes what it computed before.
+    """Scale a float32 layer's matrices for rounding, in place; the layer computes what it computed before.
 
-    Args:
-        block: float32.
-        model: its shape.
-        states_BTD: the residual stream before the layer, for every sample.
-        rope: cosine and sine tables.
-        config: grids of the layer's matrices.
-        prefix: of their names, for example `model.layers.0`.
+    `states_BTD` is the residual stream before it, for every sample; `prefix` begins its names, such as
+    `model.layers.0`.
     """
     normed = HIDDEN if model.input_norms else None
     groups = [group for group in input_groups(model) if group[0].column_unit == normed or group[0].scale_source]

@@ -266,12 +266,9 @@ def plain(weight_NK: Tensor, kind: BlockType, weights_K: Tensor | None = None) -
 
 
 def gptq_blocks(weight_NK: Tensor, gram_KK: Tensor, kind: BlockType) -> Blocks:
-    """Round a matrix for inputs with second moment `gram_KK`, as `gptq_weight` does on the grid of a type.
+    """Round a float32 matrix for inputs with second moment `gram_KK`, damped, as `gptq_weight` does on a grid.
 
-    Args:
-        weight_NK: float32; K a multiple of the type's width.
-        gram_KK: H, damped.
-        kind: the type.
+    K is a multiple of the type's width.
     """
     first = plain_grid(weight_NK, kind, gram_KK.diagonal())
 

@@ -58,9 +58,6 @@ def gptq_weight(
     inputs' strength (act-order) on a grid that is fitted before; of each row the better of both is refined.
 
     Args:
-        weight_NK: float32.
-        gram_KK: H, damped.
-        bits, block_size, symmetric: of the runtime's grid.
         refine: else one pass in act-order is all.
     """
     first = fit_grid(weight_NK, bits, block_size, symmetric, search=True, weights_K=gram_KK.diagonal())
@@ -84,8 +81,6 @@ def gptq_and_refine(
     """Round in both orders, then descend and refit in turn; of each row the rounding with less error stays.
 
     Args:
-        weight_NK: float32.
-        gram_KK: H, damped.
         first: grid fitted to the weights.
         refit: makes of a grid and its whole numbers a grid of less error, and the whole numbers on it.
     """
@@ -127,8 +122,6 @@ def gptq(weight_NK: Tensor, gram_KK: Tensor, grid: AnyGrid, *, act_order: bool) 
     """The algorithm of the paper on contiguous blocks.
 
     Args:
-        weight_NK: float32.
-        gram_KK: H, damped.
         grid: fitted to the given weights.
         act_order: take the columns with the strongest inputs first, on the given grid.
 
@@ -219,11 +212,8 @@ def coordinate_descent(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK
     """Move one column after the other to the whole numbers of least error, all the others held; never worse.
 
     Args:
-        weight_NK: wanted.
         gram_KK: H, its diagonal above 0.
-        grid: scales and zero points, which stay.
         quants_NK: where to start.
-        sweeps: over all columns.
     """
     quants_KN, columns = _transposed(quants_NK), weight_NK.shape[1]
     scales_GN, zeros_GN = _transposed(grid.scales_NG), _transposed(grid.zeros_NG)

@@ -81,13 +81,10 @@ def round_checkpoint(
 
     Args:
         checkpoint: an unquantized one, read one layer at a time.
-        model: its shape.
-        config: bits and grid of every matrix.
         method: one of `compress.quantization.plan.METHODS`.
         samples: calibration token ids, each (B, T), for the last two.
         keep_originals: for `compress.quantization.qad`.
         path: the file for the tensors; they stay in memory if None.
-        device: to compute on with calibration text.
     """
     packed, originals = PackedCheckpoint(model, config, path), dict[str, Tensor]()
     kept = originals if keep_originals else None
@@ -141,13 +138,10 @@ def quantize_calibrated(
 
     Args:
         checkpoint: an unquantized one; layers are read one after the other.
-        model: its shape.
-        packed: empty.
         samples: calibration token ids, each (B, T).
         gptq: fit each matrix and round it by GPTQ; else one pass of GPTQ for its inputs in the full model, and routed
             experts without it, columns counting as their inputs are strong. Both scale channels first.
         originals: where given, gets the layers' matrices as they were before rounding, scaled, by module.
-        device: to compute on.
     """
     packed.refine = gptq
     pull = PULL / sum(tokens.numel() for tokens in samples)

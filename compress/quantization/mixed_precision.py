@@ -67,11 +67,7 @@ class SizeBudget:
     size_mb: float | None = None
 
     def spare_bytes(self, model: ModelConfig, config: QuantizationConfig) -> int:
-        """Bytes beyond the low precision.
-
-        Args:
-            model: its shape.
-            config: the low precision.
+        """Bytes beyond the low precision of `config`.
 
         Raises:
             UsageError: both or neither given, not 4 bits, or less than the low precision takes.
@@ -119,13 +115,10 @@ def measure_groups(
 
     Args:
         checkpoint: an unquantized one; errors are those of `load_checkpoint`.
-        model: its shape.
         config: the low precision.
         samples: calibration token ids, each (1, T); read 128 at a time.
         scratch: directory for a file of the states between the layers, which are in memory if None.
         draws: tokens drawn at each position.
-        seed: for the draws.
-        device: to compute on.
     """
     tensors, rope, layers = TensorFiles(checkpoint), rope_of(model, device), range(model.num_hidden_layers)
     chunks = [chunk for tokens in samples for chunk in torch.split(tokens, _CHUNK, dim=1)]

@@ -62,13 +62,7 @@ class FakeQuantLinear(nn.Module):
     zeros_NG: Tensor
 
     def __init__(self, packed: QuantizedWeight, bias: Tensor | None, full_NK: Tensor) -> None:
-        """Start at a packed matrix.
-
-        Args:
-            packed: the matrix and its grid.
-            bias: (N,).
-            full_NK: the original matrix, which the master weights are moved towards.
-        """
+        """Start at a packed matrix, the master weights moved towards the original one, `full_NK`."""
         super().__init__()
         self.bits, self.block_size = packed.bits, packed.block_size
         self.symmetric, self.in_features = packed.zero_points is None, packed.in_features
@@ -98,11 +92,9 @@ class FakeQuantLinear(nn.Module):
 
 
 def make_trainable(model: SportsLLM, originals: Mapping[str, Tensor]) -> None:
-    """Make the layers' packed matrices of `model` trainable, in place; embedding and head are not trained.
+    """Make the packed matrices of a quantized model's layers trainable, in place; embedding and head are not trained.
 
-    Args:
-        model: quantized.
-        originals: the matrices before rounding, by module.
+    `originals` are the matrices before rounding, by module.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -106,8 +106,6 @@ def write_gguf(
 
     Args:
         checkpoint: its config, tokenizer and, without `rounded`, its weights.
-        path: the file.
-        half: see above.
         rounded: the weights of a checkpoint that is not packed, in blocks of `mix`.
         mix: one of `export.request.BLOCK_DTYPES`.
 

@@ -85,7 +85,6 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
 
     Args:
         checkpoint, export: the PyTorch side; and a directory with a graph, its data and config.json.
-        threads: CPU threads of both sides; all cores if not given.
         provider: runs the files as they are once more, if it is not the CPU's.
 
     Raises:

@@ -69,15 +69,11 @@ class Measured:
 
 
 def write_card(directory: Path, results: Sequence[Path] = (), **stated: str | list[str]) -> CardFields:
-    """Write the model card of a finished directory again, and its digest into the manifest.
+    """Write the model card of a finished directory again, and its digest into the manifest; returns the front matter.
 
     Args:
-        directory: finished.
         results: files of `bench` and `eval`; those on other models than this one and its ancestors are ignored.
         stated: license, base_model or language, instead of those carried over.
-
-    Returns:
-        The front matter.
 
     Raises:
         ArtifactError: the directory is not finished, holds no model, or a result is damaged.

@@ -55,13 +55,10 @@ def calibration_samples(
     give a second sample only when every document has given one.
 
     Args:
-        files: text to draw from.
         valid, checkpoints: what is held out, see `sportsllm.text.split.training_side`.
-        tokenizer, config: of the model.
         count: number of samples; None for `most` times `length` tokens, or all that there are.
         length: tokens of a sample, cut to the context.
         most: see `count`; None for `usual_samples`.
-        seed: of the draws.
 
     Raises:
         ArtifactError: no text, or fewer samples than `count`.

@@ -85,8 +85,6 @@ def open_decoder(directory: Path, threads: int | None = None, kernels: str = "au
     """Open a checkpoint (PyTorch) or an export (ONNX Runtime) for generation and scoring.
 
     Args:
-        directory: a checkpoint or an export.
-        threads: CPU threads; the library chooses by default.
         kernels: for an export, `auto`, `native` or `portable`: see `export.runtime.session`.
         provider: for an export, `cpu` or another: see `export.runtime.providers`; of PyTorch for a checkpoint.
 

@@ -53,7 +53,6 @@ def write_corpus(
     """Write train.jsonl, valid.jsonl and questions.jsonl into the empty directory `out`, and chats.jsonl if asked to.
 
     Args:
-        out: an existing directory with nothing in it.
         seed: of the documents; the world of clubs and players is always the same.
         megabytes: UTF-8 size of the training text, in millions of bytes, reached to within one document.
         questions: how many questions to write. They are about held-out documents only, spread over as many as

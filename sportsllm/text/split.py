@@ -162,9 +162,7 @@ def load_corpus(
     """The training text; held-out documents come from `valid`, or by hash out of the corpus itself.
 
     Args:
-        corpus, valid: files.
         known: held-out text of the models that training starts from or learns from; not trained on either.
-        field: see `read_chunks`.
         checkpoints: these models; a document that they held out of a small corpus stays held out.
 
     Documents of `valid` and `known` are left out of the corpus, as are copies, and both are counted in a line.

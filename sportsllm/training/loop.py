@@ -106,12 +106,10 @@ def train_model(
         model: float32 weights, on the device to train on.
         batches: step i reads batches i * accumulation and following.
         loss: summed loss of one batch; its mean over the step's scored tokens is minimised.
-        config: how; see `sportsllm.training.settings.train_config`.
         directory: gets metrics.jsonl, and `state/` when the run is interrupted or every ten minutes.
         validation: scores held-out text every `validate_every` steps and at the end; the best weights stay.
         identity: fingerprint of the run; a state saved by another run is refused.
         resume: continue from `directory`/state if there is one, bit for bit on a CPU.
-        description: of the progress bar.
 
     Raises:
         DivergedError: the loss is not finite, and there is no scored step to go back to; the step was not taken.

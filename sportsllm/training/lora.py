@@ -63,7 +63,6 @@ def add_adapters(
         model: unquantized; all other parameters are frozen, norms and biases too.
         rank: at least 1, at most the smallest dimension of the adapted matrices.
         targets: matrices of a block, by the last part of their names; all if None.
-        alpha: adapters are scaled by alpha / rank.
         seed: of the random A, uniform in +-1 / sqrt(D); B starts at zero.
 
     Returns:

@@ -164,10 +164,8 @@ def train_config(
     `documented`, `TrainConfig` has what is not given.
 
     Args:
-        run: what is trained.
         tokens: to train on; None if `flags` give steps, or for 5,000 steps.
         flags: options and parsed settings by the names of `TrainConfig`, and `documented`; None if not given.
-        seed: of the run.
         staged: whether the loss can be computed in pipeline stages.
 
     Raises:

@@ -189,11 +189,7 @@ def _write_jobs(
 
 
 def load_recipe(path: Path, out: Path | None = None) -> Recipe:
-    """Read and check a recipe.
-
-    Args:
-        path: the TOML file.
-        out: folder of the outputs, instead of the recipe's own `out`.
+    """Read and check a recipe; `out` replaces its own folder of outputs.
 
     Raises:
         UsageError: all its mistakes, in one line.
