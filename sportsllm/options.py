@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,29 +10,15 @@ from typing import Annotated, Any
 import typer
 
 
-class _ByName:
-    """Marks a checkpoint that may be given by its name in the model hub, or as a GGUF file."""
+class Mark(Enum):
+    """What a path is, beside the typer option in `Annotated`."""
+
+    BY_NAME = "a model, which may be named in the hub or be a GGUF file, see `sportsllm.commands.find_model`"
+    TRAINABLE = "with BY_NAME: a checkpoint, not an export"
+    READS_TEXT = "files of documents, which must be there"
 
 
-BY_NAME = _ByName()
-"""Beside the typer option in `Annotated`; see `sportsllm.commands.find_model`."""
-
-
-class _Trainable:
-    """Marks a checkpoint that cannot be an export."""
-
-
-TRAINABLE = _Trainable()
-"""Beside BY_NAME."""
-
-
-class _ReadsText:
-    """Marks files of documents, which must be there."""
-
-
-READS_TEXT = _ReadsText()
-"""Beside the typer option in `Annotated`, as BY_NAME."""
-
+BY_NAME, TRAINABLE, READS_TEXT = Mark
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
 
