@@ -78,7 +78,7 @@ MOST_LINES = {
     "compress": 7_775,
     "export": 6_366,
     "benchmarks": 9_204,
-    "tests": 24_754,
+    "tests": 24_867,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

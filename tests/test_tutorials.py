@@ -1,7 +1,8 @@
 """Tutorials and programs in the docs run as they stand: every shell block, in order, and the outputs that they show.
 
 What differs from what a reader runs is all here: fewer rounds of `bench`, a tiny chat model in place of SmolLM2-135M, a
-shorter recipe, and stand-ins for commands that need a network or a Raspberry Pi.
+shorter recipe, and stand-ins for commands that need a network or a Raspberry Pi. The program starts as a fork of one
+that has imported its packages.
 """
 
 import configparser
@@ -24,6 +25,7 @@ import typer
 
 from sportsllm.cli import build_app
 from sportsllm.settings import GROUPS
+from tests.support.forked import program
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = ROOT / "docs" / "tutorials"
@@ -49,6 +51,7 @@ def reader(folder: Path) -> Path:
     for name, script in STAND_INS.items():
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / "bin" / name).chmod(0o755)
+    program(folder / "bin" / "sportsllm-compress")
     return folder
 
 

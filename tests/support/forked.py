@@ -1,19 +1,46 @@
-"""`python -m tests.support.forked ROUNDS WORDS...`: the command line in several processes, as torchrun starts them.
+"""The command line in processes of their own that start at once: forks of one that has imported torch and the packages.
 
-The processes are forked, since each import of torch takes seconds. ROUNDS are `COUNT` or `COUNT:STEP`, with commas: the
-last of COUNT processes is killed before that step, and the next round starts. The state is saved after every step.
-Tests call `forked` and `process_group`, which leave no process behind.
+Each of those imports takes seconds. `python -m tests.support.forked` is that process; it ends with the test run that
+started it. Tests call `program`, `forked` and `process_group`, which leave no process behind.
 """
 
+import gc
+import importlib
+import json
 import os
+import pkgutil
+import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import psutil
+
+import benchmarks
+import compress
+import export
+import sportsllm
+
+CLIENT = """#!{python} -SE
+# Has its arguments run by the process that listens at the socket, with this one's folder, environment and streams.
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as listening:
+    listening.connect({path!r})
+    asked = {{"words": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ), "rounds": {rounds!r}}}
+    socket.send_fds(listening, [json.dumps(asked).encode() + b"\\n"], [0, 1, 2])
+    code = listening.recv(8)
+sys.exit(int(code) if code else 137)
+"""
 
 
 @contextmanager
@@ -43,16 +70,42 @@ def torchrun(count: int, *words: str) -> tuple[str, ...]:
     return "-m", "torch.distributed.run", "--nproc-per-node", str(count), *words
 
 
+@cache
+def _started() -> tuple[Path, Any]:
+    """The socket of the process that forks, and the pipe whose end is its own."""
+    path = Path(tempfile.mkdtemp()) / "socket"
+    words = [sys.executable, "-m", "tests.support.forked", str(path)]
+    server = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert server.stdout is not None and server.stdout.readline() == b"ready\n"
+    return path, server.stdin
+
+
+def program(file: Path, rounds: str = "") -> Path:
+    """Write a program that does what `sportsllm-compress` does, or `forked` with these rounds."""
+    file.write_text(CLIENT.format(python=sys.executable, path=str(_started()[0]), rounds=rounds), encoding="utf-8")
+    file.chmod(0o755)
+    return file
+
+
 def forked(rounds: str, *words: str, timeout: float = 600.0) -> str:
-    """What the rounds said; they end as expected within `timeout` seconds."""
-    with process_group("-m", "tests.support.forked", rounds, *words) as run:
-        said = run.communicate(timeout=timeout)[1]
+    """The command line in several processes, as torchrun starts them; returns what they said.
+
+    Args:
+        rounds: `COUNT` or `COUNT:STEP`, with commas: the last of COUNT processes is killed before that step, and the
+            next round starts. The state is saved after every step.
+        words: of the command line.
+        timeout: in seconds, within which the rounds end as expected.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        client = str(program(Path(folder) / "client", rounds))
+        with process_group(client, *words) as run:
+            said = run.communicate(timeout=timeout)[1]
     assert run.returncode == 0, said
     return said
 
 
-def run_process(rank: int, count: int, port: int, restarts: int, last_step: int | None, words: list[str]) -> None:
-    from sportsllm import cli, processes
+def run_process(rank: int, count: int, port: int, restarts: int, last_step: int | None, words: list[str]) -> int:
+    from sportsllm import processes
     from sportsllm.training import loop
 
     known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
@@ -67,37 +120,94 @@ def run_process(rank: int, count: int, port: int, restarts: int, last_step: int 
         return take_step(self, *others)  # type: ignore[arg-type]
 
     loop._Run.take_step = killed  # type: ignore[method-assign,assignment]
+    return run_command(words if count > 1 or not restarts else [*words, "--resume"])
+
+
+def run_command(words: list[str]) -> int:
+    from sportsllm import cli
+
     try:
-        cli.main(words if count > 1 or not restarts else [*words, "--resume"])
+        cli.main(words)
     except SystemExit as stop:
-        sys.stderr.flush()
-        os._exit(int(stop.code or 0))  # clearing away what was imported takes longer than the training
+        return int(stop.code or 0)
+    raise AssertionError("main ends the process")
 
 
-def main() -> None:
-    import torch
-    import torch._dynamo  # what the processes import, imported once
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp
-
-    import sportsllm.models.training_memory
-    import sportsllm.text.tokenizer_training
-    import sportsllm.training.cost
-    import sportsllm.training.loop
-    import sportsllm.verbs.train  # noqa: F401
-
-    torch.set_num_threads(1)
-    for restarts, part in enumerate(sys.argv[1].split(",")):
+def run_rounds(rounds: str, words: list[str]) -> int:
+    for restarts, part in enumerate(rounds.split(",")):
         count, _, step = part.partition(":")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         for rank in range(int(count)):
-            if os.fork() == 0:
-                run_process(rank, int(count), port, restarts, int(step) if step else None, sys.argv[2:])
+            in_fork(run_process, rank, int(count), port, restarts, int(step) if step else None, words)
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(int(count))]
         if bool(step) != any(codes):
-            sys.exit(f"round {part}: exit codes {codes}")
+            sys.stderr.write(f"round {part}: exit codes {codes}\n")
+            return 1
+    return 0
+
+
+def in_fork(work: Callable[..., int], *arguments: Any) -> None:
+    """Do the work in a fork, which ends with the code that is returned."""
+    if os.fork() == 0:
+        code = 1
+        try:
+            code = work(*arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)  # clearing away what was imported takes longer than the training
+
+
+def answer(connection: socket.socket) -> int:
+    """Do what a client asks for, and end when it does."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    message, streams, *_ = socket.recv_fds(connection, 2**20, 3)
+    while not message.endswith(b"\n"):
+        message += connection.recv(2**20)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    asked = json.loads(message)
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    Thread(target=lambda: connection.recv(1) or os.killpg(0, signal.SIGKILL), daemon=True).start()
+    code = run_rounds(asked["rounds"], asked["words"]) if asked["rounds"] else run_command(asked["words"])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.sendall(str(code).encode())
+    return code
+
+
+def main() -> None:
+    import onnx  # noqa: F401
+    import onnxruntime  # noqa: F401
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+
+    for package in (sportsllm, compress, export, benchmarks):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            with suppress(ImportError):  # of an optional package, or a library of kernels
+                importlib.import_module(module.name)
+    torch.set_num_threads(1)
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks
+    path = Path(sys.argv[1])
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        print("ready", flush=True)
+        while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:  # which ends with the test run
+            connection, _ = listening.accept()
+            in_fork(answer, connection)
+            connection.close()
+    shutil.rmtree(path.parent)
 
 
 if __name__ == "__main__":

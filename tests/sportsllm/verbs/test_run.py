@@ -1,14 +1,19 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from sportsllm.errors import ArtifactError, ConflictError, UsageError
+from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
 from sportsllm.slurm import levels
 from sportsllm.verbs.run import _fingerprint, load_recipe, run
+from tests.support.forked import program
 
 ROOT = Path(__file__).resolve().parents[3]
 GOOD = """
@@ -151,13 +156,6 @@ def test_a_failing_stage_is_named(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_stage_is_taken_up_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import os
-    import signal
-    import threading
-    import time
-
-    from sportsllm.errors import InterruptedRun
-
     path = write(tmp_path, GOOD.replace("steps = 1", "steps = 60"))
     metrics = tmp_path / "out" / "model.partial" / "metrics.jsonl"
 
@@ -215,8 +213,10 @@ megabytes = 0.1
 def test_a_recipe_runs_as_arrays_of_slurm_jobs_and_a_lost_stage_alone_runs_again(tmp_path: Path) -> None:
     path, out, script = write(tmp_path, BRANCHES), tmp_path / "out", tmp_path / "jobs.sh"
     written = run(path, out, slurm=script)
-    assert not written.stages
-    assert not out.exists()
+    assert not written.stages and not out.exists()
+    text, command = script.read_text(encoding="utf-8"), f"exec {sys.executable} -m sportsllm.cli run"
+    assert text.count(command) == 1
+    script.write_text(text.replace(command, f"exec {program(tmp_path / 'program')} run"), encoding="utf-8")
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text(FAKE_SBATCH, encoding="utf-8")
