@@ -13,7 +13,6 @@ import transformers
 from tokenizers import Tokenizer
 
 from sportsllm.errors import ArtifactError
-from sportsllm.text import chat
 from sportsllm.text.conversations import Conversation
 from sportsllm.text.documents import read_documents
 from sportsllm.text.packing import IGNORE, PackedSequences
@@ -179,16 +178,12 @@ def chatml(tokenizer_directory: Path, tmp_path: Path) -> TextTokenizer:
     ("template", "problem"),
     [
         ("{{ raise_exception('no system') }}", "no system"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 300,000 steps"),
-        ("{{ (10 ** 9) ** (10 ** 8 * messages | length) }}", "longer than 1 s"),
-        ("{{ 'x' * (10 ** 9 * messages | length) }}", "too much memory"),
         ("{{ messages | length }}{% for m in messages %}{{ m.content | upper }}{% endfor %}", "reply 1 is not in its"),
     ],
 )
 def test_a_template_that_fails_names_the_row(
-    template: str, problem: str, tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    template: str, problem: str, tokenizer_directory: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(chat, "_MOST_SECONDS", 1)
     fine = "{% for m in messages %}{{ m.content }}{% endfor %}"
     template = "{% if messages[0].content != 'Who?' %}" + fine + "{% else %}" + template + "{% endif %}"
     tokenizer = load_tokenizer(instruct(tokenizer_directory, tmp_path, [], template))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+import sportsllm
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.text.chat import find_template
@@ -32,11 +33,10 @@ def chats(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def assistant(cli: CommandLine, checkpoint: Path, chats: Path, tmp_path: Path) -> Path:
-    out = tmp_path / "assistant"
-    flags = ["--chat-template", "chatml", "--corpus", chats, "--out", out, *SHORT, "--batch-size", 2]
-    cli.result("train", checkpoint, *flags)
+@pytest.fixture(scope="module")
+def assistant(checkpoint: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out, size = tmp_path_factory.mktemp("trained") / "assistant", {"sequence": 64, "steps": 2, "batch_size": 2}
+    sportsllm.train(checkpoint, chat_template="chatml", corpus=[chats], out=out, threads=1, **size)
     return out
 
 
