@@ -66,6 +66,7 @@ CASES: list[tuple[str, int, str]] = [
     ("devices show raspbery-pi-5", USAGE, "did you mean raspberry-pi-5?"),
     (f"quantize {MODEL} --out {NEW} --method gptqq", USAGE, "choose one of rtn, mse, balance, gptq"),
     (f"export {MODEL} --out {NEW} --format onxn", USAGE, "onnx"),
+    (f"export {MODEL} --out {NEW} --format gguf --dtype bf16", USAGE, "--dtype 'bf16'"),
     (
         f"distill --teacher {MODEL} --student {MODEL} --kl-weight often --corpus {TEXT} --out {NEW}",
         USAGE,

@@ -77,12 +77,8 @@ def test_without_text_the_model_writes_its_own(
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"kv_cache": "int4"}, UsageError, "`kv_cache` 'int4'"),
         ({"calibration": ["matches"]}, UsageError, "is for `kv_cache` int8"),
         ({"kv_cache": "fp16", "calibration": ["matches"]}, UsageError, "is for `kv_cache` int8"),
-        ({"kv_cache": "fp16", "format": "web"}, UsageError, "`format` web with `kv_cache` fp16"),
-        ({"kv_cache": "int8", "format": "standard"}, UsageError, r"`format` standard with `kv_cache` int8.*leave one"),
-        ({"kv_cache": "fp16", "format": "standard"}, UsageError, "no standard operator reads such a cache"),
         ({"kv_cache": "int8", "calibration": ["nothing.txt"]}, ArtifactError, "nothing.txt"),
     ],
 )

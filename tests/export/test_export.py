@@ -14,7 +14,10 @@ from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import verify_directory
 from sportsllm.inference.decoder import open_decoder
+from sportsllm.models.config import Selection
+from tests.support import families
 from tests.support.export_models import edit_tensor, pack_model, save, tiny_model
+from tests.support.lstm_models import LSTM
 
 
 def test_export_writes_a_finished_directory(checkpoint: Path, tmp_path: Path) -> None:
@@ -67,6 +70,43 @@ def test_a_failed_gate_leaves_nothing_behind(checkpoint: Path, tmp_path: Path, m
         sportsllm.export(checkpoint, out=tmp_path / "out", threads=1)
     assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+HALF, WEB, STANDARD, INT8 = {"dtype": "fp16"}, {"format": "web"}, {"format": "standard"}, {"kv_cache": "int8"}
+SELECTED = {"attention_kind": "selected", "selection": Selection(tokens=24, block=4, heads=3, parts=2, pairs=4)}
+REFUSED: list[tuple[str | dict[str, Any], dict[str, Any], str]] = [
+    *((name, HALF, "`dtype` fp16: .* no graph in float16") for name in ("gemma3", "gpt2", "mixtral", LSTM, SELECTED)),
+    ("deepseek-v3", WEB, "`format` web: .* browsers give a latent cache no room"),
+    ("deepseek-v3", {"rope_scaling": "yarn:2"}, "`rope_scaling` yarn:2: latent attention cannot be stretched"),
+    ("gpt2", {"rope_scaling": "yarn:2"}, "learned positions, which cannot be stretched"),
+    (SELECTED, WEB, "`format` web: .* a cache with room"),
+    (SELECTED, STANDARD, "`format` standard: .* joining the cache"),
+    (SELECTED, INT8, "`kv_cache` int8: attention of kind 'selected' has none"),
+    (LSTM, WEB, "`format` web: .* browsers pass on"),
+    (LSTM, INT8, "attention of kind 'lstm' has none"),
+    (LSTM | {"bits": 8}, STANDARD, "`format` standard: .* ONNX Runtime loads no packed LSTM"),
+    *(({}, HALF | other, "`dtype` fp16 with .*for CPUs") for other in (INT8, STANDARD)),
+    ({}, {"kv_cache": "int4"}, "`kv_cache` 'int4'"),
+    ({}, WEB | {"kv_cache": "fp16"}, "`format` web with `kv_cache` fp16"),
+    ({}, STANDARD | INT8, "`format` standard with `kv_cache` int8.*leave one"),
+    ({}, STANDARD | {"kv_cache": "fp16"}, "no standard operator reads such a cache"),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "said"), REFUSED, ids=str)
+def test_forms_that_a_model_has_not_are_refused(
+    model: str | dict[str, Any], options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """Of a family of `transformers`, or a tiny model with these changes, packed if they name bits."""
+    if isinstance(model, str):
+        families.save(model, tmp_path / "checkpoint")
+    else:
+        bits = model.get("bits")
+        tiny = tiny_model(**{name: change for name, change in model.items() if name != "bits"})
+        save(tmp_path / "checkpoint", tiny, {**pack_model(tiny, bits), "bits": bits} if bits else None)
+    with pytest.raises(UsageError, match=said) as caught:
+        sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1, **options)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
 def test_bad_requests(checkpoint: Path, tmp_path: Path) -> None:

@@ -112,19 +112,3 @@ def test_gguf_is_refused_by_family(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"GGUF: .* is not supported; use") as caught:
         architecture_of(load_config(tmp_path))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "said"),
-    [
-        *((name, {"dtype": "fp16"}, "`dtype` fp16: .* no graph in float16") for name in ("gemma3", "gpt2", "mixtral")),
-        ("deepseek-v3", {"format": "web"}, "`format` web: .* browsers give a latent cache no room"),
-        ("deepseek-v3", {"rope_scaling": "yarn:2"}, "`rope_scaling` yarn:2: latent attention cannot be stretched"),
-        ("gpt2", {"rope_scaling": "yarn:2"}, "learned positions, which cannot be stretched"),
-    ],
-)
-def test_forms_that_a_kind_has_not_are_refused(name: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
-    families.save(name, tmp_path / "checkpoint")
-    with pytest.raises(UsageError, match=said) as caught:
-        sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1, **options)
-    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()

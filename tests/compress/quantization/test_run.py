@@ -180,25 +180,18 @@ def test_blocks_that_pad_much_are_told(checkpoint: Path, tmp_path: Path, capsys:
         assert ("padding adds" in capsys.readouterr().out) == (block == 256)
 
 
-def test_8_bits_are_symmetric() -> None:
-    with pytest.raises(UsageError, match="symmetric=false is for 4 bits"):
-        QuantizationConfig(8, symmetric=False)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"bits": 3}, "--bits is 3"),
         ({"block_size": 48}, "--group-size is 48"),
         ({"head_bits": 2}, "head_bits is 2"),
+        ({"bits": 8, "symmetric": False}, "symmetric=false is for 4 bits"),
     ],
 )
-def test_grids_the_runtime_does_not_have(
-    checkpoint: Path, tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_grids_the_runtime_does_not_have(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        quantize_checkpoint(checkpoint, tmp_path / "out", QuantizationConfig(**change), "rtn")
-    assert not (tmp_path / "out").exists()
+        QuantizationConfig(**change)
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "balance"])

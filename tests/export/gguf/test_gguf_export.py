@@ -27,7 +27,6 @@ from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.rope import RopeScaling
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.text.tokenizer_training import train_tokenizer
-from tests.support.command_line import CommandLine
 from tests.support.models import TINY_VOCAB, saved, tiny_model
 
 TEXTS = ("The home side won 3-1, 12345 people saw it.", " two  spaces\n\tand “quotes”", "Zoë ran 57½ m ⚽ 한국")
@@ -208,12 +207,3 @@ def test_tokenizers_that_gguf_cannot_say_are_refused(checkpoint: Path, tmp_path:
         (copy / "tokenizer.json").write_text(json.dumps({**data, **changes}), encoding="utf-8")
         with pytest.raises(ArtifactError, match=message):
             tokenizer_metadata(copy, load_config(copy))
-
-
-def test_the_command_says_what_it_wrote_and_refuses_flags_of_the_graph(
-    checkpoint: Path, tmp_path: Path, cli: CommandLine
-) -> None:
-    export = ["export", checkpoint, "--format", "gguf", "--out", tmp_path / "out"]
-    cli.refuses(2, "--kv-cache is for ONNX graphs", *export, "--kv-cache", "int8")
-    cli.refuses(2, "--dtype 'bf16'", *export, "--dtype", "bf16")
-    assert cli.result(*export)["architecture"] == "llama"

@@ -14,7 +14,7 @@ from benchmarks.model_size import stored_format
 from benchmarks.predict.latency import predict_directory
 from export.layout import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from tests.support.export_models import Exports, logits_of, save, tiny_model
@@ -91,9 +91,3 @@ def test_the_command_and_the_loaders_files(int4: Path, tmp_path: Path, capsys: p
     assert web.parity["passed"] and (tmp_path / "web" / "onnx" / "model_q4f16.onnx").exists()
     loader = json.loads((tmp_path / "web" / "config.json").read_text())["transformers.js_config"]
     assert loader["dtype"] == "q4f16" and loader["kv_cache_dtype"] == {"q4f16": "float16"}
-
-
-@pytest.mark.parametrize("options", [{"kv_cache": "int8"}, {"format": "standard"}], ids=str)
-def test_what_is_for_cpus_is_refused(options: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"`dtype` fp16 with .*for CPUs"):
-        sportsllm.export(checkpoint, out=tmp_path / "out", dtype="fp16", **options)

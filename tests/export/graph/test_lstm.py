@@ -8,12 +8,10 @@ import onnx
 import onnxruntime
 import pytest
 
-import sportsllm
 from export.graph.decoder import write_graph
 from export.layout import GRAPH_FILE
 from export.parity.check import check_parity
 from export.runtime.decoder import OnnxDecoder
-from sportsllm.errors import UsageError
 from tests.support.export_models import Export, Exports, logits_of, pack_model, pieces_read, save, tiny_model
 from tests.support.lstm_models import LSTM
 
@@ -118,21 +116,3 @@ def test_a_state_goes_on_but_never_back(dense: Export) -> None:
             np.testing.assert_allclose(found[row], logits_of(dense.model, prompt)[-1], atol=TOLERANCE, rtol=0)
         first, second = [*prompts[0]][:-2], prompts[1]
     assert read == [2, 7, 24, 7]  # the second time both prompts part from what was read
-
-
-@pytest.mark.parametrize(
-    ("options", "bits", "word"),
-    [
-        ({"format": "web"}, None, "format. web: .* browsers pass on"),
-        ({"kv_cache": "int8"}, None, "attention of kind 'lstm' has none"),
-        ({"format": "standard"}, 8, "format. standard: .* ONNX Runtime loads no packed LSTM"),
-        ({"dtype": "fp16"}, None, "no graph in float16"),
-    ],
-    ids=str,
-)
-def test_what_an_lstm_has_not_is_refused(options: dict[str, Any], bits: int | None, word: str, tmp_path: Path) -> None:
-    model = tiny_model(**LSTM)
-    record = {**pack_model(model, bits), "bits": bits} if bits else None
-    save(tmp_path / "checkpoint", model, record)
-    with pytest.raises(UsageError, match=word):
-        sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", **options)

@@ -12,10 +12,9 @@ from export.graph.builder import MS
 from export.layout import GRAPH_FILE
 from export.parity.check import check_parity
 from export.runtime.decoder import OnnxDecoder
-from sportsllm.errors import UsageError
 from sportsllm.models.config import Selection
 from sportsllm.models.language_model import SportsLLM
-from tests.support.export_models import TINY, Exports, edit_tensor, logits_of, save, tiny_model
+from tests.support.export_models import TINY, Exports, edit_tensor, logits_of, save
 
 SELECTION = Selection(tokens=24, block=4, heads=3, parts=2, pairs=4)
 SELECTED: dict[str, Any] = {"attention_kind": "selected", "selection": SELECTION, "max_position_embeddings": 350}
@@ -112,22 +111,6 @@ def test_a_wrong_indexer_does_not_pass_the_gate(exports: Exports, tmp_path: Path
 def test_the_indexer_adds_nothing_to_graphs_without_one(exports: Exports) -> None:
     graph = onnx.load(str(exports().directory / GRAPH_FILE), load_external_data=False).graph
     assert not {"TopK", "ScatterND"} & {node.op_type for node in graph.node if node.domain != MS}
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"format": "web"}, "`format` web: .* a cache with room"),
-        ({"format": "standard"}, "`format` standard: .* joining the cache"),
-        ({"kv_cache": "int8"}, "`kv_cache` int8: attention of kind 'selected' has none"),
-        ({"dtype": "fp16"}, "`dtype` fp16: .*this kind of model"),
-    ],
-)
-def test_forms_that_it_has_not_are_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint", tiny_model(**SELECTED))
-    with pytest.raises(UsageError, match=said) as caught:
-        sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1, **options)
-    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
 def test_a_fresh_indexer_passes_the_gate(tmp_path: Path) -> None:

@@ -201,26 +201,3 @@ def test_no_steps_write_the_same_weights(checkpoint: Path, corpus_file: Path, tm
     assert result["bits_per_byte_before"] is None and result["valid_bits_per_byte"] is None
     expected, found = load_checkpoint(checkpoint).state_dict(), load_checkpoint(tmp_path / "out").state_dict()
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
-
-
-def test_refusals_are_one_line(
-    checkpoint: Path, int4: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine
-) -> None:
-    out = tmp_path / "out"
-
-    def refused(code: int, text: str, *flags: object) -> None:
-        cli.refuses(code, text, "train", "--corpus", corpus_file, "--out", out, "--sequence", 64, *flags)
-        assert not out.exists() and not out.with_name("out.partial").exists()
-
-    refused(2, "one of the two")
-    refused(2, "one of the two", "--model", "tiny-1m", checkpoint)
-    refused(2, "was trained with its own", checkpoint, "--tokenizer", checkpoint)
-    refused(2, "instead of --model", "--model", "tiny-1m", "--lora-rank", 2)
-    refused(2, "belong to --lora-rank", checkpoint, "--set", "lora_targets=q_proj")
-    refused(2, "belong to --lora-rank", "--model", "tiny-1m", "--set", "lora_alpha=8")
-    refused(2, "lora_alpha=-1: must be at least 0", checkpoint, "--lora-rank", 2, "--set", "lora_alpha=-1")
-    refused(2, "muon trains whole matrices", checkpoint, "--lora-rank", 2, "--set", "optimizer=muon")
-    refused(2, "context is 128", checkpoint, "--sequence", 129)
-    refused(3, "is quantized", int4)
-    refused(3, "no such directory", tmp_path / "nowhere")
-    assert cli("train", checkpoint, "--lora-rank", 0)[0] == 2
