@@ -1,6 +1,7 @@
 """Tiny GGUF files, written by the package `gguf` as llama.cpp's converter writes them."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,13 @@ from export.gguf.write import add_facts
 SIZES: dict[str, Any] = {
     "vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 50_000.0,
+}  # fmt: skip
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3, "phi3": gguf.MODEL_ARCH.PHI3, "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "gpt2": gguf.MODEL_ARCH.GPT2, "gemma2": gguf.MODEL_ARCH.GEMMA2, "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "stablelm": gguf.MODEL_ARCH.STABLELM, "gpt_neox": gguf.MODEL_ARCH.GPTNEOX, "granite": gguf.MODEL_ARCH.GRANITE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "mixtral": gguf.MODEL_ARCH.LLAMA,
 }  # fmt: skip
 
 
@@ -90,18 +98,32 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def tensors_of(model: Any) -> dict[str, np.ndarray]:
-    """The tensors of a model of `transformers` under GGUF's names, Llama's query and key rows in llama.cpp's order."""
+    """The tensors of a model of `transformers` as the converter writes them.
+
+    Gemma's norms with 1 added, rotary pairs side by side, GPT-2's matrices turned.
+    """
     config, found = model.config, {}
-    kind = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
-    names = gguf.get_tensor_name_map(kind[config.model_type], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(ARCHITECTURES[config.model_type], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
-        if config.model_type == "llama" and (".q_proj." in name or ".k_proj." in name):
+        if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        if config.model_type == "gpt2" and name.endswith((".c_attn.weight", ".c_fc.weight", ".c_proj.weight")):
+            values = np.ascontiguousarray(values.T)
+        paired = config.model_type in ("llama", "smollm3", "granite", "mixtral")
+        if paired and (".q_proj." in name or ".k_proj." in name):
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
             halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+        if ".query_key_value." in name:
+            by_head = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
+            values = np.ascontiguousarray(by_head.swapaxes(0, 1).reshape(values.shape))
+        if ".experts." in name:
+            first, number, last = re.split(r"(?<=experts)\.(\d+)", name)
+            others = [] if number == "0" else [*found[names.get_name(first + last, (".weight",))]]
+            name, values = first + last, np.stack([*others, values])
         found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = values
     return found
 

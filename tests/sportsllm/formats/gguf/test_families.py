@@ -1,11 +1,9 @@
 """GGUF files of families beside LLaMA's, written as llama.cpp's converter does, against `transformers`."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,14 +13,8 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.convert import convert_gguf
 from sportsllm.models.config import SLIDING, UNROTATED
 from tests.support import families
-from tests.support.gguf_files import byte_level, settings_of, write_file
+from tests.support.gguf_files import ARCHITECTURES, byte_level, settings_of, tensors_of, write_file
 
-_ARCH = {
-    "gemma3_text": gguf.MODEL_ARCH.GEMMA3, "phi3": gguf.MODEL_ARCH.PHI3, "smollm3": gguf.MODEL_ARCH.SMOLLM3,
-    "gpt2": gguf.MODEL_ARCH.GPT2, "gemma2": gguf.MODEL_ARCH.GEMMA2, "olmo2": gguf.MODEL_ARCH.OLMO2,
-    "stablelm": gguf.MODEL_ARCH.STABLELM, "gpt_neox": gguf.MODEL_ARCH.GPTNEOX, "granite": gguf.MODEL_ARCH.GRANITE,
-    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "mixtral": gguf.MODEL_ARCH.LLAMA,
-}  # fmt: skip
 _SIZES = families.SIZES | {"num_hidden_layers": 6}
 _CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "gemma3": transformers.Gemma3TextConfig(**_SIZES, head_dim=32, sliding_window=8, query_pre_attn_scalar=32),
@@ -42,33 +34,6 @@ _SCALES = {
     "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
-
-
-def tensors_of(model: Any) -> dict[str, np.ndarray]:
-    """As the converter writes them: Gemma's norms with 1 added, rotary pairs side by side, GPT-2's matrices turned."""
-    config, found = model.config, {}
-    names = gguf.get_tensor_name_map(_ARCH[config.model_type], config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values = tensor.float().numpy()
-        if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
-            values = values + 1
-        if config.model_type == "gpt2" and name.endswith((".c_attn.weight", ".c_fc.weight", ".c_proj.weight")):
-            values = np.ascontiguousarray(values.T)
-        if config.model_type in ("smollm3", "granite", "mixtral") and (".q_proj." in name or ".k_proj." in name):
-            heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
-            halves = values.reshape(heads, 2, values.shape[0] // heads // 2, values.shape[1])
-            values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-        if ".query_key_value." in name:
-            by_head = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
-            values = np.ascontiguousarray(by_head.swapaxes(0, 1).reshape(values.shape))
-        if ".experts." in name:
-            first, number, last = re.split(r"(?<=experts)\.(\d+)", name)
-            others = [] if number == "0" else [*found[names.get_name(first + last, (".weight",))]]
-            name, values = first + last, np.stack([*others, values])
-        found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = values
-    return found
 
 
 def settings(config: Any) -> dict[str, Any]:
@@ -106,7 +71,7 @@ def settings(config: Any) -> dict[str, Any]:
 
 def write(name: str, path: Path, tokenizer: Path, **changes: Any) -> Any:
     model = families.peer_of(_CONFIGS[name])
-    kind = gguf.MODEL_ARCH_NAMES[_ARCH[model.config.model_type]]
+    kind = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[model.config.model_type]]
     write_file(path, kind, settings(model.config) | changes, byte_level(tokenizer), tensors_of(model))
     return model
 
