@@ -57,9 +57,11 @@ def weights(directory: Path) -> bytes:
 
 
 def test_the_result_is_an_ordinary_checkpoint(run: Pruning, tmp_path: Path) -> None:
-    result = run(tmp_path / "out", intermediate=64, layers=1)
+    result = run(tmp_path / "out", {"refit": False}, intermediate=64, layers=1)
     ours = load_checkpoint(tmp_path / "out")
     assert result.parameters == ours.config.parameters and result.out == tmp_path / "out"
+    settings = read_manifest(tmp_path / "out").settings
+    assert {"intermediate": 64, "refit": False, "samples": 4}.items() <= settings.items()
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     tokens = torch.randint(0, 384, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -318,9 +320,3 @@ def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
     assert result.bits_per_byte_before_recovery == whole.bits_per_byte_before_recovery
     names = [{path.name for path in (tmp_path / name).iterdir()} for name in ("out", "whole")]
     assert names[0] == names[1] and "cut.json" not in names[0]
-
-
-def test_the_manifest_names_settings_as_options(run: Pruning, tmp_path: Path) -> None:
-    run(tmp_path / "out", {"refit": False}, intermediate=32)
-    settings = read_manifest(tmp_path / "out").settings
-    assert {"intermediate": 32, "refit": False, "samples": 4}.items() <= settings.items()

@@ -106,10 +106,6 @@ def test_chat(cli: CommandLine, checkpoint: Path, tmp_path: Path) -> None:
     assert json.loads(out.splitlines()[-1])["ids"][:1] == [first]
 
 
-def test_a_prompt_that_fills_the_context_is_refused(cli: CommandLine, checkpoint: Path) -> None:
-    cli.refuses(2, "context is 128", "generate", checkpoint, "--prompt", "x" * 4000)
-
-
 def test_train_distill_quantize_prune_verify(
     cli: CommandLine, matches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

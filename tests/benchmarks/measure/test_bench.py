@@ -322,21 +322,6 @@ def test_limits_of_the_distance_from_the_teacher_are_held_to_what_eval_measures(
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        ["--against", "vllm"],
-        ["--set", "batch_size=0"],
-        ["--set", "prompt_lengths=9999"],
-        ["--against", "genai,python=/no/such"],
-        ["--set", "rounds=3", "--set", "most_rounds=1"],
-    ],
-)
-def test_flags_that_cannot_be_meant_exit_2(export: Path, flags: list[str], cli: CommandLine) -> None:
-    code, _, err = cli("bench", export, *flags)
-    assert code == 2 and flags[0] in err
-
-
-@pytest.mark.parametrize(
     ("names", "verdict", "clean", "decided_by", "words"),
     [
         ("tpot_p50_ms", "fail", False, "measurement", "quiet machine"),

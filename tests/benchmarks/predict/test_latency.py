@@ -34,8 +34,6 @@ from tests.support.devices import reference_machine
 
 SMALL = PRESETS["small"]
 REFERENCE = reference_machine()
-TWICE = 2.0
-"""How far a prediction with shipped coefficients may be from a measurement, either way: their band."""
 
 # Every coefficient differs, so that a term priced by the wrong one shows.
 KNOWN = Coefficients.model_validate(
@@ -148,58 +146,6 @@ def test_the_figures_of_this_machine_are_measured() -> None:
     machine.this_machine.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("stored", "config", "depth", "tokens_per_s"),
-    [
-        (ModelFormat("int4", 128, 4), SMALL, 32, 576),
-        (ModelFormat("int4", 128, 4), SMALL, 512, 376),
-        (ModelFormat("int4", 32, 4), SMALL, 32, 444),
-        (ModelFormat("int4", 32, 4), SMALL, 512, 317),
-        (ModelFormat("int4", 128, 4, cache="int8"), SMALL, 512, 449),
-        (ModelFormat("int4", 128, 4), SMALL.with_changes(num_key_value_heads=4), 512, 461),
-        (ModelFormat("int8", 128), SMALL, 32, 328),
-        (ModelFormat("int8", 128), SMALL, 512, 290),
-        (ModelFormat("fp32"), SMALL, 32, 94),
-        (ModelFormat("fp32"), SMALL, 512, 71),
-    ],
-)
-def test_decoding_small_on_the_reference(
-    stored: ModelFormat, config: ModelConfig, depth: int, tokens_per_s: float
-) -> None:
-    """ONNX Runtime 1.31.1 and onnxruntime-genai, 2 threads, quiet machine; the kernels are 1.1 to 1.4 times as fast."""
-    _within(tpot_ms(config, REFERENCE, stored, depth), 1_000 / tokens_per_s)
-
-
-@pytest.mark.parametrize(
-    ("stored", "milliseconds"),
-    [(ModelFormat("int4", 128, 4), 200), (ModelFormat("int8", 128), 187), (ModelFormat("fp32"), 377)],
-)
-def test_first_token_of_small_on_the_reference(stored: ModelFormat, milliseconds: float) -> None:
-    _within(ttft_ms(SMALL, REFERENCE, stored, 512), milliseconds)
-
-
-@pytest.mark.parametrize(
-    ("model", "stored", "megabytes"),
-    [
-        ("small", ModelFormat("fp32"), 620),
-        ("small", ModelFormat("fp16"), 610),
-        ("small", ModelFormat("int8"), 280),
-        ("small", ModelFormat("int4"), 237),
-        ("small", ModelFormat("int4", 128, 4), 228),
-        ("tiny-5m", ModelFormat("fp32"), 109),
-        ("tiny-5m", ModelFormat("int8"), 87),
-        ("tiny-5m", ModelFormat("int4"), 85),
-    ],
-)
-def test_peak_memory_on_the_reference(model: str, stored: ModelFormat, megabytes: float) -> None:
-    """`export.runtime.decoder` filled to 1,024 tokens: peak resident memory of the process; blocks by the kernels."""
-    _within(peak_memory_bytes(PRESETS[model], REFERENCE, stored, 1_024) / 1e6, megabytes, factor=1.2)
-
-
-def _within(predicted: float, measured: float, factor: float = TWICE) -> None:
-    assert measured / factor <= predicted <= measured * factor, (predicted, measured)
-
-
 def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, width: int) -> ModelConfig:
     return ModelConfig(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
@@ -227,7 +173,7 @@ SMOL_135M = _llama(576, 1_536, 30, 9, 3, 49_152, 64)
     ],
 )
 def test_published_decoding_rates(device: str, config: ModelConfig, stored: ModelFormat, tokens_per_s: float) -> None:
-    _within(tpot_ms(config, load_device(device), stored, 64), 1_000 / tokens_per_s, factor=1.5)
+    assert 1 / 1.5 <= tpot_ms(config, load_device(device), stored, 64) * tokens_per_s / 1_000 <= 1.5
 
 
 @pytest.mark.parametrize("name", list_devices())
@@ -242,18 +188,6 @@ def test_every_budget_refuses_a_shipped_model(name: str) -> None:
     }
     assert {"file_mb", "peak_memory_mb"} <= set(missed["large", "fp32"])  # 3,722 MB
     assert not missed["tiny-5m", "int4"]
-
-
-def test_a_file_on_disk_replaces_the_computed_size() -> None:
-    def figures(stored: ModelFormat) -> dict[str, float]:
-        found = predict_figures(SMALL, REFERENCE, stored).figures
-        return {name: value for name, value in found.items() if value is not None}
-
-    computed = figures(ModelFormat("int4"))
-    given = figures(ModelFormat("int4", file_bytes=2 * round(computed["file_mb"] * 1e6)))
-    assert given["file_mb"] == pytest.approx(2 * computed["file_mb"])
-    assert given["tpot_p50_ms"] > computed["tpot_p50_ms"]
-    assert given["peak_memory_mb"] > computed["peak_memory_mb"]
 
 
 def test_a_row_has_the_band_of_the_coefficients() -> None:

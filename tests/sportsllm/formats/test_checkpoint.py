@@ -158,13 +158,6 @@ def test_nothing_there(tmp_path: Path, copy: Path) -> None:
     refused(copy, "not valid JSON")
 
 
-def test_foreign_quantization_is_refused(copy: Path) -> None:
-    config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = {"quant_method": "awq"}
-    (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    refused(copy, "awq")
-
-
 def test_tied_head_stored_twice_is_read_once(copy: Path) -> None:
     edit(copy, "lm_head.weight", load_checkpoint(copy).head_weight.detach())
     assert load_checkpoint(copy).lm_head is None

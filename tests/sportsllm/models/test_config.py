@@ -9,16 +9,6 @@ from sportsllm.models.kinds import described_shape
 from sportsllm.models.presets import PRESETS, changed_shape, preset
 from tests.support.models import tiny_config
 
-COUNTS = {
-    "small": 97_241_856, "small-32k": 109_529_856, "medium": 419_087_360, "large": 930_620_928,
-    "base-162m": 162_417_408,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "count"), COUNTS.items())
-def test_preset_parameter_counts(name: str, count: int) -> None:
-    assert preset(name).parameters == count
-
 
 def test_hugging_face_round_trip() -> None:
     for config in [

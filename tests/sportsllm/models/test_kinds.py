@@ -10,10 +10,9 @@ from torch import nn
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, load_config, to_hf
-from sportsllm.models.config import Experts, ModelConfig
+from sportsllm.models.config import Experts
 from sportsllm.models.kinds import (
     block_matrices,
-    block_state,
     block_units,
     check_parameters,
     input_groups,
@@ -21,7 +20,6 @@ from sportsllm.models.kinds import (
     parameters,
 )
 from sportsllm.models.language_model import SportsLLM, block_weights
-from sportsllm.models.layers import KVCache
 from sportsllm.models.memory import tensor_shapes
 from sportsllm.models.parts import ROUTER
 from sportsllm.models.training_memory import layer_activation_bytes
@@ -92,13 +90,6 @@ def test_what_no_kind_describes_is_refused_by_name() -> None:
         tiny_config(mlp_kind="mixture")
 
 
-def test_the_cache_is_what_the_attention_says() -> None:
-    config = tiny_config()
-    cache = KVCache(config, 3, 7)
-    assert [state.name for state in block_state(config)] == ["key", "value"]
-    assert [tuple(t.shape) for t in cache.tensors] == [(2, 3, 2, 7, 16)] * 2
-
-
 def test_a_second_kind_is_counted_trained_and_saved(gelu: str, batches: PackedSequences, tmp_path: Path) -> None:
     config = tiny_config(mlp_kind=gelu)
     model = SportsLLM(config)
@@ -133,9 +124,3 @@ def test_without_its_kind_a_checkpoint_is_refused() -> None:
         data = to_hf(tiny_config(mlp_kind=name))
     with pytest.raises(ArtifactError, match="mlp_kind is 'erf_gelu'; use one of swiglu"):
         config_from_hf(data)
-
-
-def test_dense_models_say_nothing_of_kinds() -> None:
-    data = to_hf(tiny_config())
-    assert data["model_type"] == "llama" and not {"attention_kind", "mlp_kind"} & data.keys()
-    assert isinstance(config_from_hf(data), ModelConfig)

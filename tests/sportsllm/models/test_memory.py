@@ -53,13 +53,6 @@ def test_block_parameters_are_those_of_the_model(changes: dict[str, Any], names:
     assert sum(block.values()) == sum(parameter.numel() for parameter in layer.parameters())
 
 
-def test_cache_examples() -> None:
-    assert kv_cache_bytes_per_token(PRESETS["small"]) == {"fp32": 73_728, "fp16": 36_864, "int8": 18_432}
-    assert kv_cache_bytes_per_token(PRESETS["large"])["fp16"] == 147_456
-    heads = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 128}
-    assert kv_cache_bytes_per_token(tiny_config(num_hidden_layers=80, **heads))["fp16"] == 2_621_440
-
-
 def _packed(rows: int, columns: int, bits: int, block: int, zero_points: bool) -> QuantizedWeight:
     groups = -(-columns // block)
     zeros = pack(np.zeros((rows, groups), dtype=np.uint8), bits) if zero_points else None

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -24,7 +23,6 @@ from sportsllm.commands import find_model
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.convert import convert_gguf
-from sportsllm.formats.gguf.weights import rows_in_halves
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import directory_bytes, read_manifest, source_gguf, verify_directory
 from sportsllm.formats.safetensors import TensorFiles
@@ -101,23 +99,6 @@ def test_tensors_are_those_of_transformers_own_reader(llama: Any, tokenizer_dire
         assert torch.equal(ours[name], tensor.float()), name
 
 
-def test_blocks_of_four_bits_become_the_numbers_they_stand_for(
-    llama: Any, tokenizer_directory: Path, tmp_path: Path
-) -> None:
-    """Q4_1 by hand: a scale and a least value as float16, then 16 bytes; the low nibbles come first."""
-    file = write_model(tmp_path / "model.gguf", llama, byte_level(tokenizer_directory), ["Q4_1"])
-    convert_gguf(file, tmp_path / "out")
-    [stored] = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.1.ffn_up.weight"]
-    for row in (0, 95):
-        expected = []
-        for block in np.split(np.array(stored.data[row]), 2):
-            scale, least = np.frombuffer(block[:4].tobytes(), dtype=np.float16).astype(np.float32)
-            nibbles = [byte & 15 for byte in block[4:]] + [byte >> 4 for byte in block[4:]]
-            expected += [scale * nibble + least for nibble in nibbles]
-        found = TensorFiles(tmp_path / "out")["model.layers.1.mlp.up_proj.weight"][row]
-        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
-
-
 def test_a_file_or_its_directory_stands_for_a_checkpoint(
     llama: Any, tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,10 +119,6 @@ def test_a_file_or_its_directory_stands_for_a_checkpoint(
         find_model(file.parent)
     with pytest.raises(ArtifactError, match=r"none\.gguf: not found"):
         find_model(tmp_path / "none.gguf")
-
-
-def test_rows_of_one_head_by_hand() -> None:
-    assert rows_in_halves(torch.tensor([0, 10, 1, 11, 20, 30, 21, 31]), 2).tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
 
 
 @pytest.mark.parametrize("scaling", [LLAMA3, {"rope_type": "linear", "factor": 4.0}, YARN])
