@@ -65,7 +65,7 @@ def bench(
             metavar="NAME[=DIR][,python=PATH]",
             help="Runtime to measure in turns: genai, openvino, llama.cpp, ik_llama.cpp, optimum, or "
             "other=DIR for a second export; may be repeated. NAME+LABEL adds a runtime again, ,KEY=VALUE sets its "
-            "options.",
+            "options, ,bench=PATH names a llama-bench to run.",
             show_default="none",
             rich_help_panel="Measuring",
         ),

@@ -18,20 +18,23 @@ def reset_peak_rss() -> None:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def peak_rss_bytes() -> int:
-    """Peak resident memory of this process since `reset_peak_rss` (Linux) or since its start."""
+def peak_rss_bytes(children: bool = False) -> int:
+    """Peak resident memory of this process since `reset_peak_rss` (Linux) or since its start.
+
+    `children`: of the largest process that it started and that has ended, 0 on Windows.
+    """
     status = Path("/proc/self/status")
-    if status.exists():
+    if status.exists() and not children:
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     if sys.platform == "win32":
         import psutil
 
-        return int(psutil.Process().memory_info().peak_wset)
+        return 0 if children else int(psutil.Process().memory_info().peak_wset)
     import resource  # only on Unix
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 

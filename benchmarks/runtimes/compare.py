@@ -41,7 +41,7 @@ CONVERT = {  # what makes a model for the runtimes that cannot read our export
     "ik_llama.cpp": _GGUF,
     OTHER: "export",
 }
-WITH_OPTIONS = ("openvino", "ik_llama.cpp")
+WITH_OPTIONS = ("openvino", "llama.cpp", "ik_llama.cpp")
 """Take settings when they open a model; the others keep theirs beside it."""
 
 
@@ -68,8 +68,8 @@ def portable_too(directory: Path) -> Runtime:
 def parse_runtimes(texts: Sequence[str] | None, export: Path) -> list[Runtime]:
     """The runtimes that --against names; `export` is read by those that need no model of their own.
 
-    Each text is `NAME[+LABEL][=DIR][,python=PATH][,KEY=VALUE ...]`: the model converted for the runtime, the
-    interpreter that has it, and settings by the runtime's own names (JSON if valid, else text).
+    Each text is `NAME[+LABEL][=DIR][,python=PATH][,bench=PATH][,KEY=VALUE ...]`: the model converted for the runtime,
+    the interpreter that has it or its llama-bench, and settings by the runtime's own names (JSON if valid, else text).
 
     Raises:
         UsageError: no such runtime, one without options, or a missing path.
@@ -90,10 +90,12 @@ def parse_runtimes(texts: Sequence[str] | None, export: Path) -> list[Runtime]:
             raise UsageError(f"--against {text}: {directory} not found; check the path")
         options = dict(_option(text, kind, other) for other in others)
         asked = str(options.pop("python", sys.executable))
-        python = shutil.which(asked)
-        if python is None:
-            raise UsageError(f"--against {text}: no program {asked}; check the path")
-        found[name] = Runtime(name, python, directory, options)
+        if kind == "llama.cpp" and options and "bench" not in options:
+            raise UsageError(f"--against {text}: options are flags of a llama-bench; name it with bench=PATH")
+        for program in (asked, str(options.get("bench", asked))):
+            if shutil.which(program) is None:
+                raise UsageError(f"--against {text}: no program {program}; check the path")
+        found[name] = Runtime(name, str(shutil.which(asked)), directory, options)
     return list(found.values())
 
 
@@ -104,7 +106,7 @@ def _option(text: str, kind: str, pair: str) -> tuple[str, Any]:
     if key == "python":
         return key, value
     if kind not in WITH_OPTIONS:
-        raise UsageError(f"--against {text}: only {' and '.join(WITH_OPTIONS)} take options")
+        raise UsageError(f"--against {text}: only {', '.join(WITH_OPTIONS)} take options")
     try:
         return key, json.loads(value)
     except ValueError:

@@ -11,9 +11,11 @@ import os
 import random
 import runpy
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -142,8 +144,36 @@ def openvino(directory: Path, threads: int, room: int, **options: Any) -> Opened
     return generate, _shape(directory)
 
 
-def llama_cpp(path: Path, threads: int, room: int) -> Opened:
-    """llama.cpp in xllamacpp's wheels, on a .gguf file or a directory with one."""
+def llama_bench(path: Path, threads: int, depth_flags: str, bench: str, options: dict[str, Any]) -> Opened:
+    """The program `bench` of a user's build, which does not sample; options: its flags without the dash.
+
+    Args:
+        path: a .gguf file or a directory with one.
+        depth_flags: generate `{steps}` tokens after `{read}` tokens, as this program calls it.
+    """
+    command = [bench, "-m", str(_gguf(path)), "-t", str(threads), "-r", "1", "-o", "json"]
+    command += [text for name, value in options.items() for text in (f"-{name}", str(value))]
+
+    def run(flags: str) -> dict[str, Any]:
+        done = subprocess.run([*command, *flags.split()], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{bench}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+        found: dict[str, Any] = json.loads(done.stdout[done.stdout.index("[\n") :])[-1]
+        return found
+
+    def generate(prompt: list[int], count: int) -> list[float]:
+        read, steps = len(prompt), count - 1
+        first = read / run(f"-p {read} -n 0")["avg_ts"]
+        step = 1 / run(depth_flags.format(read=read, steps=steps))["avg_ts"] if count > 2 else 0.0
+        return [first + step * place for place in range(count)]
+
+    return generate, {"version": run("-p 1 -n 0")["build_commit"]}
+
+
+def llama_cpp(path: Path, threads: int, room: int, bench: str = "", **flags: Any) -> Opened:
+    """llama.cpp in xllamacpp's wheels or by its `llama-bench`, on a .gguf file or a directory with one."""
+    if bench:
+        return llama_bench(path, threads, "-p 0 -n {steps} -d {read}", bench, flags)
     sys.path.insert(0, str(ROOT))
     from benchmarks.runtimes.llama_engine import LlamaCpp
 
@@ -160,11 +190,13 @@ def llama_cpp(path: Path, threads: int, room: int) -> Opened:
     return stepwise(choose), model.shape
 
 
-def ik_llama_cpp(path: Path, threads: int, room: int, **options: Any) -> Opened:
-    """ik_llama.cpp through ik-llama-cpp-python, on a .gguf file or a directory with one; options: those of `IkLlama`.
+def ik_llama_cpp(path: Path, threads: int, room: int, bench: str = "", **options: Any) -> Opened:
+    """ik_llama.cpp through ik-llama-cpp-python or by its `llama-bench`; options: those of `IkLlama` or flags.
 
     Through its inner classes, since its own loop chooses tokens in Python, one number of the vocabulary at a time.
     """
+    if bench:
+        return llama_bench(path, threads, "-p 0 -n 0 -gp {read},{steps}", bench, options)
     import numpy as np
     from ik_llama_cpp import IkLlama
     from ik_llama_cpp import _ctypes_api as library
@@ -256,12 +288,12 @@ def run_turn(asked: dict[str, Any]) -> dict[str, Any]:
     room = max(depths) + 1 + WARM_UP + STEPS
     generate, shape = opener(Path(asked["directory"]), int(asked["threads"]), room, **asked["options"])
     figures = time_turn(generate, depths, int(asked["vocab_size"]))
-    peak = runpy.run_path(str(ROOT / "sportsllm" / "process_memory.py"))["peak_rss_bytes"]()
+    peak_rss_bytes = runpy.run_path(str(ROOT / "sportsllm" / "process_memory.py"))["peak_rss_bytes"]
+    peak = max(peak_rss_bytes(), peak_rss_bytes(children=True))
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    try:
-        version: str | None = metadata.version(package)
-    except metadata.PackageNotFoundError:
-        version = None
+    version: str | None = shape.pop("version", None)
+    with suppress(metadata.PackageNotFoundError):
+        version = version or metadata.version(package)
     return {**figures, "peak_rss_bytes": peak, "cpus": cpus, "shape": shape, "version": version}
 
 

@@ -119,6 +119,24 @@ class Interpreters:
         program.chmod(0o755)
         return str(program)
 
+    def llama_bench(self) -> str:
+        """A program that takes llama-bench's flags: prompts at 100 tokens/s, generation at 50."""
+        program = self.folder / "llama-bench"
+        lines = (
+            f"#!{sys.executable}",
+            "import json, os, sys",
+            f"sys.path.insert(0, {str(self.modules)!r})",
+            f"os.environ['PEER_LOG'] = {str(self.log)!r}",
+            "from peer_log import log",
+            "log(asked=sys.argv[1:])",
+            "held = b'1' * (60 << 20)",
+            "rate = 100 if sys.argv[-2:] == ['-n', '0'] else 50",
+            "print('loading', '[', json.dumps({'build_commit': 'abc', 'avg_ts': rate}) + ']', sep='\\n')",
+        )
+        program.write_text("\n".join(lines), encoding="utf-8")
+        program.chmod(0o755)
+        return str(program)
+
     def logged(self, key: str) -> list[Any]:
         lines = [json.loads(line) for line in self.log.read_text(encoding="utf-8").splitlines()]
         return [line[key] for line in lines if key in line]
@@ -158,15 +176,24 @@ def test_every_adapter_drives_its_runtime(export: Path, interpreters: Interprete
     gguf = tmp_path / "model.gguf"
     gguf.touch()
     places = {"genai": export, "openvino": export, "ik_llama.cpp": gguf}
+    built = {"bench": interpreters.llama_bench(), "fa": 1}
     runtimes = [
         Runtime("other", sys.executable, export),
         *(Runtime(name, python, place) for name, place in places.items()),
+        *(Runtime(f"{name}+built", python, gguf, built) for name in ("llama.cpp", "ik_llama.cpp")),
     ]
     result = measure(export, runtimes)
     against = result["against"]
     assert {name: one["status"] for name, one in against.items()} == dict.fromkeys(
-        ["ours", "other", *places], "measured"
+        ["ours", "other", *places, "llama.cpp+built", "ik_llama.cpp+built"], "measured"
     )
+    for name in ("llama.cpp+built", "ik_llama.cpp+built"):
+        assert against[name]["version"] == "abc" and against[name]["peak_rss_bytes"] > 5e7
+        assert against[name]["generated_tokens_per_s"]["32"] == pytest.approx(50)
+        assert against[name]["ttft_ms"]["32"] == pytest.approx(320)
+    flags = f"-m {gguf} -t 1 -r 1 -o json -fa 1"
+    asked = [" ".join(line) for line in interpreters.logged("asked")]
+    assert {f"{flags} -p 0 -n 40 -d 8", f"{flags} -p 0 -n 0 -gp 8,40", f"{flags} -p 32 -n 0"} <= set(asked)
     for one in against.values():
         assert one["generated_tokens_per_s"]["32"] > 0 and one["ttft_ms"]["32"] > 0
         assert one["peak_rss_bytes"] > 5e6 and one["rounds"] == 1 and one["steady"] is False
@@ -296,8 +323,21 @@ def test_flags_are_checked_before_anything_is_measured(export: Path) -> None:
     found = parse_runtimes([f"genai,python={sys.executable}", f"llama.cpp={export}", "genai"], export)
     assert [(one.name, one.directory) for one in found] == [("genai", export), ("llama.cpp", export)]
     assert parse_runtimes(None, export) == []
-    missing = f"genai={os.sep}not{os.sep}there", "genai,python=/no/such/python"
-    for wrong in ("vllm", "other", "llama.cpp", *missing, "genai,x=1", "openvino,a", "openvino,=1"):
+    missing = (
+        f"genai={os.sep}not{os.sep}there",
+        "genai,python=/no/such/python",
+        f"llama.cpp={export},bench=/no/such/program",
+    )
+    for wrong in (
+        "vllm",
+        "other",
+        "llama.cpp",
+        *missing,
+        "genai,x=1",
+        f"llama.cpp={export},fa=1",
+        "openvino,a",
+        "openvino,=1",
+    ):
         with pytest.raises(UsageError, match="--against"):
             parse_runtimes([wrong], export)
     assert set(INSTALL) | {"ours"} == set(RUNTIMES)
