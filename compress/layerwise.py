@@ -66,7 +66,8 @@ def half_moment(activations: Tensor, total_UU: Tensor | None = None) -> Tensor:
     width = a_NU.shape[1]
     total_UU = a_NU.new_zeros(width, width) if total_UU is None else total_UU
     for start in range(0, width, BAND):
-        total_UU[start : start + BAND, start:] += a_NU[:, start : start + BAND].T @ a_NU[:, start:]
+        end = start + BAND
+        total_UU[:end, start:end] += a_NU[:, :end].T @ a_NU[:, start:end].contiguous()
     return total_UU
 
 

@@ -35,12 +35,9 @@ def use_processor(threads: int | None = None, device: str = "auto") -> None:
         UsageError: as `find_device`.
     """
     global _device
-    import torch
-
     find_device(device)
     _device = device
-    if threads:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     processes.join(training_device(quiet=True))
 
 
@@ -71,10 +68,13 @@ def find_device(name: str, flag: str = "--device") -> torch.device:
 
 
 def set_threads(threads: int | None) -> None:
-    """Use this many CPU threads in torch."""
-    if threads:
-        import torch
+    """Use this many CPU threads in torch, by default all, and the fastest products of matrices."""
+    import torch
 
+    from sportsllm.products import use_fast_products
+
+    use_fast_products()
+    if threads:
         torch.set_num_threads(threads)
 
 

@@ -28,6 +28,7 @@ FLOORS: dict[str, list[set[str]]] = {
             "console",
             "process_memory",
             "processors",
+            "products",
             "options",
             "settings",
             "slurm",
@@ -74,11 +75,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_962,
-    "compress": 7_775,
+    "sportsllm": 19_027,
+    "compress": 7_776,
     "export": 6_366,
     "benchmarks": 9_238,
-    "tests": 24_607,
+    "tests": 24_666,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -12,7 +12,7 @@ from sportsllm.formats.checkpoint import open_model
 from sportsllm.inference.decoder import Logits, logits_at_once
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import KVCache
-from sportsllm.processors import find_device
+from sportsllm.processors import find_device, set_threads
 
 _SCORE_TOKENS = 8_192  # tokens in one scoring batch, padding included
 _SCORE_CHUNK = 1_024  # tokens whose logits exist at once
@@ -100,6 +100,5 @@ class TorchDecoder:
 def open(directory: Path, threads: int | None = None, provider: str = "cpu") -> TorchDecoder:
     """Load a checkpoint directory; see `sportsllm.inference.decoder.open_decoder`. Named like ONNX Runtime's own."""
     device = find_device(provider, f"{directory}: --provider")
-    if threads:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     return TorchDecoder(open_model(directory).to(device))
