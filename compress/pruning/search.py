@@ -104,8 +104,11 @@ def choose_shape(
         shapes = candidate_shapes(config, share)
         shape = next(iter(in_family(config, dict.fromkeys([shape, *shapes], 0))))
         made = manifest_of(out).results.get("shape")  # refuse what another job made before the search, not after it
-        finished_manifest(out, job.stage(next((one for one in shapes if one.sizes() == made), shape)))
+        there = next((one for one in shapes if one.sizes() == made), shape)
+        finished = finished_manifest(out, job.stage(there))
         if job.recovery is None:
+            if finished is not None and finished.results.get("search"):
+                return there, []
             found = find_finalists(work, shapes, [shape], 1)
         else:
             tokens = tokens or round(_SEARCH_SHARE * job.recovery.tokens)
