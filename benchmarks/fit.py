@@ -186,6 +186,12 @@ def run_fit(
     for size in vocabularies:
         if not 0 < size < teacher.vocab_size:
             raise UsageError(f"--vocab-size {size}: must be below the teacher's {teacher.vocab_size:,} and above 0")
+    if device.limits.accuracy_loss_points is not None:
+        raise UsageError(
+            "accuracy_loss_points: fit measures no tasks; leave that limit out, and measure the result with "
+            f"bench --tasks NAME --teacher {source.teacher} --limit accuracy_loss_points="
+            f"{device.limits.accuracy_loss_points:g}"
+        )
     asked = sorted(set(vocabularies), reverse=True)
     if asked and not DISTANCES.isdisjoint(device.limits.given()):
         raise UsageError("--vocab-size: kl_nats and top1_changed_percent need the teacher's vocabulary; leave one out")

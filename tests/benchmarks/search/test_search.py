@@ -595,6 +595,8 @@ def test_a_smaller_vocabulary_is_a_candidate_and_must_be_smaller(fresh: Line) ->
             search(vocab_size=[320, size])
     with pytest.raises(UsageError, match="need the teacher's vocabulary"):  # else its last step would fail
         search(vocab_size=320, limit={"kl_nats": 1})
+    with pytest.raises(UsageError, match="accuracy_loss_points: fit measures no tasks"):
+        search(limit={"accuracy_loss_points": 1})
 
 
 def test_a_directory_that_holds_something_else_is_left_alone(fresh: Line) -> None:
