@@ -4,8 +4,9 @@ A module holds the packed bytes, which are saved, and for speed the dequantized 
 exported graph is compared with.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ class QuantizedMatrix(nn.Module):
     """Packed bytes as buffers named like a checkpoint's tensors, and the dequantized matrix, empty if not `dense`."""
 
     weight: Tensor
+    weight_scale: Tensor
 
     def __init__(self, quantized: QuantizedWeight, dense: bool = True) -> None:
         super().__init__()
@@ -31,6 +33,13 @@ class QuantizedMatrix(nn.Module):
             self.register_buffer("weight_zero_point", torch.from_numpy(quantized.zero_points))
         weight = torch.from_numpy(quantized.dequantize()) if dense else torch.empty(0, self.in_features)
         self.register_buffer("weight", weight, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Scales stay float16, since `weight` alone has the dtype that is computed in."""
+        scale = self.weight_scale
+        super()._apply(fn, recurse)
+        self.weight_scale = scale.to(self.weight.device)
+        return self
 
     def quantized(self, rows_N: slice | Tensor = slice(None)) -> QuantizedWeight:
         """The packed matrix, or rows of it."""
@@ -84,6 +93,11 @@ def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
     record = quantization_config(directory)
     if record is None:
         raise ArtifactError(f"{directory}: {name} is packed but config.json has no quantization_config")
+    if record.get("per_row"):
+        raise ArtifactError(
+            f"{directory}: INT8 with one scale a row, made by an older version, is no longer read; quantize the "
+            "unquantized checkpoint again"
+        )
     recorded = record.get("modules", {}).get(name, {}).get("bits")
     for bits in BITS:
         if recorded not in (None, bits):
