@@ -12,12 +12,14 @@ from benchmarks.flops import forward_flops_per_token, training_flops_per_token
 from benchmarks.labels import BUDGET_DEPTH, is_number
 from benchmarks.reporting.fits import FIT_FILE, Fit, read_fit
 from benchmarks.reporting.measured import Bench, Scored, read_bench
+from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.files import read_json_lines
+from sportsllm.files import read_json, read_json_lines
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import MANIFEST, Manifest, directory_bytes, manifest_of
 from sportsllm.models.config import ModelConfig
 
+_OF_OTHERS = {"perplexity", "prompt"}  # fields in results of `eval` and `generate`, which lie beside those of `bench`
 Record = dict[str, Any]
 """A line of metrics.jsonl: "step", "tokens", and some of "loss", "lr", "valid_bits_per_byte", "expert_shares"."""
 
@@ -102,7 +104,7 @@ def collect(paths: Sequence[Path]) -> Inputs:
 
     A bench result, also that of a search's finished model, belongs to the stage whose directory it measured; if that
     directory was not given, it becomes a stage itself. A directory with several results is shown once for each, named
-    by the file. The last result gives the verdict.
+    by the file. The last result gives the verdict. Results of `eval` and `generate` are skipped.
 
     Raises:
         UsageError: a path is none of these.
@@ -118,6 +120,8 @@ def collect(paths: Sequence[Path]) -> Inputs:
             benches.append((path.name, fits[-1].bench))
         elif path.is_dir():
             directories.setdefault(path.resolve(), path)
+        elif path.suffix == ".json" and _OF_OTHERS & (found := read_json(path)).keys() and "tpot_ms" not in found:
+            log(f"{path}: skipped, since it is no result of `bench`")
         elif path.suffix == ".json":
             benches.append((path.stem, read_bench(path)))
         elif path.suffix in (".txt", ".md") and path.is_file():
@@ -138,7 +142,9 @@ def collect(paths: Sequence[Path]) -> Inputs:
         else:
             stages += [stage for _, stage in shown] or [summarize(directories[place])]
     if not stages and not fits:
-        raise UsageError(f"{', '.join(map(str, paths))}: sample texts alone; give the stages that wrote them too")
+        raise UsageError(
+            f"{', '.join(map(str, paths))}: no stage among them; give stage directories or bench results too"
+        )
     return Inputs(stages, benches[-1][1] if benches else None, samples, fits)
 
 

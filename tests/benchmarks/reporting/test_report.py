@@ -274,6 +274,17 @@ def test_two_results_of_one_directory_are_both_shown(tmp_path: Path, given: bool
     assert inputs.bench == inputs.stages[1].bench
 
 
+def test_results_of_other_commands_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A glob finds them beside those of `bench`."""
+    results = {"bench": bench_result(), "eval": {"perplexity": 4.5}, "generate": {"prompt": "a", "text": "b"}}
+    for name, result in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
+    assert [stage.name for stage in collect(sorted(tmp_path.glob("*.json"))).stages] == ["export"]
+    assert capsys.readouterr().err.count("skipped, since it is no result of `bench`") == 2
+    with pytest.raises(UsageError, match="no stage among them"):
+        collect([tmp_path / "eval.json"])
+
+
 def test_inputs_that_are_no_stage_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "config.json"
     other.write_text("{}", encoding="utf-8")
