@@ -53,19 +53,25 @@ def plain_text(document: Document) -> str:
     return document if isinstance(document, str) else document.text
 
 
+def chat_field(record: Mapping[str, object]) -> str | None:
+    """The first field of a record's conversation; None if it holds none."""
+    forms = (FIELDS[:1], FIELDS[1:2], FIELDS[2:4])
+    return next((form[0] for form in forms if all(record.get(name) is not None for name in form)), None)
+
+
 def read_conversation(record: Mapping[str, object], where: str) -> Conversation | None:
     """The conversation of a record; None if the record has none of `FIELDS`.
 
     Raises:
         ArtifactError: messages of another form, an unknown role, or contents that are not text.
     """
-    named = next((name for name in FIELDS[:2] if record.get(name) is not None), None)
-    if named is not None:
-        messages = _messages(record, named, where)
-    elif record.get("prompt") is not None and record.get("completion") is not None:
+    named = chat_field(record)
+    if named is None:
+        return None
+    if named == "prompt":
         messages = [*_messages(record, "prompt", where, "user"), *_messages(record, "completion", where, "assistant")]
     else:
-        return None
+        messages = _messages(record, named, where)
     _refuse_other_kinds(record, where)
     return Conversation(tuple(messages), where)
 

@@ -17,7 +17,7 @@ from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject, clip, parse_json
 from sportsllm.formats.manifest import manifest_of
-from sportsllm.text.conversations import FIELDS, Document, plain_text, read_conversation
+from sportsllm.text.conversations import FIELDS, Document, chat_field, plain_text, read_conversation
 from sportsllm.text.reading import USUAL
 
 _SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
@@ -36,10 +36,13 @@ def _field_of(names: tuple[str, ...], path: Path, field: str) -> str:
     if field not in names and USUAL.text_field in names:
         log(f"{path}: no field {field!r}; reading {USUAL.text_field!r}")
         field = USUAL.text_field
-    chats = next((name for name in FIELDS[:2] if name in names), field)
-    if field in names and field != chats:
-        log(f"{path}: reading {field!r}; to read the conversations, give --set text_field={chats}")
     return field
+
+
+@functools.cache
+def _log_unread(path: Path, field: str, chats: str) -> None:
+    """Say that a file's records also have conversations, which are not read."""
+    log(f"{path}: reading {field!r}; to read the conversations, give --set text_field={chats}")
 
 
 class Chunk(NamedTuple):
@@ -224,7 +227,7 @@ def _jsonl(path: Path, asked: str) -> Iterator[Document]:
             )
             names = list(record) if isinstance(record, dict) else []
             field = field or _field_of(tuple(names), path, asked)
-            document = _document(record, field, where) if names else None
+            document = _document(record, field, where, path) if names else None
             if document is None:
                 others = f"; it has {clip(', '.join(names))}, of which --set text_field=NAME takes one" if names else ""
                 if field in names:
@@ -247,7 +250,7 @@ def _parquet(path: Path, field: str) -> Iterator[Document]:
             )
         batches = table.iter_batches(_ROWS_AT_ONCE, columns=columns)
         for row, record in enumerate((each for batch in batches for each in batch.to_pylist()), start=1):
-            if (document := _document(record, field, f"{path}: row {row}")) is not None:
+            if (document := _document(record, field, f"{path}: row {row}", path)) is not None:
                 yield document
             elif field not in names:
                 raise ArtifactError(f"{path}: row {row} is no conversation; correct or delete it")
@@ -258,10 +261,16 @@ def _parquet(path: Path, field: str) -> Iterator[Document]:
         raise ArtifactError(f"{path}: no readable parquet file ({clip(error, 200)}); copy it again") from None
 
 
-def _document(record: JsonObject, field: str, where: str) -> Document | None:
-    """The text or the conversation of a record, None if it has neither."""
-    text = record.get(field)
-    return text if isinstance(text, str) else read_conversation(record, where)
+def _document(record: JsonObject, field: str, where: str, path: Path) -> Document | None:
+    """The text or the conversation of a record, None if it has neither. The field `prompt` stands for a conversation
+    if there is a completion.
+    """
+    text, chats = record.get(field), chat_field(record)
+    if not isinstance(text, str) or chats == field:
+        return read_conversation(record, where)
+    if chats is not None:
+        _log_unread(path, field, chats)
+    return text
 
 
 def manifest_setting(directory: Path, key: str) -> Any:

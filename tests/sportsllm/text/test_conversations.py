@@ -142,6 +142,24 @@ def test_of_text_and_messages_the_text_is_read_unless_messages_are_asked_for(
         assert capsys.readouterr().err == ""
 
 
+def test_a_line_says_that_conversations_are_not_read_if_a_record_has_them_beside_its_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both, pair = {"text": "plain", "prompt": "Who?", "completion": "They."}, {"prompt": "Who?", "completion": "They."}
+    columns = pyarrow.schema([(name, pyarrow.string()) for name in both])
+    for number, records in enumerate(([both, pair], [{"text": "plain"}, both])):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records, columns), tmp_path / f"{number}.parquet")
+        for path in (written(tmp_path / f"{number}.jsonl", *records), tmp_path / f"{number}.parquet"):
+            list(read_documents([path]))
+            said = f"{path}: reading 'text'; to read the conversations, give --set text_field=prompt\n"
+            assert capsys.readouterr().err == said
+    assert all(isinstance(each, Conversation) for each in read_documents([tmp_path / "0.jsonl"], "prompt"))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": "a"}, pair], columns), tmp_path / "apart.parquet")
+    capsys.readouterr()
+    assert [type(each) for each in read_documents([tmp_path / "apart.parquet"])] == [str, Conversation]
+    assert capsys.readouterr().err == ""
+
+
 IMAGE = {"role": "user", "content": [{"type": "text", "text": "What?"}, {"type": "image", "url": "x"}]}
 
 
