@@ -214,19 +214,16 @@ def _predictions(result: Mapping[str, Any]) -> Iterator[Table]:
     if rows:  # in a very short context no step is timed
         headers = ("precision", "depth", f"TTFT({result['predicted'][0]['prompt_tokens']}) ms", "TPOT ms", "tokens/s")
         yield Table(f"predicted on {result['device']} (the model was not run)", (*headers, "peak MB"), rows)
-    budgets = [
-        (precision, budget["verdict"], *map(_judged, budget["limits"]))
-        for precision, budget in result["predicted_budget"].items()
-    ]
-    names = [limit["name"] for budget in result["predicted_budget"].values() for limit in budget["limits"]]
-    titles = ("precision", "predicted", *(LIMITS[name].title for name in dict.fromkeys(names)))
-    title = "predicted against the budget ([limit]; ! fails, ? uncertain)"
-    yield Table(title, titles, budgets, (0, 1), f"\n{reliability_line(result['efficiency'])}")
+    budgets = result["predicted_budget"]
+    judged = zip(*(budget["limits"] for budget in budgets.values()), strict=True)
+    rows = [(LIMITS[each[0]["name"]].title, f"{each[0]['limit']:,g}", *map(_judged, each)) for each in judged]
+    rows.append(("predicted", "", *(budget["verdict"] for budget in budgets.values())))
+    title = "predicted against the budget (! fails, ? uncertain)"
+    yield Table(title, ("", "limit", *budgets), rows, (0,), f"\n{reliability_line(result['efficiency'])}")
 
 
 def _judged(limit: Mapping[str, Any]) -> str:
-    value = "?" if limit["value"] is None else f"{limit['value']:,.4g}"
-    if limit["source"] == "predicted":
-        value = band(limit["low"], limit["high"])
-    mark = {"fail": "!", "uncertain": "?"}.get(limit["verdict"], "")
-    return f"{mark if limit['value'] is not None else ''}{value} [{limit['limit']:,g}]"
+    if limit["value"] is None:
+        return "?"
+    value = band(limit["low"], limit["high"]) if limit["source"] == "predicted" else f"{limit['value']:,.4g}"
+    return {"fail": "!", "uncertain": "?"}.get(limit["verdict"], "") + value

@@ -43,6 +43,17 @@ def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"a factor, either way, of {factors['tpot']:g} (time per token)" in words and "`devices calibrate`" in words
 
 
+def test_a_budget_of_nine_limits_is_not_wrapped_at_80_columns(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"kl_nats": 0.1, "top1_changed_percent": 5, "accuracy_loss_points": 1}
+    words = [word for name, value in limits.items() for word in ("--limit", f"{name}={value}")]
+    shown = cli("plan", "small", "--target", "raspberry-pi-5", *words)[1].partition("against the budget")[2]
+    table = shown.partition("\n\n")[0].splitlines()[1:]
+    assert len(table) == 11 and max(map(len, table)) <= 80
+    assert table[2].split() == ["memory", "MB", "256", "!500-720", "!500-720", "?237-342", "?194-280"]
+
+
 def test_a_band_is_shown_by_its_ends() -> None:
     assert band(0.41234, 0.6189) == "0.41-0.62" and band(8.77, 19.7) == "8.8-20" and band(52.4, 52.41) == "52"
     assert band(95.2, 1_234.5) == "95-1,234"
