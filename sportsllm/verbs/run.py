@@ -216,7 +216,7 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
         else:
             usual, place = defaults.get(command, {}), base / (name + _SUFFIXES.get(command, ""))
             checked, wrong, needs = _settings(command, usual, entry, known, place)
-            errors, known[name] = [*errors, *wrong], place
+            errors, known[name] = [*errors, *wrong], place if command in _KEPT else Path(checked.get("out", place))
         problems += [f"stage {number} ({name[:40] or 'without a name'}): {error}" for error in errors]
         stages.append(RecipeStage(name, command, checked, tuple(each for each in known if each in needs), optional))
     if problems:
@@ -246,7 +246,10 @@ def _settings(
             return [resolved(part) for part in item]
         if isinstance(item, dict):
             return {key: resolved(part) for key, part in item.items()}
-        if not isinstance(item, str) or not item.startswith("@"):
+        if not isinstance(item, str):
+            return item
+        if not item.startswith("@"):
+            needs.update(stage for stage, made in known.items() if Path(item).is_relative_to(made))
             return item
         stage, slash, rest = item[1:].partition("/")
         if stage not in known:

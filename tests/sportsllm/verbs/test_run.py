@@ -80,6 +80,11 @@ def test_stages_run_once_are_kept_and_told_apart_when_changed(tmp_path: Path) ->
         run(write(tmp_path, GOOD.replace("questions = 10", "questions = 11")), out)
     command = str(caught.value).partition("type: ")[2].partition(";")[0]
     assert command == f"rm -r {out / 'corpus'} {out / 'model'}"
+    named = GOOD.replace("@corpus", str(out / "corpus")).replace('"@model"', f'"{out / "model"}"')
+    named = named.replace('command = "train"', f'command = "train"\nout = "{out / "model"}"')
+    assert [stage.needs for stage in load_recipe(write(tmp_path, named), out).stages] == [
+        (), ("corpus",), ("corpus", "model")
+    ]  # fmt: skip
     subprocess.run(command, shell=True, check=True)
     assert [row.cached for row in run(path, out).stages] == [False, False, False]
 
