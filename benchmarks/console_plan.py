@@ -216,10 +216,10 @@ def _predictions(result: Mapping[str, Any]) -> Iterator[Table]:
         yield Table(f"predicted on {result['device']} (the model was not run)", (*headers, "peak MB"), rows)
     budgets = result["predicted_budget"]
     judged = zip(*(budget["limits"] for budget in budgets.values()), strict=True)
-    rows = [(LIMITS[each[0]["name"]].title, f"{each[0]['limit']:,g}", *map(_judged, each)) for each in judged]
-    rows.append(("predicted", "", *(budget["verdict"] for budget in budgets.values())))
+    limits = [[LIMITS[each[0]["name"]].title, f"{each[0]['limit']:,g}", *map(_judged, each)] for each in judged]
+    limits.append(["predicted", "", *(budget["verdict"] for budget in budgets.values())])
     title = "predicted against the budget (! fails, ? uncertain)"
-    yield Table(title, ("", "limit", *budgets), rows, (0,), f"\n{reliability_line(result['efficiency'])}")
+    yield Table(title, ("", "limit", *budgets), limits, (0,), f"\n{reliability_line(result['efficiency'])}")
 
 
 def _judged(limit: Mapping[str, Any]) -> str:

@@ -120,7 +120,7 @@ def collect(paths: Sequence[Path]) -> Inputs:
             benches.append((path.name, fits[-1].bench))
         elif path.is_dir():
             directories.setdefault(path.resolve(), path)
-        elif path.suffix == ".json" and _OF_OTHERS & (found := read_json(path)).keys() and "tpot_ms" not in found:
+        elif path.suffix == ".json" and _OF_OTHERS & (other := read_json(path)).keys() and "tpot_ms" not in other:
             log(f"{path}: skipped, since it is no result of `bench`")
         elif path.suffix == ".json":
             benches.append((path.stem, read_bench(path)))

@@ -37,7 +37,7 @@ class QuantizedMatrix(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Scales stay float16, since `weight` alone has the dtype that is computed in."""
         scale = self.weight_scale
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.weight_scale = scale.to(self.weight.device)
         return self
 
