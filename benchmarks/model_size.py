@@ -154,11 +154,7 @@ def layer_activations(config: ModelConfig) -> int:
 
 
 def stored_format(directory: Path) -> ModelFormat:
-    """How a directory stores its model. Matrices of mixed bits count as the bits that most of them have.
-
-    Raises:
-        ArtifactError: config.json or the manifest is damaged.
-    """
+    """How a directory stores its model. Matrices of mixed bits count as the bits that most of them have."""
     packed = read_json(directory / "config.json").get("quantization_config") or {}
     settings = manifest_of(directory).settings
     cache = settings.get("kv_cache") or "fp32"

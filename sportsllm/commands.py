@@ -115,11 +115,7 @@ def python_command(name: str) -> Command:
 
 
 def as_given(annotation: object, value: object) -> object:
-    """A value from Python or a recipe in its type; a list may be given as its only item, and `settings` as a mapping.
-
-    Raises:
-        UsageError: what is wrong with it.
-    """
+    """A value from Python or a recipe in its type. A list may be given as its only item, `settings` as a mapping."""
     kinds = types_in(annotation)
     if isinstance(value, Path) and Path not in kinds:
         value = str(value)
@@ -129,11 +125,7 @@ def as_given(annotation: object, value: object) -> object:
 
 
 def typed(annotation: Any, value: object) -> object:
-    """A value in the type of an option, within its bounds.
-
-    Raises:
-        UsageError: what is wrong with it.
-    """
+    """A value in the type of an option, within its bounds."""
     from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
     kind: Any = annotation
@@ -150,11 +142,7 @@ def typed(annotation: Any, value: object) -> object:
 
 
 def load_function(module: str, name: str) -> Command:
-    """A function by its module and name, from a package that the caller's may not import.
-
-    Raises:
-        ResourceError: as for `load_command`.
-    """
+    """A function by its module and name, from a package that the caller's may not import."""
     package = module.partition(".")[0]
     spec = importlib.util.find_spec(package)
     here = Path(__file__).resolve().parents[1]
@@ -209,11 +197,7 @@ def _converted(annotation: object, value: object) -> object:
 
 
 def parsed(annotation: object, value: object) -> object:
-    """A text in the form that an option of this type has on the command line, such as 100k, as its value.
-
-    Raises:
-        UsageError: it has another form.
-    """
+    """A text in the form that an option of this type has on the command line, such as 100k, as its value."""
     found = (getattr(mark, "parser", None) for mark in getattr(annotation, "__metadata__", ()))
     parser = next(filter(None, found), None) if isinstance(value, str) else None
     try:

@@ -29,11 +29,7 @@ _device = "auto"
 
 
 def use_processor(threads: int | None = None, device: str = "auto") -> None:
-    """Compute with this many CPU threads, and train on this device; by default all, and a CUDA GPU if there is one.
-
-    Raises:
-        UsageError: as `find_device`.
-    """
+    """Compute with this many CPU threads, and train on this device; by default all, and a CUDA GPU if there is one."""
     global _device
     find_device(device)
     _device = device

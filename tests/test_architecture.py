@@ -75,11 +75,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_059,
-    "compress": 7_779,
+    "sportsllm": 18_999,
+    "compress": 7_770,
     "export": 6_366,
-    "benchmarks": 9_247,
-    "tests": 24_728,
+    "benchmarks": 9_231,
+    "tests": 24_730,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

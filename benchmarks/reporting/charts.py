@@ -79,11 +79,7 @@ def color(index: int) -> str:
 
 
 def render_page(template: str, charts: Sequence[Chart], **values: Any) -> str:
-    """A self-contained HTML page from a template in benchmarks/templates, its charts and other values.
-
-    Raises:
-        ModuleNotFoundError: jinja2 or plotly is not installed.
-    """
+    """A self-contained HTML page from a template in benchmarks/templates, its charts and other values."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs

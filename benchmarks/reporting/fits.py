@@ -58,11 +58,7 @@ class Fit:
 
 
 def read_fit(directory: Path) -> Fit:
-    """Read the fit.json of a directory.
-
-    Raises:
-        ArtifactError: the file is damaged or another program's.
-    """
+    """Read the fit.json of a directory."""
     path = directory / FIT_FILE
     return validate(Fit, read_json(path), path, "not a result of `fit`; run fit again")
 

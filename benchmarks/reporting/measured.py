@@ -170,9 +170,5 @@ def as_budget(data: Mapping[str, Any]) -> Budget:
 
 
 def read_bench(path: Path) -> Bench:
-    """A file that `bench --out` wrote.
-
-    Raises:
-        ArtifactError: no result of `bench`, or damaged.
-    """
+    """A file that `bench --out` wrote."""
     return as_bench(read_json(path), path)

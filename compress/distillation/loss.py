@@ -196,6 +196,8 @@ class HiddenMatching(nn.Module):
     @torch.no_grad()
     def fit(self, student: SportsLLM, teacher: SportsLLM, batch: Batch) -> None:
         """Give the projections the least loss on one batch: from random ones a short run would mostly learn them."""
+        if not self.projections:
+            return
         states: tuple[list[Tensor], list[Tensor]] = ([], [])
         for model, found in zip((student, teacher), states, strict=True):
             model.hidden(batch.tokens, batch.documents, states=found)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -180,34 +179,36 @@ def train_student(
         batches = PackedSequences(text.documents, config.sequence, config.batch_size, config.seed)
     else:
         batches = cache.batches(text.documents, config.batch_size)
-    with adapted(student, training.adapters, config.seed):
-        matching, fits = None, False
-        if teacher is not None and distillation.hidden_weight:
-            layers = distillation.layers(student.config, teacher.config)
-            matching = HiddenMatching(student.config, teacher.config, layers, config.seed)
-            resumed = (state.directory / STATE_DIRECTORY).exists()  # the saved state has the projections
-            fits = has_weights and not resumed and len(matching.projections) > 0
-        judged = validation(text.split, text.tokenizer, config, has_weights)
-        judged = judged and dataclasses.replace(judged, reported=training.reported, nats_before=training.nats_before)
-        loss = distillation_loss(distillation, teacher, cache)
-        with attached(student, matching):
-            place(student, device, config.shard, config.tensor_parallel)
-            if fits:
-                assert matching is not None and teacher is not None, "there are projections"
-                matching.fit(student, teacher, batches.batch(0).to(device))
-            if config.try_rates and judged is not None:
-                config = choose_rates(student, batches, loss, config, state.directory, judged.selection)
-            result = train_model(
-                student,
-                batches,
-                loss,
-                config,
-                state.directory,
-                validation=judged,
-                identity=state.identity,
-                resume=state.resume,
-                description=description,
-            )
+    if (adapters := training.adapters) is not None:
+        trained = add_adapters(student, adapters.rank, adapters.targets, adapters.alpha, config.seed)
+        log(f"{trained:,} trainable parameters in adapters")
+    matching = None
+    if teacher is not None and distillation.hidden_weight:
+        layers = distillation.layers(student.config, teacher.config)
+        matching = HiddenMatching(student.config, teacher.config, layers, config.seed)
+    judged = validation(text.split, text.tokenizer, config, has_weights)
+    judged = judged and dataclasses.replace(judged, reported=training.reported, nats_before=training.nats_before)
+    loss = distillation_loss(distillation, teacher, cache)
+    with attached(student, matching):
+        place(student, device, config.shard, config.tensor_parallel)
+        resumed = (state.directory / STATE_DIRECTORY).exists()  # the saved state has the projections
+        if matching is not None and teacher is not None and has_weights and not resumed:
+            matching.fit(student, teacher, batches.batch(0).to(device))
+        if config.try_rates and judged is not None:
+            config = choose_rates(student, batches, loss, config, state.directory, judged.selection)
+        result = train_model(
+            student,
+            batches,
+            loss,
+            config,
+            state.directory,
+            validation=judged,
+            identity=state.identity,
+            resume=state.resume,
+            description=description,
+        )
+    if adapters is not None:
+        merge_adapters(student)
     return {**result.record(student, batches), "sides": text.split.sides}
 
 
@@ -222,15 +223,3 @@ def recover(
     text = text or StudentText.read(training, model.config, state.directory)
     results = train_student(model, training, text, cache, state, "recover")
     return {"bits_per_byte_before_recovery": results.pop("bits_per_byte_before"), **results}
-
-
-@contextmanager
-def adapted(student: SportsLLM, adapters: Adapters | None, seed: int) -> Iterator[None]:
-    """Inside the `with` only adapters are trained, if there are any; they are merged behind it."""
-    if adapters is None:
-        yield
-        return
-    trained = add_adapters(student, adapters.rank, adapters.targets, adapters.alpha, seed)
-    log(f"{trained:,} trainable parameters in adapters")
-    yield
-    merge_adapters(student)

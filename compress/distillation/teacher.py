@@ -53,11 +53,11 @@ def load_teacher(directory: Path, precision: str, device: torch.device | None = 
     device = device or torch.device("cpu")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for a float32 teacher
-    native = resolve_teacher_precision("auto", device) == "bf16"
+    native = resolve_teacher_precision("auto", device)
     if precision == "auto":
-        precision = resolve_teacher_precision(precision, device)
+        precision = native
         log(f"teacher precision: {precision}")
-    dtype = torch.bfloat16 if precision == "bf16" or (native and precision != "fp32") else torch.float32
+    dtype = torch.bfloat16 if "bf16" in (precision, native) and precision != "fp32" else torch.float32
     if precision in ("int8", "nf4"):
         if shard and processes.count() > 1:
             raise UsageError(f"--set teacher_precision={precision}: cannot be sharded; use bf16 or leave shard out")

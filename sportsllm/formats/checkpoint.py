@@ -176,11 +176,7 @@ def check_names(tensors: TensorFiles, config: ModelConfig) -> dict[str, tuple[in
 
 
 def read_ends(tensors: TensorFiles, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The tensors outside the layers, one after the other: embedding, final norm and an untied head; float32.
-
-    Raises:
-        ArtifactError: as `load_checkpoint`, for the names of all tensors too.
-    """
+    """The tensors outside the layers, one after the other: embedding, final norm and an untied head; float32."""
     shapes = check_names(tensors, config)
     yield from (
         (name, read_tensor(tensors, name, shapes[name])) for name in shapes if not name.startswith("model.layers.")

@@ -138,11 +138,7 @@ def digest(path: Path) -> str:
 
 
 def linked_gguf(directory: Path) -> Parent | None:
-    """The GGUF file that holds the weights of a checkpoint; None if they are in the directory.
-
-    Raises:
-        ArtifactError: the manifest is damaged.
-    """
+    """The GGUF file that holds the weights of a checkpoint; None if they are in the directory."""
     if not (directory / GGUF_RECORD).exists():
         return None
     parents = read_manifest(directory).parents

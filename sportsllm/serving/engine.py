@@ -155,11 +155,7 @@ class Engine:
         self._turn, self._news, self._closed = turn, Condition(), False
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue the jobs of a request, all or none.
-
-        Raises:
-            ApiError: see `check_room`.
-        """
+        """Queue the jobs of a request, all or none."""
         with self._news:
             self.check_room(len(jobs))
             self.waiting.extend(jobs)

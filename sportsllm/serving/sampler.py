@@ -114,11 +114,7 @@ class Constraints:
         self._tokenizer = LLTokenizer(data, n_vocab=config.vocab_size, eos_token=list(stop_tokens))
 
     def make(self, field: str, given: Any) -> Any:
-        """What a field of a request says: a JSON schema, a regular expression, or a grammar in llama.cpp's GBNF.
-
-        Raises:
-            UsageError: it cannot be used.
-        """
+        """What a field of a request says: a JSON schema, a regular expression, or a grammar in llama.cpp's GBNF."""
         try:
             matcher = self._matcher(self._tokenizer, self._compilers[field](given), log_level=0)
             problem = matcher.get_error() if matcher.is_error() else ""

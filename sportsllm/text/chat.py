@@ -47,11 +47,7 @@ class RenderedChat(NamedTuple):
 
 
 def find_template(directory: Path) -> tuple[str | None, JsonObject]:
-    """The chat template of a checkpoint or an export, None without one, and what tokenizer_config.json says.
-
-    Raises:
-        ArtifactError: a file is damaged.
-    """
+    """The chat template of a checkpoint or an export, None without one, and what tokenizer_config.json says."""
     path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     settings = read_json(path) if path.exists() else {}
     if file.exists():

@@ -1,8 +1,8 @@
 """What a text costs in tokens, and how it is cut into them."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 from tokenizers import Tokenizer
@@ -15,40 +15,23 @@ _DOCUMENTS_AT_ONCE = 256
 _SPACE = "▁"  # SentencePiece's
 
 
-@dataclass
-class TokenCounts:
-    """Counts of a text, without begin and end tokens.
+def count_tokens(
+    tokenizers: Sequence[TextTokenizer], documents: Iterable[Document]
+) -> tuple[Counter[str], list[Counter[int]]]:
+    """Documents, UTF-8 bytes and words of a text, and how often each tokenizer's tokens occur in it.
 
-    `bytes` are UTF-8, `words` are separated by white space, `used` are the ids that occur.
+    Begin and end tokens are left out. Conversations are read as the chat template writes them.
     """
-
-    documents: int = 0
-    bytes: int = 0
-    words: int = 0
-    tokens: int = 0
-    used: set[int] = field(default_factory=set)
-
-    def add(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
-        """Count some documents and their ids."""
-        self.documents += len(texts)
-        self.bytes += sum(len(text.encode()) for text in texts)
-        self.words += sum(len(text.split()) for text in texts)
-        for row in ids:
-            self.tokens += len(row)
-            self.used.update(row)
-
-
-def count_tokens(tokenizers: Sequence[TextTokenizer], documents: Iterable[Document]) -> list[TokenCounts]:
-    """The counts of each tokenizer on the same documents, of conversations as its chat template writes them."""
-    counts = [TokenCounts() for _ in tokenizers]
-    rest = iter(documents)
+    size, counts, rest = Counter[str](), [Counter[int]() for _ in tokenizers], iter(documents)
     with progress_bar("tokens", None) as bar:
         while part := list(islice(rest, _DOCUMENTS_AT_ONCE)):
             for tokenizer, count in zip(tokenizers, counts, strict=True):
-                encoded = tokenizer.encode_documents(part)
-                count.add(list(map(plain_text, part)), [each.ids[each.scored is None :] for each in encoded])
-            bar.advance(note=f"{counts[0].bytes / 1e6:.1f} MB")
-    return counts
+                for each in tokenizer.encode_documents(part):
+                    count.update(each.ids[each.scored is None :])
+            for text in map(plain_text, part):
+                size.update(documents=1, bytes=len(text.encode()), words=len(text.split()))
+            bar.advance(note=f"{size['bytes'] / 1e6:.1f} MB")
+    return size, counts
 
 
 def token_pieces(tokenizer: Tokenizer, text: str, count: int) -> list[str]:

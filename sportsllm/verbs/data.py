@@ -14,11 +14,10 @@ from sportsllm.results import Result
 from sportsllm.settings import TEXT, parse_settings
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Sequence
 
     from tokenizers import Tokenizer
-
-    from sportsllm.text.token_counts import TokenCounts
 
 DEFAULT_CORPUS = Path("runs/corpus")
 SIMULATED_MEGABYTES = 20.0
@@ -141,25 +140,26 @@ def tokens(
         TextTokenizer(each, 0, None, _file(source).parent, reading)
         for source, each in zip(sources, opened, strict=True)
     ]
-    counts = count_tokens(encoders, read_documents(files, reading.text_field))
-    if not all(count.tokens for count in counts):
+    size, counts = count_tokens(encoders, read_documents(files, reading.text_field))
+    if not all(counts):
         raise ArtifactError(f"{', '.join(map(str, files))}: no text in it; give a text to count")
-    first, text = counts[0], plain_text(next(iter(read_documents(files, reading.text_field)))) if show else ""
-    costs = [_cost(*item, text, show) for item in zip(sources, opened, counts, strict=True)]
-    result = TokensResult(documents=first.documents, bytes=first.bytes, words=first.words, costs=costs)
-    output().print(f"{first.documents:,} documents, {first.bytes:,} bytes, {first.words:,} words")
+    text = plain_text(next(iter(read_documents(files, reading.text_field)))) if show else ""
+    costs = [_cost(*item, size, text, show) for item in zip(sources, opened, counts, strict=True)]
+    output().print(f"{size['documents']:,} documents, {size['bytes']:,} bytes, {size['words']:,} words")
     headers = ("", *map(str, sources), *(["ratio"] if against else []))
     output().print(table(headers, _rows(costs)))
     for cost in costs if show else []:
         output().print(f"{cost.tokenizer}: {'│'.join(map(visible_piece, cost.shown))}", markup=False, soft_wrap=True)
-    return result
+    return TokensResult(documents=size["documents"], bytes=size["bytes"], words=size["words"], costs=costs)
 
 
 def _file(source: Path) -> Path:
     return source if source.is_file() else source / "tokenizer.json"
 
 
-def _cost(source: Path, tokenizer: Tokenizer, counts: TokenCounts, text: str, show: int) -> TokenCost:
+def _cost(
+    source: Path, tokenizer: Tokenizer, counts: Counter[int], size: Counter[str], text: str, show: int
+) -> TokenCost:
     from sportsllm.formats.huggingface import load_config
     from sportsllm.models.memory import kv_cache_bytes_per_token
     from sportsllm.text.token_counts import token_pieces
@@ -168,11 +168,11 @@ def _cost(source: Path, tokenizer: Tokenizer, counts: TokenCounts, text: str, sh
     cache = kv_cache_bytes_per_token(load_config(directory)) if (directory / "config.json").exists() else {}
     return TokenCost(
         tokenizer=source,
-        tokens=counts.tokens,
-        bytes_per_token=counts.bytes / counts.tokens,
-        tokens_per_word=counts.tokens / max(1, counts.words),
+        tokens=counts.total(),
+        bytes_per_token=size["bytes"] / counts.total(),
+        tokens_per_word=counts.total() / max(1, size["words"]),
         vocab_size=vocabulary,
-        vocab_used_share=len(counts.used) / vocabulary,
+        vocab_used_share=len(counts) / vocabulary,
         kv_cache_bytes_per_token=cache if any(cache.values()) else None,  # an LSTM's state has one size for any text
         shown=token_pieces(tokenizer, text, show) if show else [],
     )

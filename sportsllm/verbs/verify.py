@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -84,14 +84,12 @@ def verify(
         output().print(problem, markup=False)
     number = f"{len(problems)} problem{'s' * (len(problems) != 1)}"
     output().print(f"{directory}: {files} files checked, {number}")
+    result = VerifyResult(ok=not problems, files=files, problems=problems, kernels=kernels)
     if problems:
         complaint = f"{directory}: {number}; copy or make it again"
-        code = ArtifactError.exit_code
-        return VerifyResult(
-            ok=False, files=files, problems=problems, kernels=kernels, exit_code=code, complaint=complaint
-        )
+        return replace(result, exit_code=ArtifactError.exit_code, complaint=complaint)
     if provider == "cpu":
-        return VerifyResult(ok=True, files=files, kernels=kernels)
+        return result
 
     placement, found = importlib.import_module("export.parity.comparison").check_provider(directory, provider, threads)
     if placement is not None:
@@ -108,10 +106,9 @@ def verify(
         f"{provider} against the CPU: KL {parity.kl:.1e}, greedy choices agree in {parity.greedy_match:.1%}, "
         f"largest logit error {parity.max_abs_logit_error:.1e}"
     )
-    return VerifyResult(
+    return replace(
+        result,
         ok=not failures,
-        files=files,
-        kernels=kernels,
         provider=provider,
         parity=parity,
         placement=None if placement is None else placement.to_dict(),

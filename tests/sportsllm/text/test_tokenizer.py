@@ -1,6 +1,7 @@
 import json
 import re
 import weakref
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,12 +136,13 @@ TEXT = "Obura 82-84 Vestnes, naïve 東京\n🏉 <|begin|>"
 
 def test_counts_are_sums_over_documents(tokenizer_directory: Path, texts: list[str], corpus_file: Path) -> None:
     words = load_tokenizer(tokenizer_directory)
-    [count] = count_tokens([words], read_documents([corpus_file]))
-    ids = [words.encode(text) for text in texts]
-    assert (count.documents, count.tokens) == (len(texts), sum(map(len, ids)))
-    assert count.bytes == sum(len(text.encode()) for text in texts)
-    assert count.words == sum(len(re.findall(r"\S+", text)) for text in texts)
-    assert count.used == {token for row in ids for token in row}
+    size, [count] = count_tokens([words], read_documents([corpus_file]))
+    assert size == {
+        "documents": len(texts),
+        "bytes": sum(len(text.encode()) for text in texts),
+        "words": sum(len(re.findall(r"\S+", text)) for text in texts),
+    }
+    assert count == Counter(token for text in texts for token in words.encode(text))
 
 
 def test_pieces_are_the_text(tokenizer_directory: Path) -> None:
