@@ -175,52 +175,68 @@ def train(
     return result
 
 
-def _fit(
-    model: SportsLLM,
-    tokenizer: TextTokenizer,
-    texts: TextSplit,
-    config: TrainConfig,
-    out: Path,
-    directory: Path,
-    stage: Stage,
-    tokenizer_from: Path | None,
-    resume: bool,
-) -> JsonObject:
-    """Minimise next-token cross-entropy, and write the checkpoint."""
-    from sportsllm.formats.checkpoint import save_checkpoint
-    from sportsllm.processors import training_device
-    from sportsllm.text.packing import PackedSequences
-    from sportsllm.text.tokens import token_cache, tokenize
-    from sportsllm.training.loop import language_model_loss, train_model
-    from sportsllm.training.sharding import place
-    from sportsllm.training.state import validation
+def _start(
+    checkpoint: Path | None,
+    model: str | None,
+    changes: Mapping[str, object],
+    tokenizer: Path | None,
+    lora_rank: int | None,
+    found: Mapping[str, object],
+) -> str | None:
+    """The model to train from scratch, None if a checkpoint is fine-tuned; refuses options that do not go together."""
+    from sportsllm.files import require_directory
+    from sportsllm.formats.safetensors import quantization_config
+    from sportsllm.models.presets import DEFAULT_PRESET, preset
 
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    place(model, training_device(), config.shard, config.tensor_parallel, config.pipeline)
-    documents = tokenize(texts.train, tokenizer, token_cache(out))
-    batches = PackedSequences(documents, config.sequence, config.batch_size, config.seed)
-    scored = validation(texts, tokenizer, config, keep_start="init" in stage.settings)
-    if config.try_rates and scored is not None:
-        from sportsllm.training.rate_trial import choose_rates
+    if checkpoint is None and model is None and changes:
+        model = DEFAULT_PRESET
+    if (model is None) == (checkpoint is None):
+        raise UsageError("give --model PRESET to train from scratch or a CHECKPOINT to fine-tune, one of the two")
+    if checkpoint is not None:
+        if tokenizer is not None:
+            raise UsageError(f"--tokenizer: {checkpoint} was trained with its own; leave it out")
+        if changes:
+            names = ", ".join(changes)
+            raise UsageError(f"{names}: {checkpoint} has its shape already; give --model {checkpoint} for a new model")
+        require_directory(checkpoint, "a checkpoint directory")
+        if quantization_config(checkpoint) is not None:
+            raise ArtifactError(f"{checkpoint}: is quantized; fine-tune the unquantized checkpoint, then quantize")
+    elif not Path(str(model)).is_dir():
+        preset(str(model))
+    if checkpoint is None and lora_rank is not None:
+        raise UsageError("--lora-rank adapts weights that are there; give a CHECKPOINT instead of --model")
+    decided = {"digits": found.get("digits"), "--vocab-size": changes.get("vocab_size")}
+    given = [name for name, value in decided.items() if value is not None]
+    if given and (tokenizer or checkpoint):
+        raise UsageError(
+            f"{given[0]} is decided when a tokenizer is trained, and {tokenizer or checkpoint} has one; leave it out"
+        )
+    return model
 
-        config = choose_rates(model, batches, language_model_loss, config, directory, scored.selection)
-    result = train_model(
-        model,
-        batches,
-        language_model_loss,
-        config,
-        directory,
-        validation=scored,
-        identity=stage.fingerprint(),
-        resume=resume,
-        description=str(stage.settings.get("init") or stage.settings["model"]),
-    )
-    if stage.settings.get("lora"):
-        from sportsllm.training.lora import merge_adapters
 
-        merge_adapters(model)
-    save_checkpoint(directory, model, tokenizer_from)
-    return {**result.record(model, batches), "trained_parameters": trained, "sides": texts.sides}
+def _given(**values: object) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _default_text(checkpoint: Path | None, valid: list[Path] | None) -> tuple[list[Path], list[Path]]:
+    """The checkpoint's training text; for a new model the default corpus, which is made if it is not there."""
+    from sportsllm.console import log
+    from sportsllm.text.documents import recorded_text
+
+    if checkpoint is not None:
+        return recorded_text(checkpoint, "corpus"), valid or recorded_text(checkpoint, "valid")
+    if not (DEFAULT_CORPUS / "train.jsonl").exists():
+        log(f"no --corpus given: simulating {SIMULATED_MEGABYTES:g} MB of matches into {DEFAULT_CORPUS}")
+        simulate(out=DEFAULT_CORPUS)
+    return [DEFAULT_CORPUS / "train.jsonl"], valid or [DEFAULT_CORPUS / "valid.jsonl"]
+
+
+def _default_out(checkpoint: Path | None, model: str | None, changes: Mapping[str, object]) -> Path:
+    from sportsllm.formats.manifest import plain_name
+
+    if checkpoint is not None:
+        return Path("runs") / f"{plain_name(checkpoint.resolve())}-tuned"
+    return Path("runs") / ("custom" if changes.keys() - {"dropout"} else plain_name(Path(str(model)).resolve()))
 
 
 def _new_model(
@@ -275,65 +291,49 @@ def _checkpoint(checkpoint: Path, shape: ModelConfig, adapters: Adapters | None,
     return model
 
 
-def _default_out(checkpoint: Path | None, model: str | None, changes: Mapping[str, object]) -> Path:
-    from sportsllm.formats.manifest import plain_name
+def _fit(
+    model: SportsLLM,
+    tokenizer: TextTokenizer,
+    texts: TextSplit,
+    config: TrainConfig,
+    out: Path,
+    directory: Path,
+    stage: Stage,
+    tokenizer_from: Path | None,
+    resume: bool,
+) -> JsonObject:
+    """Minimise next-token cross-entropy, and write the checkpoint."""
+    from sportsllm.formats.checkpoint import save_checkpoint
+    from sportsllm.processors import training_device
+    from sportsllm.text.packing import PackedSequences
+    from sportsllm.text.tokens import token_cache, tokenize
+    from sportsllm.training.loop import language_model_loss, train_model
+    from sportsllm.training.sharding import place
+    from sportsllm.training.state import validation
 
-    if checkpoint is not None:
-        return Path("runs") / f"{plain_name(checkpoint.resolve())}-tuned"
-    return Path("runs") / ("custom" if changes.keys() - {"dropout"} else plain_name(Path(str(model)).resolve()))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    place(model, training_device(), config.shard, config.tensor_parallel, config.pipeline)
+    documents = tokenize(texts.train, tokenizer, token_cache(out))
+    batches = PackedSequences(documents, config.sequence, config.batch_size, config.seed)
+    scored = validation(texts, tokenizer, config, keep_start="init" in stage.settings)
+    if config.try_rates and scored is not None:
+        from sportsllm.training.rate_trial import choose_rates
 
+        config = choose_rates(model, batches, language_model_loss, config, directory, scored.selection)
+    result = train_model(
+        model,
+        batches,
+        language_model_loss,
+        config,
+        directory,
+        validation=scored,
+        identity=stage.fingerprint(),
+        resume=resume,
+        description=str(stage.settings.get("init") or stage.settings["model"]),
+    )
+    if stage.settings.get("lora"):
+        from sportsllm.training.lora import merge_adapters
 
-def _given(**values: object) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _start(
-    checkpoint: Path | None,
-    model: str | None,
-    changes: Mapping[str, object],
-    tokenizer: Path | None,
-    lora_rank: int | None,
-    found: Mapping[str, object],
-) -> str | None:
-    """The model to train from scratch, None if a checkpoint is fine-tuned; refuses options that do not go together."""
-    from sportsllm.files import require_directory
-    from sportsllm.formats.safetensors import quantization_config
-    from sportsllm.models.presets import DEFAULT_PRESET, preset
-
-    if checkpoint is None and model is None and changes:
-        model = DEFAULT_PRESET
-    if (model is None) == (checkpoint is None):
-        raise UsageError("give --model PRESET to train from scratch or a CHECKPOINT to fine-tune, one of the two")
-    if checkpoint is not None:
-        if tokenizer is not None:
-            raise UsageError(f"--tokenizer: {checkpoint} was trained with its own; leave it out")
-        if changes:
-            names = ", ".join(changes)
-            raise UsageError(f"{names}: {checkpoint} has its shape already; give --model {checkpoint} for a new model")
-        require_directory(checkpoint, "a checkpoint directory")
-        if quantization_config(checkpoint) is not None:
-            raise ArtifactError(f"{checkpoint}: is quantized; fine-tune the unquantized checkpoint, then quantize")
-    elif not Path(str(model)).is_dir():
-        preset(str(model))
-    if checkpoint is None and lora_rank is not None:
-        raise UsageError("--lora-rank adapts weights that are there; give a CHECKPOINT instead of --model")
-    decided = {"digits": found.get("digits"), "--vocab-size": changes.get("vocab_size")}
-    given = [name for name, value in decided.items() if value is not None]
-    if given and (tokenizer or checkpoint):
-        raise UsageError(
-            f"{given[0]} is decided when a tokenizer is trained, and {tokenizer or checkpoint} has one; leave it out"
-        )
-    return model
-
-
-def _default_text(checkpoint: Path | None, valid: list[Path] | None) -> tuple[list[Path], list[Path]]:
-    """The checkpoint's training text; for a new model the default corpus, which is made if it is not there."""
-    from sportsllm.console import log
-    from sportsllm.text.documents import recorded_text
-
-    if checkpoint is not None:
-        return recorded_text(checkpoint, "corpus"), valid or recorded_text(checkpoint, "valid")
-    if not (DEFAULT_CORPUS / "train.jsonl").exists():
-        log(f"no --corpus given: simulating {SIMULATED_MEGABYTES:g} MB of matches into {DEFAULT_CORPUS}")
-        simulate(out=DEFAULT_CORPUS)
-    return [DEFAULT_CORPUS / "train.jsonl"], valid or [DEFAULT_CORPUS / "valid.jsonl"]
+        merge_adapters(model)
+    save_checkpoint(directory, model, tokenizer_from)
+    return {**result.record(model, batches), "trained_parameters": trained, "sides": texts.sides}
