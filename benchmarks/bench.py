@@ -14,10 +14,7 @@ from sportsllm.results import Result
 from sportsllm.settings import BENCH, LIMITS, TASKS, TEXT, parse_settings
 
 if TYPE_CHECKING:
-    from benchmarks.devices.schema import Device
     from benchmarks.reporting.measured import Bench
-    from sportsllm.inference.scoring import TextScore
-    from sportsllm.text.reading import Reading
 
 BOTH = "both"  # of --kernels: measure the native ones alone and in turns with the portable ones
 
@@ -91,9 +88,10 @@ def bench(
     import json
 
     from benchmarks.devices.load import load_target
-    from benchmarks.devices.verdict import check_on_device, judge_budget
+    from benchmarks.devices.verdict import DISTANCES, check_on_device, judge_budget
     from benchmarks.measure.bench import parse_numbers, round_checks, run_bench
     from benchmarks.predict.latency import predict_directory
+    from benchmarks.quality import Model, task_quality, text_quality
     from benchmarks.reporting.bench_tables import print_bench, verdict_line
     from benchmarks.reporting.measured import as_bench
     from benchmarks.runtimes.compare import measure_against, parse_runtimes, portable_too, turn_depths
@@ -126,8 +124,11 @@ def bench(
     if is_onnx_directory(directory):
         log(str(kernels_of_directory(directory, kernels, placed)))
     reading = take_reading(found, directory, teacher)
-    quality = _quality(directory, text or [], reading, teacher, device, threads, kernels, provider)
-    quality |= score_tasks(directory, tasks, found, teacher, threads, kernels, provider) if tasks else {}
+    own = Model(directory, reading, threads, kernels, provider)
+    reference = None if teacher is None else Model(teacher, reading, threads)
+    distance = device is not None and not DISTANCES.isdisjoint(device.limits.given())
+    quality = text_quality(own, reference, text or [], distance)
+    quality |= task_quality(own, reference, tasks, found) if tasks else {}
     result = run_bench(
         directory,
         checks,
@@ -172,122 +173,6 @@ def _check(
         raise UsageError("--teacher needs --text or --tasks: quality is compared on held-out text, or in tasks")
     if on_device and target is None:
         raise UsageError("--on-device needs --target: it says that this machine is that device")
-
-
-def _quality(
-    directory: Path,
-    text: list[Path],
-    reading: Reading,
-    teacher: Path | None,
-    device: Device | None,
-    threads: int | None,
-    kernels: str,
-    provider: str,
-) -> dict[str, Any]:
-    """Bits per byte of the text, and the loss against the teacher with its interval; None for what is not asked for.
-
-    Also how far the model is from the teacher, if `device` limits that.
-    """
-    from benchmarks.devices.verdict import DISTANCES
-    from benchmarks.spread import quality_loss
-    from sportsllm.formats.manifest import digest
-
-    own = score_text(directory, text, reading, threads, kernels, provider) if text else None
-    reference = score_text(teacher, text, reading, threads) if teacher and text else None
-    loss, interval = quality_loss(own.documents, reference.documents) if own and reference else (None, None)
-    far = dict[str, Any]()
-    if teacher and text and device and not DISTANCES.isdisjoint(device.limits.given()):
-        far = compare_text(directory, text, reading, teacher, threads, kernels, provider)
-    return far | {
-        "bits_per_byte": own and own.bits_per_byte,
-        "teacher_bits_per_byte": reference and reference.bits_per_byte,
-        "text": [str(path) for path in text],
-        "text_digests": [digest(path) for path in text],
-        "teacher": teacher and str(teacher),
-        "quality_loss_percent": loss,
-        "quality_interval_percent": interval and list(interval),
-        "quality_documents": len(own.documents) if own and reference else None,
-    }
-
-
-def score_tasks(
-    directory: Path,
-    tasks: list[str],
-    settings: dict[str, Any],
-    teacher: Path | None,
-    threads: int | None,
-    kernels: str,
-    provider: str,
-) -> dict[str, Any]:
-    """The tasks' metrics of both models, and the loss of accuracy over all documents with its interval."""
-    from benchmarks.spread import accuracy_loss
-    from sportsllm.inference.decoder import open_decoder
-    from sportsllm.inference.harness import run_tasks
-    from sportsllm.results import plain
-    from sportsllm.text.tokenizer import load_tokenizer
-
-    found = []
-    for each, *placed in [(directory, kernels, provider), *([(teacher, "auto", "cpu")] if teacher else [])]:
-        decoder = open_decoder(each, threads, *placed)
-        found.append(run_tasks(decoder, load_tokenizer(each, decoder.config), tasks, settings))
-    values = [[value for _, each in one.values() for value in each] for one in found]
-    loss, interval = accuracy_loss(values[0], values[1]) if teacher and values[0] else (None, None)
-    scores = [{name: plain(score) for name, (score, _) in one.items()} for one in found]
-    return {
-        "tasks": scores[0],
-        "teacher_tasks": scores[1] if teacher else {},
-        "accuracy_loss_points": loss,
-        "accuracy_interval_points": interval and list(interval),
-    }
-
-
-def compare_text(
-    directory: Path,
-    text: list[Path],
-    reading: Reading,
-    teacher: Path,
-    threads: int | None,
-    kernels: str,
-    provider: str,
-) -> dict[str, Any]:
-    """KL divergence from the teacher and the share of changed top-1 tokens, as `eval --against` computes them."""
-    from sportsllm.inference.decoder import open_decoder
-    from sportsllm.inference.divergence import compare_documents
-    from sportsllm.text.documents import read_documents
-    from sportsllm.text.tokenizer import load_tokenizer
-
-    own, base = open_decoder(directory, threads, kernels, provider), open_decoder(teacher, threads)
-    tokenizers = load_tokenizer(directory, own.config, reading), load_tokenizer(teacher, base.config, reading)
-    _, found = compare_documents(own, base, *tokenizers, list(read_documents(text, reading.text_field)))
-    low, high = found.top1_interval
-    return {
-        "kl_nats": found.kl,
-        "kl_interval_nats": [found.kl - 1.96 * found.kl_error, found.kl + 1.96 * found.kl_error],
-        "top1_changed_percent": 100 * (1 - found.top1_agreement),
-        "top1_changed_interval_percent": [100 * (1 - high), 100 * (1 - low)],
-    }
-
-
-def score_text(
-    directory: Path,
-    text: list[Path],
-    reading: Reading,
-    threads: int | None = None,
-    kernels: str = "auto",
-    provider: str = "cpu",
-) -> TextScore:
-    """Score of `directory` on the documents of `text`, as `eval` computes it."""
-    from sportsllm.inference.decoder import open_decoder
-    from sportsllm.inference.scoring import score_documents
-    from sportsllm.text.documents import read_documents
-    from sportsllm.text.split import warn_if_trained_on
-    from sportsllm.text.tokenizer import load_tokenizer
-
-    decoder = open_decoder(directory, threads, kernels, provider)
-    tokenizer = load_tokenizer(directory, decoder.config, reading)
-    documents = list(read_documents(text, reading.text_field))
-    warn_if_trained_on(directory, documents)
-    return score_documents(decoder, tokenizer, documents, description=f"score {directory.name}")
 
 
 def advice(measured: Bench) -> str:

@@ -65,7 +65,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"devices"},
         {"measure"},
         {"predict", "runtimes", "reporting"},
-        {"console_plan", "inspection"},
+        {"console_plan", "inspection", "quality"},
         {"search"},
         {"bench"},
         {"device_commands", "inspect", "plan", "fit", "report"},
@@ -78,8 +78,8 @@ MOST_LINES = {
     "sportsllm": 18_999,
     "compress": 7_770,
     "export": 6_366,
-    "benchmarks": 9_231,
-    "tests": 24_730,
+    "benchmarks": 9_208,
+    "tests": 24_731,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -41,7 +41,7 @@ def result(export: Path, benched: Path) -> dict[str, Any]:
         patch.setattr(bench, "SECONDS_PER_FIGURE", 0.05)
         patch.setattr(bench, "MEMORY_ROUNDS", 1)
         scores = {export: TextScore(40.8, 10, 10, (2.04,) * 20), benched: TextScore(40.0, 10, 10, (2.0,) * 20)}
-        patch.setattr("benchmarks.bench.score_text", lambda directory, *_: scores[directory])
+        patch.setattr("benchmarks.quality.score_text", lambda model, _: scores[model.directory])
         what = {"text": [benched / "config.json"], "teacher": benched, "threads": 1}
         how = {"rounds": 2, "most_rounds": 2, "prompt_lengths": "64"}
         return run(export, target="host", minutes=0.02, **what, settings=how).to_json()

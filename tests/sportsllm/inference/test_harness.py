@@ -10,10 +10,11 @@ import torch
 
 pytest.importorskip("lm_eval", reason="needs the extra tasks, which make setup installs")
 
-from benchmarks.bench import score_tasks
+from benchmarks.quality import Model, task_quality
 from sportsllm.inference.decoder import Sampling, generate, open_decoder
 from sportsllm.inference.harness import HarnessModel, run_tasks
 from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents
+from sportsllm.text.reading import USUAL
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.command_line import CommandLine
 from tests.support.models import DATA, tiny_model
@@ -145,7 +146,7 @@ def test_eval_prints_tasks_and_refuses_unknown_ones(checkpoint: Path, task: Path
 
 
 def test_bench_compares_with_the_teacher(exported_int4: Path, checkpoint: Path, task: Path) -> None:
-    found = score_tasks(exported_int4, [str(task)], {}, checkpoint, 1, "auto", "cpu")
+    found = task_quality(Model(exported_int4, USUAL, 1), Model(checkpoint, USUAL, 1), [str(task)], {})
     own, teacher = (found[key]["sports_questions"]["value"] for key in ("tasks", "teacher_tasks"))
     assert found["accuracy_loss_points"] == pytest.approx(100 * (teacher - own))
     low, high = found["accuracy_interval_points"]
