@@ -18,14 +18,7 @@ from sportsllm.verbs.data import DEFAULT_CORPUS, SIMULATED_MEGABYTES, simulate
 
 if TYPE_CHECKING:
     from sportsllm.files import JsonObject
-    from sportsllm.formats.artifact import Stage
-    from sportsllm.models.config import ModelConfig
-    from sportsllm.models.language_model import SportsLLM
-    from sportsllm.text.split import TextSplit
-    from sportsllm.text.tokenizer import TextTokenizer
-    from sportsllm.training.settings import Adapters, TrainConfig
 
-_TOKENIZER_CHARACTERS = 100_000_000  # of text that a tokenizer is trained on
 _shape: Any = partial(typer.Option, rich_help_panel="Shape")
 
 
@@ -112,6 +105,7 @@ def train(
     from sportsllm.text.reading import take_reading
     from sportsllm.text.split import load_corpus
     from sportsllm.text.tokenizer import load_tokenizer
+    from sportsllm.training.base_model import new_model, train_on, trained_model
     from sportsllm.training.chat_format import check_format, with_format
     from sportsllm.training.cost import log_cost
     from sportsllm.training.settings import (
@@ -161,13 +155,14 @@ def train(
         log(f"{out}: reading {', '.join(map(str, training))}")
         texts = load_corpus(training, held_out, unread, reading.text_field, [checkpoint] if checkpoint else [])
         if checkpoint is not None:
-            start, source = _checkpoint(checkpoint, shape, adapters, seed), checkpoint
+            start, source = trained_model(checkpoint, shape, adapters, seed), checkpoint
             if chat_template is not None:
                 start, source = with_format(start, checkpoint, directory, chat_template), directory
         else:
-            start, source = _new_model(str(model), shape, texts, config, directory, tokenizer, digits), directory
+            start, source = new_model(str(model), shape, texts, config, directory, tokenizer, digits), directory
         words = load_tokenizer(source, start.config, reading)
-        return _fit(start, words, texts, config, out, directory, stage, None if chat_template else checkpoint, resume)
+        kept = None if chat_template else checkpoint  # whose tokenizer files are copied
+        return train_on(start, words, texts, config, out, directory, stage, kept, resume)
 
     resume = resume or began(out)
     result = TrainResult.of(run_together(out, stage, make, resume))
@@ -237,103 +232,3 @@ def _default_out(checkpoint: Path | None, model: str | None, changes: Mapping[st
     if checkpoint is not None:
         return Path("runs") / f"{plain_name(checkpoint.resolve())}-tuned"
     return Path("runs") / ("custom" if changes.keys() - {"dropout"} else plain_name(Path(str(model)).resolve()))
-
-
-def _new_model(
-    model: str,
-    shape: ModelConfig,
-    texts: TextSplit,
-    config: TrainConfig,
-    directory: Path,
-    source: Path | None,
-    digits: str,
-) -> SportsLLM:
-    """A model with random weights, for the tokenizer of `source` or a new one, which is written."""
-    from sportsllm.console import log
-    from sportsllm.formats.checkpoint import copy_tokenizer
-    from sportsllm.models.kinds import described_shape
-    from sportsllm.models.language_model import SportsLLM
-    from sportsllm.text.conversations import plain_text
-    from sportsllm.text.split import DocumentStream
-    from sportsllm.text.tokenizer import load_tokenizer
-    from sportsllm.text.tokenizer_training import train_tokenizer
-    from sportsllm.training.settings import check_sequence, fit_vocabulary
-
-    if source is not None:
-        copy_tokenizer(source, directory)
-    elif not (directory / "tokenizer.json").exists():
-        sample = texts.train.sample(_TOKENIZER_CHARACTERS) if isinstance(texts.train, DocumentStream) else texts.train
-        some = f" on {len(sample):,} of {len(texts.train):,} documents" if len(sample) < len(texts.train) else ""
-        log(f"training a tokenizer of {shape.vocab_size:,} entries{some}")
-        train_tokenizer(map(plain_text, sample), shape.vocab_size, directory, digits)
-    tokenizer = load_tokenizer(directory)
-    shape = fit_vocabulary(shape, tokenizer.vocab_size, model).with_changes(
-        bos_token_id=tokenizer.begin_id, eos_token_id=tokenizer.end_id, pad_token_id=tokenizer.pad_id
-    )
-    check_sequence(config.sequence, shape)
-    log(f"{model}: {described_shape(shape)}")
-    made = SportsLLM(shape)
-    made.initialize(config.seed)
-    return made
-
-
-def _checkpoint(checkpoint: Path, shape: ModelConfig, adapters: Adapters | None, seed: int) -> SportsLLM:
-    """The model of the checkpoint, with adapters if asked for."""
-    from sportsllm.formats.checkpoint import load_checkpoint
-    from sportsllm.formats.huggingface import checkpoint_with
-
-    with checkpoint_with(checkpoint, shape) as source:
-        model = load_checkpoint(source)
-    if adapters is not None:
-        from sportsllm.training.lora import add_adapters
-
-        add_adapters(model, adapters.rank, adapters.targets, adapters.alpha, seed)
-    return model
-
-
-def _fit(
-    model: SportsLLM,
-    tokenizer: TextTokenizer,
-    texts: TextSplit,
-    config: TrainConfig,
-    out: Path,
-    directory: Path,
-    stage: Stage,
-    tokenizer_from: Path | None,
-    resume: bool,
-) -> JsonObject:
-    """Minimise next-token cross-entropy, and write the checkpoint."""
-    from sportsllm.formats.checkpoint import save_checkpoint
-    from sportsllm.processors import training_device
-    from sportsllm.text.packing import PackedSequences
-    from sportsllm.text.tokens import token_cache, tokenize
-    from sportsllm.training.loop import language_model_loss, train_model
-    from sportsllm.training.sharding import place
-    from sportsllm.training.state import validation
-
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    place(model, training_device(), config.shard, config.tensor_parallel, config.pipeline)
-    documents = tokenize(texts.train, tokenizer, token_cache(out))
-    batches = PackedSequences(documents, config.sequence, config.batch_size, config.seed)
-    scored = validation(texts, tokenizer, config, keep_start="init" in stage.settings)
-    if config.try_rates and scored is not None:
-        from sportsllm.training.rate_trial import choose_rates
-
-        config = choose_rates(model, batches, language_model_loss, config, directory, scored.selection)
-    result = train_model(
-        model,
-        batches,
-        language_model_loss,
-        config,
-        directory,
-        validation=scored,
-        identity=stage.fingerprint(),
-        resume=resume,
-        description=str(stage.settings.get("init") or stage.settings["model"]),
-    )
-    if stage.settings.get("lora"):
-        from sportsllm.training.lora import merge_adapters
-
-        merge_adapters(model)
-    save_checkpoint(directory, model, tokenizer_from)
-    return {**result.record(model, batches), "trained_parameters": trained, "sides": texts.sides}
