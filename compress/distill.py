@@ -70,13 +70,15 @@ def distill(
     kl_weight: Annotated[
         float | None,
         typer.Option(
+            min=0,
+            max=1,
             help=f"{DISTILLATION['kl_weight'].help}.",
             show_default=DISTILLATION["kl_weight"].default,
             rich_help_panel=_LOSS,
         ),
     ] = None,
     temperature: Annotated[
-        float, typer.Option(help="Softmax temperature of teacher and student.", rich_help_panel=_LOSS)
+        float, typer.Option(min=0.01, help="Softmax temperature of teacher and student.", rich_help_panel=_LOSS)
     ] = 1.0,
     signals: Annotated[
         Path | None,

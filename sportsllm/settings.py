@@ -79,11 +79,12 @@ DISTILLATION: Group = {
         0,
         1,
     ),
-    "temperature": Setting(float, "Softmax temperature of teacher and student", "1"),
+    "temperature": Setting(float, "Softmax temperature of teacher and student", "1", 0.01),
     "hidden_weight": Setting(
         float,
         "Weight of hidden-state matching in the loss",
         "3 for pruned weights, 0 if the teacher was trained on fewer than 2 tokens per parameter",
+        0,
     ),
     "signal_tokens": Setting(int, "Tokens to cache with --signals", "the tokens of the training", 1),
     "teacher_precision": Setting(

@@ -39,8 +39,6 @@ class Cost:
     gpus: int = 1
 
     def __post_init__(self) -> None:
-        if self.tokens is not None and self.tokens < 1:
-            raise UsageError(f"--tokens {self.tokens} must be at least 1")
         if not 0 < self.utilization <= 1:
             raise UsageError(f"--set utilization={self.utilization} must be above 0 and at most 1")
         if self.price_per_hour is not None and self.tokens is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,10 @@ from pathlib import Path
 from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject
 from sportsllm.models.config import ModelConfig
+from sportsllm.settings import DISTILLATION, check_value
 from sportsllm.text.documents import tokens_per_parameter
 from sportsllm.training.settings import Start
 
-TEACHER_PRECISIONS = ("auto", "fp32", "bf16", "int8", "nf4")
 HIDDEN_WEIGHT = 3.0
 _WELL_TRAINED = 100.0  # tokens a parameter from which on text teaches a student less than its teacher does
 _LEAST_TRAINING = 2.0  # tokens a parameter from which on states are worth copying; measured: 0.6 loses, 2.6 gains
@@ -82,7 +81,7 @@ class DistillationConfig:
         hidden_weight: of hidden-state matching, 0 for none; `layer_map` says which states, evenly spread if None.
         signals: directory of the teacher cache to learn from instead of the running teacher; made if missing.
         signal_tokens: tokens to cache; as many as are trained on if None.
-        teacher_precision: one of TEACHER_PRECISIONS.
+        teacher_precision: see `load_teacher`.
         exact_logits: logits are float32 sums on a CPU too, for a KL near bfloat16's rounding error.
     """
 
@@ -96,15 +95,9 @@ class DistillationConfig:
     exact_logits: bool = False
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.kl_weight <= 1.0:
-            raise UsageError(f"--kl-weight {self.kl_weight:g} must be in [0, 1]")
-        if not 0.0 < self.temperature < math.inf:
-            raise UsageError(f"--temperature {self.temperature:g} must be above 0")
-        if not 0.0 <= self.hidden_weight < math.inf:
-            raise UsageError(f"--set hidden_weight={self.hidden_weight:g}: must be 0 or more")
-        if self.teacher_precision not in TEACHER_PRECISIONS:
-            known = ", ".join(TEACHER_PRECISIONS)
-            raise UsageError(f"--set teacher_precision={self.teacher_precision}: use one of {known}")
+        for name, setting in DISTILLATION.items():
+            if (value := getattr(self, name)) is not None:
+                check_value(f"{name}={value}", value, setting)
         if self.signals is None and self.signal_tokens is not None:
             raise UsageError("--set signal_tokens belongs to --signals DIR; add it or leave it out")
 

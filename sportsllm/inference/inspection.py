@@ -73,12 +73,7 @@ def attention_weights(model: SportsLLM, ids: Sequence[int]) -> list[Tensor | Non
     Returns:
         For each layer (H, T, T) float32, row t the weights that token t gives to all, which add up to 1; None for a
         layer that has no attention over tokens.
-
-    Raises:
-        UsageError: the text is longer than the context.
     """
-    if len(ids) > model.config.max_position_embeddings:
-        raise UsageError(f"{len(ids)} tokens are more than the context of {model.config.max_position_embeddings}")
     x_BTD, found = model.embedded(torch.tensor([list(ids)], device=model.head_weight.device)), list[Tensor | None]()
     for block in model.model.layers:
         with _Watch() as watch:

@@ -14,9 +14,8 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices, norms_of_block, parameters, sublayers
 from sportsllm.models.memory import matrix_parameters
 from sportsllm.processors import loss_chunk_tokens
-from sportsllm.settings import OPTIMIZERS, check_optimizer_bits
+from sportsllm.settings import check_optimizer_bits
 
-TRAINING_PRECISIONS = ("fp32", "bf16", "fp16")
 Processor = Literal["cpu", "gpu"]
 _BLOCK_8BIT, _LEAST_8BIT = 256, 4_096
 """In bitsandbytes' 8-bit states: values that share a scale, and the size below which a tensor's stay float32."""
@@ -47,14 +46,6 @@ class TrainingStep:
     stages: int = 1
 
     def __post_init__(self) -> None:
-        for value, words in ((self.batch, "batch size"), (self.length, "sequence length")):
-            if value < 1:
-                raise UsageError(f"{words} {value} must be at least 1")
-        if self.precision not in TRAINING_PRECISIONS:
-            known = ", ".join(TRAINING_PRECISIONS)
-            raise UsageError(f"training precision {self.precision!r} is not known; use {known}")
-        if self.optimizer not in OPTIMIZERS:
-            raise UsageError(f"optimizer {self.optimizer!r} is not known; use {' or '.join(OPTIMIZERS)}")
         check_optimizer_bits(self.optimizer, self.optimizer_bits)
         if self.shards > 1 and self.optimizer_bits != 32:
             raise UsageError(f"optimizer_bits={self.optimizer_bits}: states in parts have 32; leave it or gpus out")

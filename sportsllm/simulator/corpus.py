@@ -62,15 +62,7 @@ def write_corpus(
 
     Returns:
         Counts: train_documents, valid_documents, train_bytes, valid_bytes, questions, and chats if there are some.
-
-    Raises:
-        ValueError: `megabytes` is not above zero or `questions` is below zero.
-        FileExistsError: `out` is not empty.
     """
-    if not megabytes > 0 or questions < 0:
-        raise ValueError(f"megabytes is {megabytes} and questions {questions}; give above 0 and at least 0")
-    if any(out.iterdir()):
-        raise FileExistsError(f"{out} is not empty; name a new directory")
     target, asked, told = round(megabytes * 1e6), list[list[str]](), list[str]()
     documents, sizes = {"train": 0, "valid": 0}, {"train": 0, "valid": 0}
     files = {split: (out / f"{split}.jsonl").open("w", encoding="utf-8", newline="\n") for split in documents}

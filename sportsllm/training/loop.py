@@ -23,7 +23,7 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences
 from sportsllm.training.loss import cross_entropy
-from sportsllm.training.optimizers import Schedule, build_optimizers, computes_in_bfloat16
+from sportsllm.training.optimizers import build_optimizers, computes_in_bfloat16, rate_factor
 from sportsllm.training.pipeline import Pipeline, Stage
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.sharding import clip_gradients
@@ -172,9 +172,6 @@ class _Run:
 
     def __init__(self, model: SportsLLM, config: TrainConfig, directory: Path, identity: str) -> None:
         self.model, self.config = model, config
-        self.schedule = Schedule(
-            config.schedule, config.steps, config.warmup, config.min_lr_ratio, config.decay_fraction
-        )
         self.device = model.device
         self.dtype = resolve_precision(config.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
@@ -229,7 +226,7 @@ class _Run:
         """One optimizer step; returns its loss in nats per token, the learning rate and the gradient norm."""
         config = self.config
         self.model.train()
-        factor = self.schedule.factor(self.state.step)
+        factor = rate_factor(config, self.state.step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor

@@ -6,7 +6,6 @@ Shape suffixes: N matrices, R rows, C columns.
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,41 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from sportsllm import processes
-from sportsllm.errors import UsageError
 from sportsllm.models.language_model import block_weights
-from sportsllm.training.settings import SCHEDULES, TrainConfig
+from sportsllm.training.settings import TrainConfig
 
 _BETAS = (0.9, 0.95)
 ParameterGroup = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Learning rate as a fraction of its peak, by step.
+def rate_factor(config: TrainConfig, step: int) -> float:
+    """Learning rate at `step`, counted from 0, as a fraction of its peak.
 
-    `cosine`: linear warm-up, then a cosine from 1 to `floor`. `wsd` (warm-up, stable, decay): 1 until the last
-    `decay_fraction` of the steps, then a straight line to `floor` (https://arxiv.org/abs/2404.06395).
+    `cosine`: linear warm-up, then a cosine from 1 to `min_lr_ratio`. `wsd` (warm-up, stable, decay): 1 until the last
+    `decay_fraction` of the steps, then a straight line to `min_lr_ratio` (https://arxiv.org/abs/2404.06395).
     """
-
-    kind: str
-    steps: int
-    warmup: int
-    floor: float = 0.1
-    decay_fraction: float = 0.2
-
-    def __post_init__(self) -> None:
-        if self.kind not in SCHEDULES:
-            raise UsageError(f"schedule {self.kind!r} is not known; use one of {', '.join(SCHEDULES)}")
-
-    def factor(self, step: int) -> float:
-        """Fraction of the peak rate at `step`, counted from 0."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        if self.kind == "cosine":
-            progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-            return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        decay = max(1, round(self.steps * self.decay_fraction))
-        return 1.0 - (1.0 - self.floor) * max(0.0, min(1.0, (step - (self.steps - decay)) / decay))
+    floor = config.min_lr_ratio
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    if config.schedule == "cosine":
+        progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    decay = max(1, round(config.steps * config.decay_fraction))
+    return 1.0 - (1.0 - floor) * max(0.0, min(1.0, (step - (config.steps - decay)) / decay))
 
 
 def computes_in_bfloat16(device: torch.device) -> bool:

@@ -15,7 +15,6 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.settings import TRAINING, check_optimizer_bits, check_value
 
-SCHEDULES = ("cosine", "wsd")
 _LEAST_TOKENS_PER_STEP, _MOST_TOKENS_PER_STEP = 1_024, 8_192
 ALPHA = 32.0
 """LoRA's scale, divided by the rank."""

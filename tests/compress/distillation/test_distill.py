@@ -119,10 +119,10 @@ def test_another_tokenizer_is_refused(
 
 def test_flags_out_of_range(tmp_path: Path) -> None:
     for settings, message in (
-        ({"kl_weight": 1.5}, "--kl-weight"),
-        ({"teacher_precision": "int3"}, "--set teacher_precision"),
-        ({"temperature": 0.0}, "--temperature"),
-        ({"hidden_weight": -1.0}, "--set hidden_weight"),
+        ({"kl_weight": 1.5}, "kl_weight=1.5: must be 0 to 1"),
+        ({"teacher_precision": "int3"}, "teacher_precision=int3"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"hidden_weight": -1.0}, "hidden_weight=-1.0"),
         ({"signal_tokens": 5}, "--signals"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -77,11 +77,6 @@ def test_a_layer_without_attention_has_no_weights(monkeypatch: pytest.MonkeyPatc
     assert attention_weights(tiny_model(attention_kind="mean"), IDS) == [None, None]
 
 
-def test_more_tokens_than_the_context_are_refused() -> None:
-    with pytest.raises(UsageError, match="129 tokens are more than the context of 128"):
-        attention_weights(tiny_model(), [3] * 129)
-
-
 def mixture(**changes: Any) -> Any:
     return tiny_model(mlp_kind="experts", experts=Experts(**{"count": 4, "active": 2} | changes))
 

@@ -161,10 +161,6 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch": 0}, "at least 1"),
-        ({"length": 0}, "at least 1"),
-        ({"precision": "int8"}, "use fp32, bf16, fp16"),
-        ({"optimizer": "sgd"}, "use adamw or muon"),
         ({"optimizer_bits": 4}, "use 32, 16, 8"),
         ({"optimizer_bits": 8, "optimizer": "muon"}, "bitsandbytes has no Muon"),
     ],
