@@ -44,7 +44,7 @@ COMMANDS = {
     "bench": Entry("benchmarks.bench", "Measure latency, memory and size; judge a budget."),
     "fit": Entry("benchmarks.fit", "Search for the best model within a device's budget."),
     "plan": Entry("benchmarks.plan", "Predict size, memory, speed and training time."),
-    "inspect": Entry("benchmarks.inspect", "Draw a model's parts, tensors, attention and experts."),
+    "inspect": Entry("benchmarks.inspect", "Draw a model's parts, tensors and attention."),
     "report": Entry("benchmarks.report", "Write an HTML page of results that works offline."),
     "devices list": Entry("benchmarks.device_commands", "List the device budgets."),
     "devices show": Entry("benchmarks.device_commands", "Explain one device and the source of every figure."),

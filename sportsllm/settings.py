@@ -273,7 +273,7 @@ def _spelled(value: object) -> str:
 
 GROUPS: Mapping[str, tuple[str, Group]] = {
     "Training": ("train, distill, prune --recover, quantize --qad", TRAINING),
-    "Text": ("train, distill, prune, quantize, export, eval, bench, fit, inspect, data tokens", TEXT),
+    "Text": ("train, distill, prune, quantize, export, eval, bench, fit, data tokens", TEXT),
     "Shape of a new model": ("train --model", SHAPE),
     "Tokenizer of a new model": ("train --model", TOKENIZER),
     "Steps": ("prune --recover, quantize --qad", STEPS),

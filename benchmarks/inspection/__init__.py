@@ -1,1 +1,1 @@
-"""What `inspect` shows: the parts of a model, attention maps and the use of experts."""
+"""What `inspect` shows: the parts of a model, and attention maps."""

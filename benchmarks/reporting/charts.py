@@ -64,15 +64,6 @@ def chart(identifier: str, title: str, caption: str, data: list[Plot], x: Plot, 
     return Chart(identifier, title, caption, figure)
 
 
-Cells = Sequence[Sequence[float | None]]
-
-
-def heat_map(rows: Cells, most: float, scale: list[list[Any]], bar: Plot, **more: Any) -> Plot:
-    """A trace of cells from 0 to `most`, None being left blank; `bar` is plotly's colorbar, `more` of the trace."""
-    colors = {"colorscale": scale, "zmin": 0, "zmax": most, "colorbar": {"thickness": 12, "outlinewidth": 0, **bar}}
-    return {"type": "heatmap", "z": [list(row) for row in rows], **colors, "xgap": 1, "ygap": 1, **more}
-
-
 def color(index: int) -> str:
     """The theme's name of a line's color."""
     return f"theme:c{index % len(COLORS)}"

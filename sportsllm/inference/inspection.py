@@ -1,4 +1,4 @@
-"""Which tokens each head of a model attends to and how far away they are, and which experts a router chooses.
+"""Which tokens each head of a model attends to, and how far away they are.
 
 Weights are made again from what the model itself hands to `scaled_dot_product_attention`, through which every kind of
 attention goes: keys of a group, latent ones, windows and scales are in its arguments. A run without this costs nothing.
@@ -8,8 +8,7 @@ Shape suffixes: B sequences, T tokens, L tokens that can be seen, H query heads,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sportsllm.console import progress_bar
-from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.experts import MixtureOfExperts, route
 from sportsllm.models.language_model import SportsLLM, first_positions
-from sportsllm.text.conversations import Document
-from sportsllm.text.tokenizer import TextTokenizer
 
 
 def softmax_weights(
@@ -92,65 +86,3 @@ def distance_tokens(weights_HTT: Tensor) -> Tensor:
     """For each head how many tokens back it looks, (H,): the weighted mean, then the mean over tokens."""
     places = torch.arange(weights_HTT.shape[-1], dtype=weights_HTT.dtype)
     return (weights_HTT * (places[:, None] - places)).sum(-1).mean(-1)
-
-
-def mixtures(model: SportsLLM) -> dict[int, MixtureOfExperts]:
-    """The mixtures of experts, by layer.
-
-    Raises:
-        UsageError: the model has none.
-    """
-    feed_forwards = [block.mlp for block in model.model.layers]
-    found = {layer: mlp for layer, mlp in enumerate(feed_forwards) if isinstance(mlp, MixtureOfExperts)}
-    if not found:
-        raise UsageError("--experts: the model has none; give a mixture, such as one trained from tiny-experts")
-    return found
-
-
-@torch.inference_mode()
-def count_choices(
-    model: SportsLLM, tokenizer: TextTokenizer, documents: Iterable[Document], most_tokens: int, description: str
-) -> tuple[dict[int, Tensor], int]:
-    """How often each expert of each layer is chosen.
-
-    Args:
-        model: in evaluation mode; read, never changed.
-        documents: each is read from its begin token, in pieces of at most the context.
-        most_tokens: reading stops at this many.
-        description: of the progress bar.
-
-    Returns:
-        For each layer with experts (N,) choices, as many a token as experts are active; and the tokens that were read,
-        begin tokens included.
-
-    Raises:
-        UsageError: the model has no experts.
-        ArtifactError: there is no text.
-    """
-    found, context, read = mixtures(model), model.config.max_position_embeddings, 0
-    counts = {
-        number: torch.zeros(mixture.config.chosen_experts.count, dtype=torch.long) for number, mixture in found.items()
-    }
-
-    def count(number: int, mixture: MixtureOfExperts, given: tuple[Tensor, ...]) -> None:
-        chosen_XK = route(mixture, given[0].flatten(0, 1))[1]
-        counts[number] += torch.bincount(chosen_XK.flatten(), minlength=len(counts[number])).cpu()
-
-    handles = [mixture.register_forward_pre_hook(partial(count, number)) for number, mixture in found.items()]
-    try:
-        with progress_bar(description, most_tokens) as bar:
-            for encoded in tokenizer.encode_documents(documents):
-                words = encoded.ids[1:] if encoded.scored is None else encoded.ids
-                for start in range(0, len(words), context - 1):
-                    ids = [tokenizer.begin_id, *words[start : start + context - 1]][: most_tokens - read]
-                    model.hidden(torch.tensor([ids], device=model.head_weight.device))
-                    read += len(ids)
-                    bar.advance(len(ids))
-                    if read >= most_tokens:
-                        return counts, read
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not read:
-        raise ArtifactError(f"{description}: the text is empty; give a file with text in it")
-    return counts, read

@@ -1,4 +1,4 @@
-"""`inspect`: drawings, attention maps and the use of experts."""
+"""`inspect`: drawings and attention maps."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.inspection.on_text import MOST_TOKENS, attention_chart, measure_attention
+from benchmarks.inspection.attention import MOST_TOKENS, attention_chart, measure_attention
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.inspection import attention_weights
@@ -115,25 +115,8 @@ def test_a_layer_without_attention_is_named(checkpoint: Path) -> None:
     assert found["layers_without_attention"] == [1]
 
 
-def test_shares_of_experts_by_text(mixture: Path, texts: list[str], cli: CommandLine, tmp_path: Path) -> None:
-    files = [str(tmp_path / name) for name in ("tennis.txt", "cycling.txt")]
-    for path, text in zip(files, texts, strict=False):
-        Path(path).write_text(text, encoding="utf-8")
-    flags = ["--experts", files[0], "--experts", files[1]]
-    found = cli.result("inspect", mixture, *flags, "--out", tmp_path / "use.html")["experts"]
-    assert list(found["tokens"]) == files and min(found["tokens"].values()) > 1
-    assert [layer["never_used"] for layer in found["layers"]] == [[], [2]]
-    shares = [layer["shares"][path] for layer in found["layers"] for path in files]
-    assert [sum(each) for each in shares] == pytest.approx([1] * 4)
-    chart = figures((tmp_path / "use.html").read_text(encoding="utf-8"))["experts"]["data"][0]
-    np.testing.assert_allclose(chart["z"], 3 * np.array(shares), atol=5e-4)
-    assert chart["y"] == [f"layer {layer}, {path}" for layer in (0, 1) for path in files]
-    code, said, _ = cli("inspect", mixture, *flags)
-    assert code == 0 and "experts that no token was sent to: layer 1: 2" in said
-
-
 def test_what_cannot_be_shown_is_refused_in_a_line(
-    checkpoint: Path, exported: Path, mixture: Path, corpus_file: Path, cli: CommandLine, tmp_path: Path
+    checkpoint: Path, exported: Path, cli: CommandLine, tmp_path: Path
 ) -> None:
     def refused(code: int, said: str, *arguments: object) -> None:
         cli.refuses(code, said, "inspect", *arguments)
@@ -143,10 +126,8 @@ def test_what_cannot_be_shown_is_refused_in_a_line(
     refused(2, f"a map shows between 1 and {MOST_TOKENS - 1}", checkpoint, "--text", "goal " * 80)
     refused(2, "--text has 0 tokens", checkpoint, "--text", "")
     refused(2, "--text is not valid UTF-8", checkpoint, "--text", "\udcff")
-    refused(2, "--experts: the model has none", checkpoint, "--experts", checkpoint / "config.json")
-    refused(3, "nowhere.txt: not found", mixture, "--experts", "nowhere.txt")
     with pytest.raises(UsageError, match=r"5,120 heads of 64 tokens are too much for a page"):
         attention_chart({"tokens": ["a"] * 64}, [torch.zeros(64, 64, 64)] * 80)
-    refused(2, "is an export; give a checkpoint", exported, "--experts", corpus_file)
+    refused(2, "is an export; give a checkpoint", exported, "--text", TEXT)
     assert not list(tmp_path.glob("x.*"))
     assert cli.result("inspect", exported)["blocks"] == cli.result("inspect", checkpoint)["blocks"]

@@ -1,4 +1,4 @@
-"""What a checkpoint does with text: which tokens each head attends to, and which experts a text is sent to."""
+"""Which tokens of a text each head of a checkpoint attends to: figures, and a chart."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.labels import Table
-from benchmarks.reporting.charts import Chart, heat_map
+from benchmarks.reporting.charts import Chart
 from sportsllm.errors import UsageError
-from sportsllm.text.documents import read_documents
 from sportsllm.text.token_counts import token_pieces, visible_piece
 from sportsllm.text.tokenizer import load_tokenizer, read_tokenizer
 
@@ -18,15 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sportsllm.models.language_model import SportsLLM
-    from sportsllm.text.reading import Reading
 
 MOST_TOKENS = 64
 """Most tokens of a map whose labels can still be read."""
 _TOP = 3
 _MOST_CELLS = 4_000_000  # of a page, about 30 MB
 _CELL = 15  # pixels
-_EXPERT_TOKENS = 65_536  # of each kind of text
-_ROW, _MOST_LABELED = 24, 16  # pixels; experts whose shares fit into their cells
 
 
 def measure_attention(model: SportsLLM, directory: Path, text: str) -> tuple[dict[str, Any], list[Tensor | None]]:
@@ -101,11 +96,19 @@ def attention_chart(attention: Mapping[str, Any], weights: Sequence[Tensor | Non
         for head, one in enumerate(weights_HTT)
     }
     labels = [[html.escape(f"{row} \u2192 {column}") for column in tokens] for row in tokens]
-    first = next(iter(maps.values()))
-    # Pale up to a quarter, so that small weights are seen.
-    scale = [[0, "theme:panel"], [0.25, "theme:c0"], [1, "theme:ink"]]
-    hover = "%{text}: %{z:.1%}<extra></extra>"
-    trace = heat_map(first, 1.0, scale, {"tickformat": ".0%"}, hovertemplate=hover, text=labels)
+    trace = {
+        "type": "heatmap",
+        "z": next(iter(maps.values())),
+        "zmin": 0,
+        "zmax": 1,
+        # Pale up to a quarter, so that small weights are seen.
+        "colorscale": [[0, "theme:panel"], [0.25, "theme:c0"], [1, "theme:ink"]],
+        "colorbar": {"thickness": 12, "outlinewidth": 0, "tickformat": ".0%"},
+        "xgap": 1,
+        "ygap": 1,
+        "text": labels,
+        "hovertemplate": "%{text}: %{z:.1%}<extra></extra>",
+    }
     names = {"tickvals": list(range(len(tokens))), "ticktext": [html.escape(token) for token in tokens]}
     names |= {"showgrid": False, "showline": False, "ticks": ""}
     buttons = [{"label": name, "method": "restyle", "args": [{"z": [cells]}]} for name, cells in maps.items()]
@@ -122,76 +125,3 @@ def attention_chart(attention: Mapping[str, Any], weights: Sequence[Tensor | Non
 def _visible(piece: str) -> str:
     """A token with its spaces marked and line breaks escaped."""
     return visible_piece(piece).replace(" ", "\u2423")
-
-
-def measure_experts(model: SportsLLM, directory: Path, files: Sequence[Path], reading: Reading) -> dict[str, Any]:
-    """Run a mixture on texts of several kinds, a file each, and count what its routers choose.
-
-    Returns:
-        `tokens` that were read by file; `layers`: of each `layer` with experts their number `experts`, how many are
-        `active` for a token, `shares` by file, which add up to 1, and `never_used`.
-
-    Raises:
-        UsageError: the model has no experts.
-        ArtifactError: a file or the tokenizer is missing or damaged, or a text is empty.
-    """
-    from sportsllm.inference.inspection import count_choices, mixtures
-
-    found, tokenizer = mixtures(model), load_tokenizer(directory, model.config, reading)
-    texts = {str(path): read_documents([path], reading.text_field) for path in files}
-    read = {name: count_choices(model, tokenizer, text, _EXPERT_TOKENS, name) for name, text in texts.items()}
-    layers = []
-    for layer, mixture in found.items():
-        used = {name: counts[layer] for name, (counts, _) in read.items()}
-        layers.append(
-            {
-                "layer": layer,
-                "experts": mixture.config.chosen_experts.count,
-                "active": mixture.config.chosen_experts.active,
-                "shares": {name: (counts / counts.sum()).tolist() for name, counts in used.items()},
-                "never_used": [expert for expert, each in enumerate(zip(*used.values(), strict=True)) if not any(each)],
-            }
-        )
-    return {"tokens": {name: tokens for name, (_, tokens) in read.items()}, "layers": layers}
-
-
-def expert_table(experts: Mapping[str, Any]) -> Table:
-    """For each layer and kind of text the most and the least used expert."""
-    rows = []
-    for layer in experts["layers"]:
-        for name, shares in layer["shares"].items():
-            ends = [pick(range(len(shares)), key=shares.__getitem__) for pick in (max, min)]
-            most, least = (f"{expert} ({shares[expert]:.1%})" for expert in ends)
-            rows.append(
-                (str(layer["layer"]), name, f"{experts['tokens'][name]:,}", f"{1 / len(shares):.1%}", most, least)
-            )
-    headers = ("layer", "text", "tokens", "even share", "most used", "least used")
-    return Table("use of experts (--json has every share)", headers, rows, texts=(1,))
-
-
-def expert_chart(experts: Mapping[str, Any]) -> Chart:
-    """A row for each layer and kind of text, a column for each expert."""
-    rows = [
-        (f"layer {layer['layer']}, {html.escape(name)}", shares)
-        for layer in experts["layers"]
-        for name, shares in layer["shares"].items()
-    ]
-    most = max(len(shares) for _, shares in rows)
-    shown = {"texttemplate": "%{text}"} if most <= _MOST_LABELED else {}
-    cells = [[round(share * len(shares), 3) for share in shares] for _, shares in rows]
-    largest = max(2.0, *map(max, cells))
-    trace = heat_map(
-        cells,
-        largest,
-        [[0, "theme:c1"], [1 / largest, "theme:panel"], [1, "theme:c0"]],
-        {"ticksuffix": "\u00d7", "tickformat": ".3~g"},
-        hovertemplate="%{y}, expert %{x}: %{text}<extra></extra>",
-        y=[label for label, _ in rows],
-        text=[[f"{share:.1%}" for share in shares] for _, shares in rows],
-        **shown,
-    )
-    columns = {"title": {"text": "expert"}, "side": "top", "showgrid": False, "tickformat": "d", "dtick": 1}
-    texts = {"type": "category", "autorange": "reversed", "showgrid": False}
-    layout = {"height": _ROW * len(rows) + 80, "xaxis": columns, "yaxis": texts}
-    caption = "Shares of a text's choices in a layer, which add up to 100%; colors are multiples of an even share."
-    return Chart("experts", "Experts' use by kind of text", caption, {"data": [trace], "layout": layout})
