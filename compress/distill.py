@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from compress.distillation.student import StudentTraining
     from sportsllm.files import JsonObject
 
-_LOSS, _SHAPE = "Loss", "Shape"
+_loss: Any = partial(typer.Option, rich_help_panel="Loss")
+_shape: Any = partial(typer.Option, rich_help_panel="Shape")
 _RARE = pick(DISTILLATION, ("hidden_weight", "signal_tokens", "teacher_precision"))
 _SEQUENCE_TIMES_SELECTED = 4
 _SELECTION_TOKENS = 1_000_000  # with --select-tokens, if no length is given
@@ -50,42 +52,36 @@ def distill(
     valid: options.Valid = None,
     start: Annotated[
         str | None,
-        typer.Option(
+        _shape(
             help="cut: the teacher, pruned to the student's shape; fresh: random weights. Only the shape of a "
             "checkpoint student is used then.",
             show_default="the weights of a checkpoint student, else cut if the shape allows it",
-            rich_help_panel=_SHAPE,
         ),
     ] = None,
     select_tokens: Annotated[
         int | None,
-        typer.Option(
+        _shape(
             min=1,
             help="Experimental: each token attends to at most this many tokens, selected in blocks by an indexer. The "
             "first and the newest tokens are always included.",
             show_default="all tokens",
-            rich_help_panel=_SHAPE,
         ),
     ] = None,
     kl_weight: Annotated[
         float | None,
-        typer.Option(
+        _loss(
             min=0,
             max=1,
             help=f"{DISTILLATION['kl_weight'].help}.",
             show_default=DISTILLATION["kl_weight"].default,
-            rich_help_panel=_LOSS,
         ),
     ] = None,
-    temperature: Annotated[
-        float, typer.Option(min=0.01, help="Softmax temperature of teacher and student.", rich_help_panel=_LOSS)
-    ] = 1.0,
+    temperature: Annotated[float, _loss(min=0.01, help="Softmax temperature of teacher and student.")] = 1.0,
     signals: Annotated[
         Path | None,
-        typer.Option(
+        _loss(
             help="Directory of the teacher's cached predictions; created if missing.",
             show_default="the teacher runs in every step",
-            rich_help_panel=_LOSS,
         ),
     ] = None,
     steps: options.Steps = None,

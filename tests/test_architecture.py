@@ -75,8 +75,8 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_888,
-    "compress": 7_765,
+    "sportsllm": 18_887,
+    "compress": 7_761,
     "export": 6_366,
     "benchmarks": 9_105,
     "tests": 24_642,

@@ -66,7 +66,7 @@ def trained_model(checkpoint: Path, shape: ModelConfig, adapters: Adapters | Non
     return model
 
 
-def train_on(
+def fit(
     model: SportsLLM,
     tokenizer: TextTokenizer,
     texts: TextSplit,
@@ -77,7 +77,7 @@ def train_on(
     tokenizer_from: Path | None,
     resume: bool,
 ) -> JsonObject:
-    """Minimise next-token cross-entropy, and write the checkpoint."""
+    """Minimise next-token cross-entropy, and write the checkpoint; `tokenizer_from` has tokenizer files to copy."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     place(model, training_device(), config.shard, config.tensor_parallel, config.pipeline)
     documents = tokenize(texts.train, tokenizer, token_cache(out))

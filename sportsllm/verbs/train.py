@@ -105,7 +105,7 @@ def train(
     from sportsllm.text.reading import take_reading
     from sportsllm.text.split import load_corpus
     from sportsllm.text.tokenizer import load_tokenizer
-    from sportsllm.training.base_model import new_model, train_on, trained_model
+    from sportsllm.training.base_model import fit, new_model, trained_model
     from sportsllm.training.chat_format import check_format, with_format
     from sportsllm.training.cost import log_cost
     from sportsllm.training.settings import (
@@ -161,8 +161,7 @@ def train(
         else:
             start, source = new_model(str(model), shape, texts, config, directory, tokenizer, digits), directory
         words = load_tokenizer(source, start.config, reading)
-        kept = None if chat_template else checkpoint  # whose tokenizer files are copied
-        return train_on(start, words, texts, config, out, directory, stage, kept, resume)
+        return fit(start, words, texts, config, out, directory, stage, None if chat_template else checkpoint, resume)
 
     resume = resume or began(out)
     result = TrainResult.of(run_together(out, stage, make, resume))
