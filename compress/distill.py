@@ -119,9 +119,9 @@ def distill(
     begin = choose_start(student, start, source)
     if select_tokens is not None:
         from compress.distillation.selection import selecting
+        from sportsllm.models.config import Selection
 
-        sizes = {"tokens": select_tokens, "block": found.get("select_block")}
-        begin = selecting(begin, sizes | {name: found.get(f"index_{name}") for name in ("heads", "parts", "pairs")})
+        begin = selecting(begin, select_tokens, found.get("select_block", Selection.block))
         sequence = sequence or min(begin.shape.max_position_embeddings, _SEQUENCE_TIMES_SELECTED * select_tokens)
         tokens = _SELECTION_TOKENS if tokens is None and steps is None else tokens
     elif rare := pick(found, SELECTION):

@@ -102,9 +102,6 @@ SIGNALS: Group = {
 }
 SELECTION: Group = {
     "select_block": Setting(int, "Tokens of a selected block", "16", 1),
-    "index_heads": Setting(int, "Heads of the indexer", "the model's query heads", 1),
-    "index_parts": Setting(int, "Parts of an index head and of the cached index key", "2; 1 for a single key head", 1),
-    "index_pairs": Setting(int, "Rotary pairs of a part, the slowest of a head", "half, but at least 16", 1),
 }
 SHAPE: Group = {
     "layers": Setting(int, "Layers", "the model's", 1),

@@ -17,7 +17,7 @@ D hidden_size, A the inputs of queries and keys: D, and 1 where they have biases
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -76,13 +76,11 @@ class Selecting(Checkpoint):
         return student, training
 
 
-def selecting(start: Fresh, sizes: Mapping[str, int | None]) -> Selecting:
-    """The start of a student that is to select tokens.
+def selecting(start: Fresh, tokens: int, block: int) -> Selecting:
+    """The start of a student that is to select `tokens`, in blocks of `block`.
 
-    Args:
-        start: what --student and --start ask for.
-        sizes: of the `Selection`; those that are None get their usual ones, of the indexer as many heads as the model
-            has and two parts of half the rotary pairs.
+    `start` is what --student and --start ask for. The indexer has as many heads as the model, and two parts of half the
+    rotary pairs.
 
     Raises:
         UsageError: there are no weights to start from, or their attention is of another kind.
@@ -94,14 +92,9 @@ def selecting(start: Fresh, sizes: Mapping[str, int | None]) -> Selecting:
         raise UsageError(
             f"--select-tokens: {start.inputs[0]} has {kind} attention; it is for grouped-query attention to all tokens"
         )
-    keys, pairs = start.shape.num_key_value_heads, start.shape.head_dim // 2
-    usual_sizes = {"heads": start.shape.num_attention_heads, "parts": min(_INDEX_PARTS, keys)}
-    usual_sizes["pairs"] = min(pairs, max(_LEAST_PAIRS, pairs // 2))
-    selection = Selection(**usual_sizes | {name: size for name, size in sizes.items() if size is not None})
-    if selection.parts > keys:
-        raise UsageError(f"index_parts is {selection.parts}; the model has {keys} key heads, more tell nothing more")
-    if selection.pairs is not None and selection.pairs > pairs:
-        raise UsageError(f"index_pairs is {selection.pairs}; a head has {pairs}")
+    parts, pairs = min(_INDEX_PARTS, start.shape.num_key_value_heads), start.shape.head_dim // 2
+    pairs = min(pairs, max(_LEAST_PAIRS, pairs // 2))
+    selection = Selection(tokens, block, start.shape.num_attention_heads, parts, pairs)
     try:
         shape = start.shape.with_changes(attention_kind="selected", selection=selection)
     except UsageError as error:

@@ -31,7 +31,7 @@ from sportsllm.models.selection import Document, selected_attention
 from tests.support import families
 from tests.support.models import tiny_model
 
-SELECTION = Selection(tokens=16, block=4, heads=2, parts=2, pairs=4)
+SELECTION = Selection(tokens=16, block=4, heads=4, parts=2, pairs=8)
 
 
 def write_text(file: Path, seed: int, words: int) -> Path:
@@ -64,9 +64,7 @@ def made(full: Path, text: Path, held_out: Path, tmp_path_factory: pytest.TempPa
     out = tmp_path_factory.mktemp("made") / "out"
     result = distill(
         teacher=str(full), select_tokens=16, out=out, corpus=[text], valid=[held_out], steps=2, batch_size=2, threads=1,
-        settings={
-            "select_block": 4, "index_heads": 2, "index_parts": 2, "index_pairs": 4, "accumulation": 1,
-        },
+        settings={"select_block": 4, "accumulation": 1},
     )  # fmt: skip
     assert result.bits_per_byte_before is not None
     assert result.bits_per_byte_before > 0
@@ -77,7 +75,7 @@ def test_the_command_makes_a_checkpoint_that_selects(made: Path, full: Path) -> 
     config = load_config(made)
     assert config == load_config(full).with_changes(attention_kind="selected", selection=SELECTION)
     settings = read_manifest(made).settings
-    assert settings["selection"] == {"tokens": 16, "block": 4, "heads": 2, "parts": 2, "pairs": 4}
+    assert settings["selection"] == {"tokens": 16, "block": 4, "heads": 4, "parts": 2, "pairs": 8}
     assert settings["sequence"] == 64, "four times what is selected"
 
 
@@ -85,7 +83,7 @@ def test_usual_sizes_follow_the_model() -> None:
     for size, pairs in ((16, 8), (32, 16), (64, 16), (128, 32)):
         shape = tiny_model(head_dim=size).config
         start = Checkpoint(shape, [Path("teacher")])
-        chosen = selecting(start, {"tokens": 16, "block": 4}).shape.chosen_selection
+        chosen = selecting(start, 16, 4).shape.chosen_selection
         assert (chosen.heads, chosen.parts, chosen.pairs) == (4, 2, pairs)
 
 
@@ -108,7 +106,7 @@ def test_it_is_pruned_but_for_the_indexer(made: Path, text: Path, tmp_path: Path
     prune_checkpoint(PruneJob(made, [text]), Shape(32, 64, 2, 1, 2, 16), tmp_path / "pruned")
     pruned = load_checkpoint(tmp_path / "pruned")
     shapes = [tuple(pruned.model.layers[0].self_attn.get_submodule(name).weight.shape) for name in INDEX]
-    assert shapes == [(2 * 16, 32), (16, 32)] and pruned.config.selection == SELECTION
+    assert shapes == [(4 * 32, 32), (32, 32)] and pruned.config.selection == SELECTION
     full = Shape.of(config)
     for shape, flag in ((Shape(64, 96, 4, 2, 2, 8), "--head-dim"), (Shape(64, 96, 4, 1, 2, 16), "--kv-heads")):
         with pytest.raises(UsageError, match=rf"{flag}.* selected attention"):
@@ -199,13 +197,14 @@ def test_index_scores_of_normalised_heads_are_near() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"select_tokens": None, "index_heads": 2, "student": "tiny-300k"}, "options of --select-tokens: index_heads"),
+        (
+            {"select_tokens": None, "select_block": 2, "student": "tiny-300k"},
+            "options of --select-tokens: select_block",
+        ),
         ({"select_tokens": None}, "give --student"),
         ({"student": "tiny-300k", "start": "fresh"}, "--select-tokens starts from trained weights"),
         ({"select_tokens": 400}, "--select-tokens is 400, the context 350"),
         ({"select_tokens": 30}, "config: selection: 30 tokens in blocks of 4"),
-        ({"index_pairs": 9}, "index_pairs is 9; a head has 8"),
-        ({"index_parts": 3}, "index_parts is 3; the model has 2 key heads"),
         ({"sequence": 16}, "--select-tokens 16: --sequence is 16, all of which are selected"),
     ],
 )
@@ -216,7 +215,7 @@ def test_what_does_not_go_together_is_refused(
     if "select_tokens" in flags and flags["select_tokens"] is None:
         del given["select_block"]
     given |= flags
-    rare = {name: given.pop(name) for name in list(given) if name.startswith("index_") or name == "select_block"}
+    rare = {name: given.pop(name) for name in list(given) if name == "select_block"}
     with pytest.raises(UsageError, match=said) as caught:
         distill(teacher=str(full), out=tmp_path / "out", threads=1, settings=rare, **given)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
