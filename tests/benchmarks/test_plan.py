@@ -168,8 +168,8 @@ def test_on_the_command_line(cli: CommandLine) -> None:
         (["base-162m", "--training", "--target", "rtx-3060"], 162_417_408),
         (["7B"], 7_000_000_000),
     ):
-        code, out, err = cli("plan", *arguments, "--json")
-        assert code == 0 and json.loads(out)["parameters"] == parameters and f"{parameters:,}" in err
+        result, err = cli.says("plan", *arguments)
+        assert result["parameters"] == parameters and f"{parameters:,}" in err
 
 
 def test_large_shapes_are_counted_exactly() -> None:

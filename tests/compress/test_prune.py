@@ -29,6 +29,7 @@ from sportsllm.formats.manifest import read_manifest
 from sportsllm.formats.safetensors import INDEX, WEIGHTS
 from sportsllm.models.config import Experts
 from sportsllm.training import loop
+from tests.support.disk import full_disk
 from tests.support.models import saved, tiny_config, tiny_model
 from tests.support.pretend_gpu import DEVICE, pretended_gpu
 
@@ -243,18 +244,10 @@ def test_everything_is_computed_on_one_processor(run: Pruning, tmp_path: Path, m
         assert (ours - theirs).norm() < 1e-3 * theirs.norm()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="no limit of a file's size")
 def test_a_full_disk_leaves_nothing(run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import resource
-
     monkeypatch.setattr(jobs, "_IN_MEMORY", 0)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            run(tmp_path / "out", hidden=32)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        run(tmp_path / "out", hidden=32)
     assert not list(tmp_path.iterdir())
 
 

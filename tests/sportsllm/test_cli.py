@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from sportsllm.settings import LORA, TRAINING
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.settings import ALPHA, TrainConfig
 from tests.support.command_line import CommandLine
+from tests.support.disk import full_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,12 +64,11 @@ def test_json_is_one_object_and_words_go_to_stderr(cli: CommandLine, checkpoint:
     code, out, err = cli("eval", checkpoint, "--text", corpus_file, "--json")
     assert code == 0 and "bits per byte" in err
     assert {"perplexity", "bits_per_byte", "tokens", "bytes"} <= set(json.loads(out))
-    code, out, _ = cli("generate", checkpoint, "--prompt", "Goal", "--max-new-tokens", 5, "--json")
-    result = json.loads(out.splitlines()[-1])
+    goal = ("generate", checkpoint, "--prompt", "Goal", "--max-new-tokens", 5)
+    result = cli.result(*goal)
     assert {"text", "tokens", "ttft_ms", "tokens_per_s"} <= set(result) and result["tokens"] == 5
-    text = json.loads(out)["text"]
-    stopped = cli("generate", checkpoint, "--prompt", "Goal", "--max-new-tokens", 5, "--stop", text[1:3], "--json")
-    assert json.loads(stopped[1])["text"] == text[: text.index(text[1:3])]
+    text = result["text"]
+    assert cli.result(*goal, "--stop", text[1:3])["text"] == text[: text.index(text[1:3])]
     cli.refuses(2, "--stop is empty", "generate", checkpoint, "--stop", "")
     (file := corpus_file.with_name("prompt.txt")).write_text("Goal\n", encoding="utf-8")
     from_file = ("generate", checkpoint, "--prompt-file", file, "--max-new-tokens", 5, "--json")
@@ -83,13 +82,12 @@ def test_json_is_one_object_and_words_go_to_stderr(cli: CommandLine, checkpoint:
 
 
 def test_generate_says_that_the_context_is_full(cli: CommandLine, checkpoint: Path) -> None:
-    endless = ("generate", checkpoint, "--temperature", 0, "--repetition-penalty", 1, "--json", "--max-new-tokens")
-    code, out, err = cli(*endless, 9_999)
-    result, context = json.loads(out.splitlines()[-1]), load_config(checkpoint).max_position_embeddings
-    assert code == 0 and result["context_full"] is True and result["tokens"] == context - 1
+    endless = ("generate", checkpoint, "--temperature", 0, "--repetition-penalty", 1, "--max-new-tokens")
+    (result, err), context = cli.says(*endless, 9_999), load_config(checkpoint).max_position_embeddings
+    assert result["context_full"] is True and result["tokens"] == context - 1
     assert f"the context of {context:,} tokens is full: {context - 1:,} of 9,999" in err
-    code, out, err = cli(*endless, 3)
-    assert json.loads(out.splitlines()[-1])["context_full"] is False and "is full" not in err
+    result, err = cli.says(*endless, 3)
+    assert result["context_full"] is False and "is full" not in err
 
 
 def test_chat(cli: CommandLine, checkpoint: Path, tmp_path: Path) -> None:
@@ -102,8 +100,8 @@ def test_chat(cli: CommandLine, checkpoint: Path, tmp_path: Path) -> None:
     assert code == 0 and out.startswith("Hi\n\n")
     tokenizer, decoder = load_tokenizer(chatty), open_decoder(chatty, 1)
     first = int(decoder.prefill([[*tokenizer.encode("Hi"), 1]])[0].argmax())
-    code, out, _ = cli("generate", chatty, "--chat", "--prompt", "Hi", "--temperature", 0, "--json")
-    assert json.loads(out.splitlines()[-1])["ids"][:1] == [first]
+    result = cli.result("generate", chatty, "--chat", "--prompt", "Hi", "--temperature", 0)
+    assert result["ids"][:1] == [first]
 
 
 def test_train_distill_quantize_prune_verify(
@@ -129,10 +127,8 @@ def test_train_distill_quantize_prune_verify(
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    code, out, _ = cli("verify", "runs/q", "--json")
-    assert code == 3 and json.loads(out)["problems"] == [
-        "model.safetensors: content differs from the manifest's SHA-256"
-    ]
+    problems = cli.says("verify", "runs/q", code=3)[0]["problems"]
+    assert problems == ["model.safetensors: content differs from the manifest's SHA-256"]
     assert run("eval", "runs/p", "--questions", matches / "questions.jsonl")["questions"] == 8
 
 
@@ -148,8 +144,7 @@ def test_interrupt_saves_and_resume_finishes(matches: Path, tmp_path: Path, cli:
     assert process.returncode == 130, err
     assert "--resume" in err and not (tmp_path / "out").exists()
     cli.refuses(6, "add --resume", *arguments)
-    code, _, err = cli(*arguments, "--resume", "--json")
-    assert code == 0, err
+    cli.result(*arguments, "--resume")
     steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps) and steps[-1] == 40
     assert not (tmp_path / "out" / "state").exists()
@@ -157,14 +152,8 @@ def test_interrupt_saves_and_resume_finishes(matches: Path, tmp_path: Path, cli:
 
 def test_full_disk_and_read_only_folder_leave_nothing(checkpoint: Path, tmp_path: Path, cli: CommandLine) -> None:
     quantize = ["quantize", checkpoint, "--method", "rtn", "--out"]
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    with full_disk():
         cli.refuses(5, "grew over the allowed size", *quantize, tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, before)
     assert list(tmp_path.iterdir()) == []
     cli.refuses(5, "/sys/nothing", *quantize, "/sys/nothing/out")
 
@@ -189,8 +178,7 @@ def test_a_missing_package_names_the_extra_and_a_hidden_one_is_refused(checkpoin
 def test_a_tokenizer_keeps_its_own_special_tokens(
     cli: CommandLine, stories: Path, corpus_file: Path, tmp_path: Path
 ) -> None:
-    code, _, err = cli(*train(corpus_file, tmp_path / "out", "--tokenizer", stories, "--steps", 0))
-    assert code == 0, err
+    cli.result(*train(corpus_file, tmp_path / "out", "--tokenizer", stories, "--steps", 0))
     config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert (config["bos_token_id"], config["eos_token_id"], config["vocab_size"]) == (1, 2, 512)
 
@@ -204,8 +192,7 @@ def test_a_closed_pipe_is_no_bug(checkpoint: Path) -> None:
 
 def test_generated_text_joins_its_prompt(cli: CommandLine, stories: Path) -> None:
     arguments = ["generate", stories, "--prompt", "Once upon a time, there", "--temperature", 0, "--max-new-tokens", 4]
-    _, out, _ = cli(*arguments, "--json")
-    assert json.loads(out.splitlines()[-1])["text"].startswith(" was a little")
+    assert cli.result(*arguments)["text"].startswith(" was a little")
 
 
 def flags_of(command: str) -> list[Any]:

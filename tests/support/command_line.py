@@ -21,11 +21,14 @@ class CommandLine:
         out, err = self.capsys.readouterr()
         return int(stop.value.code or 0), out, err
 
+    def says(self, *arguments: object, code: int = 0) -> tuple[dict[str, Any], str]:
+        """The JSON object of a command that ends with this code, and its words."""
+        found, out, err = self(*arguments, "--json")
+        assert found == code, err
+        return dict(json.loads(out.splitlines()[-1])), err
+
     def result(self, *arguments: object) -> dict[str, Any]:
-        """The JSON object of a command that succeeds."""
-        code, out, err = self(*arguments, "--json")
-        assert code == 0, err
-        return dict(json.loads(out.splitlines()[-1]))
+        return self.says(*arguments)[0]
 
     def refuses(self, code: int, text: str, *arguments: object) -> None:
         """The command fails with this code and one line that says why."""

@@ -268,10 +268,8 @@ def test_the_command_exits_4_when_a_limit_is_missed(
     text = (DEVICES / "host.toml").read_text(encoding="utf-8")
     device.write_text(text.replace("file_mb = 100\n", "file_mb = 0.01\n"), encoding="utf-8")
     out = tmp_path / "bench.json"
-    arguments = ["bench", export, "--target", device, "--threads", 1, "--json", "--out", out]
-    code, shown, err = cli(*arguments)
-    assert code == 4
-    printed = json.loads(shown.splitlines()[-1])
+    arguments = ["bench", export, "--target", device, "--threads", 1, "--out", out]
+    printed, err = cli.says(*arguments, code=4)
     assert printed["budget"]["verdict"] == "fail" and "exit_code" not in printed
     assert json.loads(out.read_text(encoding="utf-8")) == printed
     error = err.strip().splitlines()[-1]
@@ -291,13 +289,12 @@ def test_a_gguf_file_is_judged_by_its_own_size_and_by_no_copy_of_it(
     (file := tmp_path / "model.gguf").write_bytes(bytes(1_000))
     converted = shutil.copytree(benched, tmp_path / "converted")
     Manifest(command="gguf", parents=(Parent(str(file), ""),)).write(converted)
-    code, shown, err = cli("bench", converted, "--target", "host", "--json")
-    printed = json.loads(shown.splitlines()[-1])
+    printed, err = cli.says("bench", converted, "--target", "host", code=4)
     assert printed["directory"] == str(file) and printed["file_bytes"] == 1_000
     verdicts = {one["name"]: (one["value"], one["verdict"]) for one in printed["budget"]["limits"]}
     assert verdicts["file_mb"] == (0.001, "pass")
     assert verdicts["peak_memory_mb"] == verdicts["tpot_p50_ms"] == (None, "uncertain")
-    assert code == 4 and f"--against llama.cpp={file}" in err and "are predicted" not in err
+    assert f"--against llama.cpp={file}" in err and "are predicted" not in err
     assert f"error: {file}: host: uncertain" in err and err.endswith("bench the ONNX export of its checkpoint\n")
     assert "give `teacher` and more held-out `text`" in str(sportsllm.bench(benched, target="host").complaint)
 
@@ -312,9 +309,9 @@ def test_limits_of_the_distance_from_the_teacher_are_held_to_what_eval_measures(
 ) -> None:
     monkeypatch.setattr(bench, "run_bench", lambda *_, **__: copy.deepcopy(result))
     limits = ["--limit", "kl_nats=0.000001", "--limit", "top1_changed_percent=99"]
-    shown = cli("bench", int4, *limits, "--text", corpus_file, "--teacher", checkpoint, "--json")[1]
+    printed, _ = cli.says("bench", int4, *limits, "--text", corpus_file, "--teacher", checkpoint, code=4)
     eval_found = cli.result("eval", int4, "--against", checkpoint, "--text", corpus_file)["divergence"]
-    found = {one["name"]: one for one in json.loads(shown.splitlines()[-1])["budget"]["limits"]}
+    found = {one["name"]: one for one in printed["budget"]["limits"]}
     assert found["kl_nats"]["value"] == pytest.approx(eval_found["kl"]) and found["kl_nats"]["verdict"] == "fail"
     changed = found["top1_changed_percent"]
     assert changed["value"] == pytest.approx(100 - 100 * eval_found["top1_agreement"]) and changed["verdict"] == "pass"

@@ -189,10 +189,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Comma
     monkeypatch.setattr(calibrate, "SHAPES", (shape(256, 128, 128, 1, 2, 1),))
     monkeypatch.setattr(calibrate, "FORMATS", FORMATS[:1])
     out = tmp_path / "new" / "mine.toml"
-    flags = ["--threads", "1", "--limits-from", "raspberry-pi-5", "--rounds", "1", "--json"]
-    code, printed, said = cli("devices", "calibrate", "--out", out, *flags)
-    assert code == 0, said
-    result = json.loads(printed.splitlines()[-1])
+    flags = ["--threads", "1", "--limits-from", "raspberry-pi-5", "--rounds", "1"]
+    result, said = cli.says("devices", "calibrate", "--out", out, *flags)
     assert (result["device"], result["limits_from"], result["threads"]) == ("mine", "raspberry-pi-5-8gb", 1)
     assert "bandwidth_gb_per_s" in said and ("noisy" in said) != result["clean"]
     device = load_device(str(out))

@@ -1,6 +1,5 @@
 """Exports that call kernels: run by them or by ONNX Runtime's operators, chosen, refused, and said."""
 
-import json
 import os
 import subprocess
 import sys
@@ -281,9 +280,7 @@ def test_commands_say_what_runs(
     assert "kernels: called for all 2 layers and the head" in capsys.readouterr().err
 
     def found(*arguments: object) -> dict[str, Any]:
-        code, out, err = cli(*arguments, "--json")
-        assert code == 0, err
-        result: dict[str, Any] = json.loads(out.splitlines()[-1])
+        result, err = cli.says(*arguments)
         assert result["kernels"] is None or f"kernels: {result['kernels']} (" in err
         return result
 

@@ -1,7 +1,6 @@
 """Checkpoints that are damaged, incomplete or not what they say: each one clear line, never a wrong model."""
 
 import json
-import resource
 import shutil
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.packed_modules import QuantizedEmbedding
 from sportsllm.formats.safetensors import WEIGHTS, StreamedTensors
 from sportsllm.models.layers import KVCache
+from tests.support.disk import full_disk
 from tests.support.export_models import round_to_nearest
 from tests.support.models import saved, tiny_model
 
@@ -69,13 +69,9 @@ def test_streamed_tensors_are_the_bytes_of_a_file_written_at_once(tmp_path: Path
 
 
 def test_streamed_tensors_need_their_space_at_once(tmp_path: Path) -> None:
-    limit, path = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "large"
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-    try:
-        with pytest.raises(OSError) as caught:
-            StreamedTensors(path, {"weight": (torch.float32, (100, 100))})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    path = tmp_path / "large"
+    with full_disk(), pytest.raises(OSError) as caught:
+        StreamedTensors(path, {"weight": (torch.float32, (100, 100))})
     assert caught.value.filename == str(path)
 
 

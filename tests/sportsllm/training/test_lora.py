@@ -170,18 +170,14 @@ def test_fine_tuning_learns_a_new_text(
     arguments = ["train", trained, "--corpus", kitchen[0], "--valid", kitchen[1], "--out", tmp_path / "out"]
     arguments += ["--batch-size", 4, "--set", "accumulation=1", "--sequence", 64, "--set", "warmup=3", "--steps", 30]
     arguments += ["--lora-rank", 4] if lora else ["--learning-rate", 1e-3]
-    code, out, err = cli(*arguments, "--json")
-    assert code == 0, err
+    result, err = cli.says(*arguments)
     assert "training from trained weights" in err and "before " in err
-    result = json.loads(out)
     assert result["trained_parameters"] == (2 * 4 * 928 if lora else result["parameters"])
     scores, judging = [], tmp_path / "judging.jsonl"
     reported = TextSplit([], list(read_documents([kitchen[1]]))).parts()[1]
     judging.write_text("".join(json.dumps({"text": text}) + "\n" for text in reported), encoding="utf-8")
     for directory in (trained, tmp_path / "out"):
-        code, out, err = cli("eval", directory, "--text", judging, "--json")
-        assert code == 0, err
-        scores.append(json.loads(out)["bits_per_byte"])
+        scores.append(cli.result("eval", directory, "--text", judging)["bits_per_byte"])
     # Merging rounds once more; eval scores the checkpoint that was written.
     assert [result["bits_per_byte_before"], result["valid_bits_per_byte"]] == pytest.approx(scores, rel=1e-5)
     assert scores[1] < 0.9 * scores[0]
@@ -189,15 +185,14 @@ def test_fine_tuning_learns_a_new_text(
     assert manifest["parents"][0]["path"] == manifest["settings"]["init"] == str(trained)
     assert manifest["settings"]["lora"] == ({"rank": 4, "targets": None, "alpha": ALPHA} if lora else None)
     assert {path.name: path.read_bytes() for path in trained.iterdir()} == before, "inputs are untouched"
-    assert json.loads(cli(*arguments, "--json")[1])["cached"] is True
+    assert cli.result(*arguments)["cached"] is True
     assert cli("verify", tmp_path / "out")[0] == 0
 
 
 def test_no_steps_write_the_same_weights(checkpoint: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine) -> None:
     arguments = ["train", checkpoint, "--corpus", corpus_file, "--out", tmp_path / "out", "--steps", 0]
-    code, out, err = cli(*arguments, "--sequence", 32, "--json")
-    assert code == 0 and "training from" not in err, err
-    result = json.loads(out)
+    result, err = cli.says(*arguments, "--sequence", 32)
+    assert "training from" not in err
     assert result["bits_per_byte_before"] is None and result["valid_bits_per_byte"] is None
     expected, found = load_checkpoint(checkpoint).state_dict(), load_checkpoint(tmp_path / "out").state_dict()
     assert all(torch.equal(value, found[name]) for name, value in expected.items())

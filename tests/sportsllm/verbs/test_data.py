@@ -1,6 +1,5 @@
 """The command `data tokens`, as a person runs it."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,9 @@ from tests.support.command_line import CommandLine
 
 
 def test_a_text_is_counted(cli: CommandLine, checkpoint: Path, texts: list[str], corpus_file: Path) -> None:
-    code, out, err = cli("data", "tokens", checkpoint, corpus_file, "--show", 4, "--json")
-    result, words = json.loads(out), load_tokenizer(checkpoint)
-    assert code == 0 and "bytes per token" in err
+    result, err = cli.says("data", "tokens", checkpoint, corpus_file, "--show", 4)
+    words = load_tokenizer(checkpoint)
+    assert "bytes per token" in err
     ids, [cost] = [words.encode(text) for text in texts], result["costs"]
     size, count = sum(len(text.encode()) for text in texts), sum(map(len, ids))
     assert (cost["tokens"], result["documents"], result["bytes"]) == (count, len(texts), size)
@@ -30,13 +29,13 @@ def test_a_text_is_counted(cli: CommandLine, checkpoint: Path, texts: list[str],
 def test_two_tokenizers_are_compared(
     cli: CommandLine, checkpoint: Path, tokenizer_directory: Path, stories: Path, corpus_file: Path
 ) -> None:
-    code, out, err = cli("data", "tokens", checkpoint, corpus_file, "--against", stories, "--json")
-    one, other = json.loads(out)["costs"]
-    assert code == 0 and f"{one['tokens'] / other['tokens']:.3f}" in err and "fp32 cache" in err
-    alone = json.loads(cli("data", "tokens", stories / "tokenizer.json", corpus_file, "--json")[1])
+    result, err = cli.says("data", "tokens", checkpoint, corpus_file, "--against", stories)
+    one, other = result["costs"]
+    assert f"{one['tokens'] / other['tokens']:.3f}" in err and "fp32 cache" in err
+    alone = cli.result("data", "tokens", stories / "tokenizer.json", corpus_file)
     assert alone["costs"][0]["tokens"] == other["tokens"]
-    code, out, err = cli("data", "tokens", tokenizer_directory, corpus_file, "--against", checkpoint, "--json")
-    assert code == 0 and json.loads(out)["costs"][0]["kv_cache_bytes_per_token"] is None and "fp32 cache" not in err
+    result, err = cli.says("data", "tokens", tokenizer_directory, corpus_file, "--against", checkpoint)
+    assert result["costs"][0]["kv_cache_bytes_per_token"] is None and "fp32 cache" not in err
 
 
 def test_bad_input_is_one_line(cli: CommandLine, checkpoint: Path, tmp_path: Path) -> None:
