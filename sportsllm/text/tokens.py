@@ -119,7 +119,7 @@ def _found(directory: Path) -> _Written:
     try:
         written = validate(_Written, read_json(path), path)
         for name, (size, expected) in written.files.items():
-            if _crc32(directory / name, size) != expected:
+            if crc32(directory / name, size) != expected:
                 raise ArtifactError(f"{directory / name}: cut or changed")
     except (ArtifactError, OSError) as error:
         log(f"{error}; the corpus is tokenized again")
@@ -127,8 +127,8 @@ def _found(directory: Path) -> _Written:
     return written
 
 
-def _crc32(path: Path, size: int) -> int:
-    """CRC-32 of the first bytes of a file."""
+def crc32(path: Path, size: int) -> int:
+    """CRC-32 of the first `size` bytes of a file."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(min(size, _BLOCK_BYTES)):

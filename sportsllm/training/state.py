@@ -19,7 +19,7 @@ from torch import Tensor
 from sportsllm import processes
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
-from sportsllm.files import read_json
+from sportsllm.files import JsonObject, read_json
 from sportsllm.formats.artifact import LAUNCHES, STATE_DIRECTORY, STATE_FILE, replace_state
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.inference.scoring import TextScore, ratio_interval, score_documents
@@ -28,6 +28,7 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.conversations import Document
 from sportsllm.text.split import TextSplit
 from sportsllm.text.tokenizer import TextTokenizer
+from sportsllm.text.tokens import crc32
 from sportsllm.training.pipeline import Stage, StageDecoder
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.sharding import forget_gathered, read_tensors, write_tensors
@@ -36,6 +37,7 @@ _PROGRESS = ("step", "losses", "best_step", "best_bits_per_byte", "last_bits_per
 _BEFORE_TOKENS, _REPORT_TOKENS = 16_384, 65_536
 _SELECTION_TOKENS = 4_096, 32_768
 _SAME = 1.0001  # ratio of nats up to which the result counts as the start: rounding
+_FILES = "files"  # in state.json: the checksums of the others
 Validate = Callable[[SportsLLM], float]  # bits per byte of held-out text
 Report = Callable[[SportsLLM, int], TextScore]  # of the first documents that have so many tokens
 
@@ -202,6 +204,7 @@ class RunState:
             state = {"identity": self.identity, "config": asdict(self.config), "scaler": self.scaler.state_dict()}
             state[LAUNCHES] = launches
             state |= {name: getattr(self, name) for name in _PROGRESS}
+            state[_FILES] = _checksums(fresh)
             (fresh / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
             replace_state(directory, fresh)
         processes.wait()
@@ -227,6 +230,9 @@ class RunState:
                     f"{source}: was saved by a run with other settings or inputs; resume with the same ones, "
                     f"or remove {self.directory}"
                 )
+            if processes.rank() == 0 and state[_FILES] != _checksums(source):
+                raise ValueError("a file is missing, cut or changed")
+            processes.wait()
             weights, trained = self.model.state_dict(), self._trained()
             elsewhere = {name: weight for name, weight in weights.items() if weight.is_meta}
             self.model.load_state_dict(elsewhere | read_tensors(source, "model", weights.__getitem__))
@@ -241,6 +247,12 @@ class RunState:
                 self.scaler.load_state_dict(state["scaler"])
         except (SafetensorError, OSError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise ArtifactError(f"{source}: damaged ({error}); remove {self.directory} and start again") from None
+
+
+def _checksums(directory: Path) -> JsonObject:
+    """CRC-32 of a state's tensors by file: parts of a matrix that are missing would be read as anything."""
+    files = sorted(directory.rglob("*.safetensors"))
+    return {str(path.relative_to(directory)): crc32(path, path.stat().st_size) for path in files}
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ started it. Tests call `program`, `forked` and `process_group`, which leave no p
 
 import gc
 import importlib
+import itertools
 import json
 import os
 import pkgutil
@@ -92,8 +93,9 @@ def forked(rounds: str, *words: str, timeout: float = 600.0) -> str:
 
     Args:
         rounds: `COUNT` or `COUNT:STEP`, with commas: the last of COUNT processes is killed before that step, and the
-            next round starts. The state is saved after every step.
-        words: of the command line.
+            next round starts. `COUNT@RANK:CALL` kills the process RANK instead, at the CALL-th of its calls that meet
+            other processes, take a step or save. The state is saved after every step.
+        words: of the command line; `{rank}` stands for the number of the process.
         timeout: in seconds, within which the rounds end as expected.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -104,22 +106,38 @@ def forked(rounds: str, *words: str, timeout: float = 600.0) -> str:
     return said
 
 
-def run_process(rank: int, count: int, port: int, restarts: int, last_step: int | None, words: list[str]) -> int:
+def run_process(
+    rank: int, count: int, port: int, restarts: int, last: int | None, calls: bool, words: list[str]
+) -> int:
     from sportsllm import processes
-    from sportsllm.training import loop
+    from sportsllm.training import loop, state
 
     known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
     known |= {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_RUN_ID": os.getppid(), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {name: str(value) for name, value in known.items()} if count > 1 else {}
     loop._SAVE_EVERY_S = 0.0
-    take_step = loop._Run.take_step
+    counted = itertools.count(1)
 
-    def killed(self: loop._Run, *others: object) -> tuple[float, float, float]:
-        if self.state.step == last_step and processes.rank() == count - 1:
-            os.kill(os.getpid(), 9)
-        return take_step(self, *others)  # type: ignore[arg-type]
+    def kill_in(module: Any, name: str) -> None:
+        function = getattr(module, name)
 
-    loop._Run.take_step = killed  # type: ignore[method-assign,assignment]
+        def killed(*given: Any, **named: Any) -> Any:
+            if last == (next(counted) if calls else given[0].state.step):
+                os.kill(os.getpid(), 9)
+            return function(*given, **named)
+
+        setattr(module, name, killed)
+
+    kill_in(loop._Run, "take_step")
+    for module, name in (
+        (processes, "wait"),
+        (processes, "add_up"),
+        (state, "write_tensors"),
+        (state, "replace_state"),
+    ):
+        if calls:
+            kill_in(module, name)
+    words = [word.replace("{rank}", str(rank)) for word in words]
     return run_command(words if count > 1 or not restarts else [*words, "--resume"])
 
 
@@ -135,14 +153,16 @@ def run_command(words: list[str]) -> int:
 
 def run_rounds(rounds: str, words: list[str]) -> int:
     for restarts, part in enumerate(rounds.split(",")):
-        count, _, step = part.partition(":")
+        processes, _, number = part.partition(":")
+        count, calls, killed = processes.partition("@")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         for rank in range(int(count)):
-            in_fork(run_process, rank, int(count), port, restarts, int(step) if step else None, words)
+            last = int(number) if number and rank == int(killed or int(count) - 1) else None
+            in_fork(run_process, rank, int(count), port, restarts, last, bool(calls), words)
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(int(count))]
-        if bool(step) != any(codes):
+        if bool(number) != any(codes):
             sys.stderr.write(f"round {part}: exit codes {codes}\n")
             return 1
     return 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -84,6 +85,42 @@ def test_killed_processes_lose_nothing_and_any_number_goes_on(
     trained, expected = load_checkpoint(many).state_dict(), load_checkpoint(one).state_dict()
     for name, weight in expected.items():
         torch.testing.assert_close(trained[name], weight, rtol=1e-3, atol=1e-2 if optimizer == "muon" else 1e-4)
+
+
+@pytest.mark.slow
+def test_one_of_four_killed_at_random_moments_loses_nothing(
+    cli: CommandLine, corpus_file: Path, tmp_path: Path
+) -> None:
+    """Any of the four, also while the state is saved. SPORTSLLM_KILLS sets how often; a step makes about ten calls."""
+    draw, kills = random.Random(0), int(os.environ.get("SPORTSLLM_KILLS", "3"))
+    moments = [(draw.randrange(4), draw.randrange(1, 40)) for _ in range(kills)]
+    further = ["--set", "shard=true", "--steps", str(4 * kills + 4)]
+    assert cli(*arguments(corpus_file, tmp_path / "one"), *further)[0] == 0
+    rounds = ",".join([*(f"4@{rank}:{call}" for rank, call in moments), "1"])
+    said = forked(rounds, *arguments(corpus_file, tmp_path / "many"), *further)
+    steps = [int(step) for step in re.findall(r"resumed at step (\d+) of", said)]
+    assert steps == sorted(steps) and len(steps) >= 2, said
+    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert len(losses(tmp_path / "many")) == 4 * kills + 4
+
+
+@pytest.mark.slow
+def test_a_damaged_state_of_two_processes_is_refused_and_left(
+    cli: CommandLine, corpus_file: Path, tmp_path: Path
+) -> None:
+    words = [*arguments(corpus_file, tmp_path / "out"), "--steps", "3", "--set", "shard=true"]
+    forked("2:2", *words)
+    state = partial_directory(tmp_path / "out") / "state"
+    shard = next((state / "model").iterdir())
+    whole = shard.read_bytes()
+    for damaged in (None, whole[: len(whole) // 2], whole[:-8] + bytes(8)):
+        shard.unlink() if damaged is None else shard.write_bytes(damaged)
+        cli.refuses(
+            ArtifactError.exit_code, "state: damaged (a file is missing, cut or changed); remove", *words, "--resume"
+        )
+        assert (state / "state.json").exists()
+    shard.write_bytes(whole)
+    assert cli(*words, "--resume")[0] == 0
 
 
 @pytest.mark.slow
