@@ -44,7 +44,8 @@ def _replace(library: torch.library.Library) -> None:
     def multiply_and_add(
         keys: Any, bias: Tensor, left_MK: Tensor, right_KN: Tensor, *, beta: float = 1, alpha: float = 1
     ) -> Tensor:
-        if beta == 1 == alpha and bias.ndim == 1 and _suits(left_MK, right_KN):
+        whole = bias.shape == right_KN.shape[1:] and bias.is_contiguous()  # oneDNN reads it without strides
+        if beta == 1 == alpha and whole and _suits(left_MK, right_KN):
             return product(left_MK, right_KN.t(), bias, "none", [], "")
         return addmm(keys, bias, left_MK, right_KN, beta=beta, alpha=alpha)
 

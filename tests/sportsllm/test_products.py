@@ -41,6 +41,14 @@ def test_products_of_any_layout_match_float64(left: str, right: str) -> None:
     torch.testing.assert_close(halved, expected / 2 + 2 * bias, rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    "bias", [torch.randn(256)[::2], torch.randn(1).expand(128), torch.randn(1), torch.randn(96, 1)]
+)
+def test_a_bias_of_any_layout_is_added(bias: torch.Tensor) -> None:
+    a, b = torch.randn(96, 256), torch.randn(256, 128)
+    torch.testing.assert_close(torch.addmm(bias, a, b).double(), a.double() @ b.double() + bias, rtol=0, atol=2e-4)
+
+
 def test_gradients_match_float64() -> None:
     layer, inputs = torch.nn.Linear(256, 320), torch.randn(3, 40, 256, requires_grad=True)
     layer(inputs).square().sum().backward()
