@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, clip, parse_json, read_json
 
-_MOST_SECONDS = 5  # of a processor, for a conversation; without such limits (Windows) the next one alone
+_MOST_SECONDS = 2  # of a processor, for a conversation; without such limits (Windows) the next one alone
 _LONGEST_S = 120  # that a process is waited for, on a busy machine
 _MOST_STEPS = 300_000  # lines of the template's code, and of filters, that run for a conversation
 _MOST_CHARACTERS = 1_000_000  # or three times those of the messages
