@@ -14,7 +14,7 @@ from typing import Any
 
 os.environ.setdefault("TQDM_DISABLE", "1")  # read when the harness imports it; its bars do not know a terminal
 
-import lm_eval
+import lm_eval.evaluator
 import numpy as np
 from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -128,12 +128,15 @@ def run_tasks(
         manager = TaskManager(include_defaults=defaults)
         tasks = manager.load(list(names))["tasks"]
     except Exception as problem:  # of any library that reads tasks and data sets
-        raise UsageError(f"--tasks {' '.join(names)}: cannot be loaded ({clip(problem, 250)})") from None
+        raise UsageError(
+            f"--tasks {' '.join(names)}: cannot be loaded ({clip(str(problem) or repr(problem), 250)})"
+        ) from None
     metrics = {name: list(task.aggregation()) for name, task in tasks.items()}
     greedy = [n for n in tasks if tasks[n].OUTPUT_TYPE == "loglikelihood" or "exact_match" in metrics[n]]
     chat, most = bool(settings.get("task_chat")), settings.get("task_documents")
     model = HarnessModel(decoder, tokenizer, greedy, chat)
-    found = lm_eval.simple_evaluate(
+    lm_eval.evaluator.get_git_commit_hash = lambda: None  # it runs git, which complains outside a repository
+    found = lm_eval.evaluator.simple_evaluate(
         model, tasks=list(tasks.values()), limit=most, apply_chat_template=chat, task_manager=manager
     )
     scores = dict[str, tuple[TaskScore, list[float]]]()

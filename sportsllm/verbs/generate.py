@@ -179,6 +179,7 @@ def _converse(messages: list[Message], answer: Callable[[list[Message]], _Reply]
         left = False
         if text == "/reset":
             said = list(messages)
+            log("the conversation begins anew")
         elif text:
             said.append({"role": "user", "content": text})
             try:

@@ -1,6 +1,8 @@
 """Tasks of lm-evaluation-harness against brute force and against `eval --questions`; needs the extra `tasks`."""
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,9 +141,17 @@ def test_requests_in_the_chat_template_begin_once(checkpoint: Path, tmp_path: Pa
     assert rows[0][0] == 0 and rows[0].count(0) == 1
 
 
-def test_eval_prints_tasks_and_refuses_unknown_ones(checkpoint: Path, task: Path, cli: CommandLine) -> None:
+def test_eval_prints_tasks_and_refuses_unknown_ones(
+    checkpoint: Path, task: Path, cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "git").write_text(f"#!/bin/sh\ntouch {tmp_path}/called\n", encoding="utf-8")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     result = cli.result("eval", checkpoint, "--tasks", task, "--set", "task_documents=5")
     assert result["tasks"]["sports_questions"]["documents"] == 5
+    assert not (tmp_path / "called").exists(), "git complains outside a repository"
+    task.with_name("questions.jsonl").write_text("", encoding="utf-8")
+    assert re.search(r"error: --tasks .*task\.yaml: cannot be loaded \(\w", cli("eval", checkpoint, "--tasks", task)[2])
     cli.refuses(2, "--tasks no-such.yaml: cannot be loaded", "eval", checkpoint, "--tasks", "no-such.yaml")
 
 

@@ -136,6 +136,7 @@ def test_a_conversation_in_the_terminal(
     flags = ["--chat", "--system", "Be kind.", "--max-new-tokens", 3, "--temperature", 0, "--threads", 1]
     code, out, err = cli("generate", assistant, *flags)
     assert code == 0 and err.count("tokens/s") == 3 and "type /reset" in err
+    assert "the conversation begins anew" in err
     assert err.count("the reply was cut off at --max-new-tokens 3") == 3
     first, system = asked[0], ("system", "Be kind.")
     assert first == [system, ("user", "Who?")]
