@@ -78,8 +78,8 @@ MOST_LINES = {
     "sportsllm": 18_901,
     "compress": 7_754,
     "export": 6_366,
-    "benchmarks": 9_105,
-    "tests": 24_696,
+    "benchmarks": 9_116,
+    "tests": 24_712,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -100,19 +100,27 @@ def run_child(
                     os.sched_setaffinity(process.pid, turn.cpus)
             stdout, stderr = _communicate(process, timeout_s, waiting)
         except subprocess.TimeoutExpired:
-            process.kill()
+            _kill(process)
             raise ChildFailure(
                 f"{turn.what}: no result within {timeout_s:g} s, the process was stopped; measure a smaller model, or "
                 "give `bench` longer with --set timeout=SECONDS",
                 ResourceError.exit_code,
             ) from None
         except BaseException:
-            process.kill()
+            _kill(process)
             raise
     seconds = time.perf_counter() - started
     others = max(0.0, (_others_seconds(turn.cpus) - others_before) / seconds)
     payload = _payload(turn.what, process.returncode, stdout, stderr)
     return payload | {"seconds": round(seconds, 3), "other_cpu_cores": round(others, 3)}
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process and the programs that it runs, which would disturb what is measured next."""
+    with suppress(psutil.NoSuchProcess):
+        top = psutil.Process(process.pid)
+        for each in (top, *top.children(recursive=True)):
+            each.kill()
 
 
 def _communicate(process: subprocess.Popen[str], timeout_s: float, waiting: Callable[[float], None]) -> tuple[str, str]:

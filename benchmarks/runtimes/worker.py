@@ -158,7 +158,10 @@ def llama_bench(path: Path, threads: int, depth_flags: str, bench: str, options:
         done = subprocess.run([*command, *flags.split()], capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{bench}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
-        found: dict[str, Any] = json.loads(done.stdout[done.stdout.index("[\n") :])[-1]
+        _, begin, rows = done.stdout.partition("[\n")
+        if not begin:
+            raise RuntimeError(f"{bench}: printed no results; is it llama-bench?")
+        found: dict[str, Any] = json.loads(begin + rows)[-1]
         return found
 
     def generate(prompt: list[int], count: int) -> list[float]:

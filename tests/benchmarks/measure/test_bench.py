@@ -5,11 +5,14 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import psutil
 import pytest
 
 import sportsllm
@@ -82,6 +85,17 @@ def test_a_child_that_gives_no_result_is_reported_in_one_line(code: str, exit_co
         run_child(Turn("speed", python(code), "bench tiny (speed)"), timeout_s=1 if "sleep" in code else 60)
     assert caught.value.exit_code == exit_code
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_a_hung_child_started_ends_with_it(tmp_path: Path) -> None:
+    started = tmp_path / "pid"
+    code = f"import os; os.system('echo $$ > {started}; exec sleep 600')"
+    with pytest.raises(ChildFailure, match="no result within 3 s"):
+        run_child(Turn("speed", python(code), "bench tiny (speed)"), timeout_s=3)
+    with suppress(psutil.NoSuchProcess):
+        sleeper = psutil.Process(int(started.read_text()))
+        while sleeper.status() != psutil.STATUS_ZOMBIE:
+            assert time.time() - sleeper.create_time() < 60
 
 
 def test_a_damaged_model_keeps_its_own_error(tmp_path: Path, export: Path) -> None:

@@ -222,6 +222,7 @@ def test_failures_are_told_apart_and_stop_nobody(export: Path, interpreters: Int
         Runtime("ik_llama.cpp", python, gguf),
         Runtime("genai", python, export),
         Runtime("openvino", python, export),
+        Runtime("llama.cpp", python, gguf, {"bench": "true"}),
     ]
     runtimes.append(Runtime("other", sys.executable, tmp_path))  # no export there
     result = measure(export, runtimes)
@@ -230,6 +231,7 @@ def test_failures_are_told_apart_and_stop_nobody(export: Path, interpreters: Int
     assert status["ik_llama.cpp"].startswith("failed: ") and "crashed with SIGSEGV" in status["ik_llama.cpp"]
     assert status["genai"] == "failed: RuntimeError: bad graph"
     assert "stopped for memory" in status["openvino"]
+    assert status["llama.cpp"] == "failed: RuntimeError: true: printed no results; is it llama-bench?"
     assert status["other"].startswith("failed: ArtifactError")
     assert all(set(one) == {"status"} for name, one in result["against"].items() if name != "ours")
     assert result["against_ratios"] == {} and list(result["against_raw"]) == ["ours"]
