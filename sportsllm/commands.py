@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -166,6 +167,8 @@ def _converting(function: Command) -> Command:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(f"--set {name}: this command has the option {flag} for it; give that")
         for name, value in bound.arguments.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"--{name.replace('_', '-')} is {value}; give a finite number")
             annotation = signature.parameters[name].annotation
             bound.arguments[name] = _converted(annotation, value)
             for path in cast(list[Path], bound.arguments[name] or []) if _marked(annotation, READS_TEXT) else []:

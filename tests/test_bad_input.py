@@ -48,6 +48,8 @@ CASES: list[tuple[str, int, str]] = [
     ("plan small --tokens many", USAGE, "many"),
     ("run x.toml --threads 0", USAGE, "--threads"),
     ("data simulate --megabytes lots", USAGE, "--megabytes"),
+    ("data simulate --megabytes inf", USAGE, "--megabytes is inf; give a finite number"),
+    (f"quantize {MODEL} --out {NEW} --size-mb nan", USAGE, "--size-mb is nan"),
     ("devices calibrate --rounds 0 --out x.toml", USAGE, "--rounds"),
     # unknown names, with the nearest one
     ("trian", USAGE, "Did you mean 'train'"),
