@@ -1,4 +1,4 @@
-// Activations rounded for a matrix, in one of two forms, and how matrices are divided among threads.
+// Activations rounded for a matrix, and how matrices are divided among threads.
 #pragma once
 
 #include <algorithm>
@@ -12,50 +12,39 @@
 
 namespace sportsllm {
 
-constexpr int64_t kGemvRows = 8;  // up to here the cache is read in parts, so that all threads have work
+constexpr int64_t kGemvRows = 16;  // up to here the cache is read in parts, so that all threads have work
 constexpr int64_t kRowsOfPiece = 32;  // of a matrix
 
 inline Prefetch ahead(const Matrix& matrix, int64_t rows) { return {matrix.packed, rows * matrix.row_bytes()}; }
 
 inline int64_t pieces_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-// Rounded activations of a few rows or of a prompt's many, for one matrix. If it is wide, row m is the sum of two rounded
+// Rounded activations for one matrix. If it is wide, row m is the sum of two rounded
 // ones: 2 m, multiples of a step of 8 bits, and 2 m + 1, what that leaves.
 class Activations {
  public:
   void take(Scratch* scratch, int64_t rows, const Matrix& matrix) {
-    matrix_ = &matrix, prompt_ = rows > kGemvRows;
+    matrix_ = &matrix;
     if (matrix.wide) parts_ = scratch->take<float>(2 * rows * matrix.columns), rows *= 2;
-    if (prompt_) {
-      many_ = scratch->take_prompt(rows, matrix);
-    } else {
-      few_ = scratch->take_rounded(rows, matrix);
-    }
+    rounded_ = scratch->take_rounded(rows, matrix);
   }
 
   void round(const Variant& v, const float* x, int64_t m, int64_t start, int64_t end) {
-    if (!matrix_->wide) return round_row(v, x, m, start, end);
+    if (!matrix_->wide) return v.round(x, m, start, end, &rounded_);
     float *coarse = parts_ + 2 * m * matrix_->columns, *fine = coarse + matrix_->columns;
     split(x, start, end, coarse, fine);
-    round_row(v, coarse, 2 * m, start, end);
-    round_row(v, fine, 2 * m + 1, start, end);
-  }
-
-  // After all of a row is rounded.
-  void finish(const Variant& v, int64_t m) {
-    if (prompt_ || matrix_->zeros == nullptr) return;
-    if (matrix_->wide) v.sum_blocks(2 * m, &few_), v.sum_blocks(2 * m + 1, &few_);
-    if (!matrix_->wide) v.sum_blocks(m, &few_);
+    v.round(coarse, 2 * m, start, end, &rounded_);
+    v.round(fine, 2 * m + 1, start, end, &rounded_);
   }
 
   void product(const Variant& v, int64_t first, int64_t last, int64_t m0, int64_t m1, float* out, int64_t stride) const {
-    if (!matrix_->wide) return multiply(v, *matrix_, first, last, m0, m1, out, stride);
+    if (!matrix_->wide) return v.product(*matrix_, first, last, rounded_, m0, m1, out, stride);
     thread_local std::vector<float> both;
     const int64_t width = last - first;
     both.resize(2 * (m1 - m0) * width);
     Matrix unbiased = *matrix_;
     unbiased.bias = nullptr;
-    multiply(v, unbiased, first, last, 2 * m0, 2 * m1, both.data() - 2 * m0 * width, width);
+    v.product(unbiased, first, last, rounded_, 2 * m0, 2 * m1, both.data() - 2 * m0 * width, width);
     for (int64_t m = m0; m < m1; ++m) {
       const float *coarse = both.data() + 2 * (m - m0) * width, *fine = coarse + width;
       for (int64_t n = 0; n < width; ++n) {
@@ -66,19 +55,9 @@ class Activations {
   }
 
  private:
-  void round_row(const Variant& v, const float* x, int64_t row, int64_t start, int64_t end) {
-    prompt_ ? v.round_prompt(x, row, start, end, &many_) : v.round(x, row, start, end, &few_);
-  }
-
-  void multiply(const Variant& v, const Matrix& w, int64_t first, int64_t last, int64_t row0, int64_t row1, float* out,
-                int64_t stride) const {
-    prompt_ ? v.product_prompt(w, first, last, many_, row0, row1, out, stride)
-            : v.product(w, first, last, few_, row0, row1, out, stride);
-  }
-
   // Columns that share a scale, which `round` keeps for multiples of it.
   void split(const float* x, int64_t start, int64_t end, float* coarse, float* fine) const {
-    const int64_t group = prompt_ ? prompt_part(matrix_->bits) : 8;
+    const int64_t group = part_columns(matrix_->bits);
     constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction
     for (int64_t i = start; i < end; i += group) {
       const int64_t last = std::min(end, i + group);
@@ -94,10 +73,8 @@ class Activations {
   }
 
   const Matrix* matrix_ = nullptr;
-  bool prompt_ = false;
   float* parts_ = nullptr;
-  Rounded few_;
-  RoundedPrompt many_;
+  Rounded rounded_;
 };
 
 }  // namespace sportsllm

@@ -45,7 +45,7 @@ class FeedForwardJob {
     } else {
       for (int64_t row = 0; row < rows; ++row) round(row);
     }
-    team.add(pieces_, &FeedForwardJob::widen, &FeedForwardJob::finish_inner);
+    team.add(pieces_, &FeedForwardJob::widen);
     team.add(pieces_of(w_.hidden, kRowsOfPiece), &FeedForwardJob::narrow);
     parallel(context, &Team<FeedForwardJob>::work_of, &team);
     scratch_->workers = std::max(1, team.arrived());
@@ -90,7 +90,6 @@ class FeedForwardJob {
     const auto after = std::upper_bound(used_.begin(), used_.end(), row, [](int64_t r, const Used& u) { return r < u.first; });
     Used& used = *(after - 1);
     used.in.round(v_, in_.x + sent_[row].token * w_.hidden, row - used.first, 0, w_.hidden);
-    used.in.finish(v_, row - used.first);
   }
 
   void widen(int64_t piece) {
@@ -110,12 +109,6 @@ class FeedForwardJob {
     for (int64_t m = 0; m < used.count; ++m) {
       v_.swiglu(gate + m * kRowsOfPiece, up + m * kRowsOfPiece, last - first);
       used.inner.round(v_, gate + m * kRowsOfPiece - first, m, first, last);
-    }
-  }
-
-  void finish_inner() {
-    for (Used& used : used_) {
-      for (int64_t m = 0; m < used.count; ++m) used.inner.finish(v_, m);
     }
   }
 

@@ -16,9 +16,8 @@ using sportsllm::prefetch_tlb;
 using sportsllm::kAttendAtOnce;
 using sportsllm::kPageGroup;
 using sportsllm::Matrix;
-using sportsllm::prompt_part;
+using sportsllm::part_columns;
 using sportsllm::Rounded;
-using sportsllm::RoundedPrompt;
 
 static inline F load_up_to(const float* p, int64_t n) { return n >= 16 ? load(p) : load_part(p, n); }
 static inline void store_up_to(float* p, F x, int64_t n) { n >= 16 ? store(p, x) : store_part(p, x, n); }
@@ -72,100 +71,87 @@ static inline int32_t sum_of_8(const int8_t* q) {
   const uint64_t every_other = 0x00FF00FF00FF00FFu, pairs = (eight & every_other) + (eight >> 8 & every_other);
   return static_cast<int32_t>(pairs * 0x0001000100010001u >> 48) - 8 * 128;
 }
-static inline int32_t sum_of_4(const int8_t* q) { return q[0] + q[1] + q[2] + q[3]; }
 
-static void round(const float* x, int64_t m, int64_t start, int64_t end, Rounded* out) {
-  const bool halves = out->bits == 4;
-  const int64_t size = out->chunk_size(), per_lane = size / 16;
-  if (end == out->columns) end = out->chunks * size;  // the rest of the last chunk is zeros
-  for (int64_t i = start; i < end; i += 16) {
-    const F v = i >= out->columns ? zero() : load_up_to(x + i, out->columns - i);
-    const F largest = max_of_8(abs(v));
-    alignas(64) float scale[16];
-    store(scale, mul(largest, set1(1.0f / 127)));
-    alignas(16) int8_t q[16];
-    store_int8(q, to_int(mul(v, div(set1(127.0f), max(largest, set1(1e-30f))))));
-    const int64_t chunk = m * out->chunks + i / size, inside = i % size;
-    int8_t* numbers = &out->numbers[chunk * size];
-    float* scales = &out->scales[chunk * 16 + inside / per_lane];
-    int32_t* zero_correction = &out->zero_correction[chunk * 16 + inside / per_lane];
-    if (halves) {
-      split_bytes(q, numbers + inside / 2, numbers + 64 + inside / 2);
+template <int BITS>
+static void round_parts(const float* x, int64_t m, int64_t start, int64_t end, Rounded* out) {
+  constexpr int kPart = part_columns(BITS);
+  const int64_t last = end == out->columns ? out->chunks * 4 * kPart : end;  // the rest of the last chunk is zeros
+  for (int64_t i = start; i < last; i += kPart) {
+    const int64_t at = m * out->chunks * 4 + i / kPart;
+    F v[kPart / 16], largest_of = zero();
+    for (int h = 0; h < kPart / 16; ++h) {
+      const int64_t left = out->columns - i - h * 16;
+      v[h] = left > 0 ? load_up_to(x + i + h * 16, left) : zero();
+      largest_of = max(largest_of, abs(v[h]));
+    }
+    const float largest = max_lane(largest_of);
+    const F by = set1(127.0f / (largest > 1e-30f ? largest : 1e-30f));
+    alignas(16) int8_t q[kPart];
+    for (int h = 0; h < kPart / 16; ++h) store_int8(q + h * 16, to_int(mul(v[h], by)));
+    int8_t* to = out->numbers + at / 4 * 4 * kPart + at % 4 * 16;
+    if (BITS == 4) {
+      for (int h = 0; h < kPart / 16; ++h) split_bytes(q + h * 16, to + h * 8, to + 64 + h * 8);
     } else {
-      std::memcpy(numbers + inside, q, 16);
+      std::memcpy(to, q, kPart);
     }
-    for (int lane = 0; lane < 16 / per_lane; ++lane) {
-      scales[lane] = scale[lane * per_lane];
-      zero_correction[lane] = halves ? -8 * sum_of_8(q + lane * 8) : -128 * sum_of_4(q + lane * 4);
-    }
+    int32_t total = 0;
+    for (int j = 0; j < kPart; j += 8) total += sum_of_8(q + j);
+    out->scales[at] = largest * (1.0f / 127);
+    const int32_t correction[4] = {(BITS == 4 ? -8 : -128) * total};
+    std::memcpy(out->zero_correction + at * 4, correction, sizeof correction);
+    out->sums[at] = out->scales[at] * static_cast<float>(total);
   }
 }
 
-static void sum_blocks(int64_t m, Rounded* out) {
-  const int64_t lanes = out->block * 16 / out->chunk_size();
-  const float per_number = out->bits == 4 ? -1.0f / 8 : -1.0f / 128;
-  const int64_t known = out->chunks * 16 / lanes;
-  for (int64_t g = 0; g < out->blocks; ++g) {
-    float total = 0;
-    const int64_t first = (m * out->chunks * 16) + g * lanes;
-    for (int64_t lane = 0; lane < lanes && g < known; ++lane) {
-      total += out->scales[first + lane] * (static_cast<float>(out->zero_correction[first + lane]) * per_number);
-    }
-    out->sums[m * out->blocks + g] = total;
-  }
+static void round(const float* x, int64_t m, int64_t start, int64_t end, Rounded* out) {
+  out->bits == 4 ? round_parts<4>(x, m, start, end, out) : round_parts<8>(x, m, start, end, out);
 }
 
 // Up to sixteen float16 numbers, zeros behind the last.
 static inline F load_halves(const uint16_t* p, int64_t n) { return n >= 16 ? load_half(p) : load_half_part(p, n); }
 
-// The scales of the blocks that a chunk touches, lane by lane; LANES of them share a block.
+// The sum of the lanes of each of four vectors.
+static inline void sum4(const F (&x)[4], float* out) { add_quarters(sums_of_quarters(x), out); }
+
+// The scales of four rows' blocks that a chunk touches, quarter by quarter; LANES of a row's lanes share a block.
 template <int LANES>
 static inline F chunk_scales(const float* scales, int64_t chunk) {
-  if (LANES == 4) return expand4(scales + chunk * 4);
-  if (LANES == 8) return expand8(scales + chunk * 2);
-  return set1(scales[chunk / std::max(1, LANES / 16)]);
+  if (LANES == 4) return load(scales + chunk * 16);
+  if (LANES == 8) return two_quarters(scales + chunk * 8);
+  return one_quarter(scales + chunk / std::max(1, LANES / 16) * 4);
 }
 
 // How far ahead of a product its matrix is fetched: its rows are short, and the processor finds no pattern in them.
 // Measured on a Zen 4: 768 columns at 4 bits come at 10 GB/s without, 19 with 3 to 6 kB.
 constexpr int64_t kFetchAhead = 6144;
 
-// Adds the products of a chunk of each row of the matrix, `left` bytes of it.
-template <int BITS, int ROWS>
-static inline void multiply(const uint8_t* bytes, int64_t row_bytes, const F (&scale)[kRowsAtOnce], int64_t left,
-                            const int8_t* numbers, const float* scales, const int32_t* zero_correction, int64_t chunks,
-                            F (&total)[ROWS][kRowsAtOnce]) {
-  const int64_t size = BITS == 4 ? 128 : 64;
-  const auto load_row = [=](int r) {
-    return left >= 64 ? load_bytes(bytes + r * row_bytes) : load_bytes_part(bytes + r * row_bytes, left);
-  };
-  const auto add = [&](int row, int r, U w, I middle, F scale_of_x) {
-    const int8_t* x = numbers + row * chunks * size;
-    const I dot = BITS == 4 ? dot_nibbles(middle, w, x) : dot_bytes(middle, w, x);
-    total[row][r] = fma(to_float(dot), mul(scale[r], scale_of_x), total[row][r]);
-  };
-  if constexpr (ROWS > 2) {  // more is loaded of the activations than of the matrix: once
-    U w[kRowsAtOnce];
-    for (int r = 0; r < kRowsAtOnce; ++r) w[r] = load_row(r);
-    for (int row = 0; row < ROWS; ++row) {
-      const I middle = load_ints(zero_correction + row * chunks * 16);
-      const F scale_of_x = load(scales + row * chunks * 16);
-      for (int r = 0; r < kRowsAtOnce; ++r) add(row, r, w[r], middle, scale_of_x);
+// Adds the products of a chunk of each of four rows of the matrix, `left` bytes of it, to `total`: of a quarter of the chunk,
+// all four rows', then of the next. `below` is null without zero points.
+template <int BITS, int LANES, int TOKENS>
+static inline void multiply(const uint8_t* bytes, int64_t row_bytes, const float* scales, const float* below, int64_t chunk,
+                            int64_t left, const Rounded& x, int64_t m, F (&total)[TOKENS]) {
+  bytes += chunk * 64;
+  I dot[TOKENS][4];
+  for (int r = 0; r < 4; ++r) {
+    const U w = left >= 64 ? load_bytes(bytes + r * row_bytes) : load_bytes_part(bytes + r * row_bytes, left);
+    for (int i = 0; i < TOKENS; ++i) {
+      const int64_t at = (m + i) * x.chunks + chunk;
+      const I middle = load_ints(x.zero_correction + at * 16);
+      dot[i][r] = BITS == 4 ? dot_nibbles(middle, w, x.numbers + at * 128) : dot_bytes(middle, w, x.numbers + at * 64);
     }
-  } else {
-    for (int r = 0; r < kRowsAtOnce; ++r) {
-      const U w = load_row(r);
-      for (int row = 0; row < ROWS; ++row) {
-        add(row, r, w, load_ints(zero_correction + row * chunks * 16), load(scales + row * chunks * 16));
-      }
-    }
+  }
+  for (int i = 0; i < TOKENS; ++i) {
+    const int64_t at = ((m + i) * x.chunks + chunk) * 4;
+    const F scale = mul(chunk_scales<LANES>(scales, chunk), expand4(x.scales + at));
+    total[i] = fma(to_float(sums_of_quarters(dot[i])), scale, total[i]);
+    if (below != nullptr) total[i] = fma(chunk_scales<LANES>(below, chunk), expand4(x.sums + at), total[i]);
   }
 }
 
-// Sixteen zero points from a byte on; those behind the row's last are whatever follows.
+// Sixteen zero points of a row, from an even block on; those behind the row's last are whatever follows.
 template <int BITS>
-static inline F zero_points(const Matrix& w, int64_t at) {
-  const int64_t left = w.rows * w.zero_bytes() - at;
+static inline F zero_points(const Matrix& w, int64_t zero_bytes, int64_t row, int64_t block) {
+  const int64_t at = row * zero_bytes + block * BITS / 8, left = w.rows * zero_bytes - at;
   const uint8_t* from = w.zeros + at;
   uint8_t few[16] = {};
   if (left < 2 * BITS) {  // the end of the tensor
@@ -175,54 +161,46 @@ static inline F zero_points(const Matrix& w, int64_t at) {
   return BITS == 4 ? load_nibbles(from) : load_uint8(from);
 }
 
-template <int BITS, int LANES, int ROWS>
+template <int BITS, int LANES, int TOKENS>
 static void product_rows(const Matrix& w, int64_t first, int64_t last, const Rounded& x, int64_t m, float* out,
                          int64_t stride) {
-  const int64_t row_bytes = w.row_bytes(), blocks = w.blocks(), zero_bytes = w.zero_bytes(), chunks = x.chunks;
-  const int64_t whole = row_bytes / 64, left = row_bytes - whole * 64, size = BITS == 4 ? 128 : 64;
-  const int8_t* numbers = x.numbers + m * chunks * size;
-  const float* scales_of_x = x.scales + m * chunks * 16;
-  const int32_t* zero_correction = x.zero_correction + m * chunks * 16;
-  alignas(64) float scales[kRowsAtOnce][Matrix::kMostBlocks + 16];  // zeros behind a row's last
-  const int64_t together = w.rows < kRowsAtOnce ? 1 : kRowsAtOnce, step = w.rows < kRowsAtOnce ? 0 : 1;
+  const int64_t row_bytes = w.row_bytes(), zero_bytes = w.zero_bytes(), blocks = w.blocks();
+  const int64_t whole = row_bytes / 64, left = row_bytes - whole * 64;
+  alignas(64) float scales[4 * (Matrix::kMostBlocks + 16)];  // of a block all four rows', then of the next
+  alignas(64) float all_below[4 * (Matrix::kMostBlocks + 16)];
+  const F middle = set1(BITS == 4 ? 8.0f : 128.0f);
+  float* const below = w.zeros == nullptr ? nullptr : all_below;
+  const int64_t together = w.rows < 4 ? 1 : 4, step = w.rows < 4 ? 0 : 1;
   for (int64_t n = first; n < last; n += together) {
     const int64_t n0 = std::min(n, w.rows - together);  // at the end of the matrix, rows before are computed again
     const uint8_t* bytes = w.packed + n0 * row_bytes;
-    F scale[kRowsAtOnce], total[ROWS][kRowsAtOnce];
-    for (int r = 0; r < kRowsAtOnce; ++r) {
-      for (int64_t g = 0; g < blocks; g += 16) {
-        store(scales[r] + g, load_halves(w.scales + (n0 + r * step) * blocks + g, blocks - g));
+    F total[TOKENS];
+    for (F& sum : total) sum = zero();
+    const uint16_t* scales_of_w = w.scales + n0 * blocks;
+    const int64_t row = step * blocks;
+    int64_t g = 0;
+    for (; g + 4 <= blocks; g += 4) store(scales + 4 * g, load_half_columns(scales_of_w + g, row));
+    if (g < blocks) {
+      uint16_t few[4][4] = {};  // nothing behind a row's last
+      for (int r = 0; r < 4; ++r) std::copy(scales_of_w + r * row + g, scales_of_w + r * row + blocks, few[r]);
+      store(scales + 4 * g, load_half_columns(few[0], 4));
+    }
+    for (g = 0; below != nullptr && g < blocks; g += 16) {
+      alignas(32) uint16_t zeros[4][16];
+      for (int r = 0; r < 4; ++r) store_half(zeros[r], sub(middle, zero_points<BITS>(w, zero_bytes, n0 + r * step, g)));
+      for (int64_t i = 0; i < 16; i += 4) {
+        store(below + 4 * (g + i), mul(load(scales + 4 * (g + i)), load_half_columns(zeros[0] + i, 16)));
       }
-      for (int i = 0; i < ROWS; ++i) total[i][r] = zero();
     }
     for (int64_t chunk = 0; chunk < whole; ++chunk) {
-      for (int r = 0; r < kRowsAtOnce; ++r) {
-        scale[r] = chunk_scales<LANES>(scales[r], chunk);
-        // The rows lie one behind the other.
-        __builtin_prefetch(bytes + kFetchAhead + (chunk * kRowsAtOnce + r) * 64, 0, 2);
-      }
-      multiply<BITS, ROWS>(bytes + chunk * 64, row_bytes * step, scale, 64, numbers + chunk * size, scales_of_x + chunk * 16,
-                           zero_correction + chunk * 16, chunks, total);
+      // The rows lie one behind the other.
+      for (int r = 0; r < 4; ++r) __builtin_prefetch(bytes + kFetchAhead + (chunk * 4 + r) * 64, 0, 2);
+      multiply<BITS, LANES, TOKENS>(bytes, row_bytes * step, scales, below, chunk, 64, x, m, total);
     }
-    if (left > 0) {
-      for (int r = 0; r < kRowsAtOnce; ++r) scale[r] = chunk_scales<LANES>(scales[r], whole);
-      multiply<BITS, ROWS>(bytes + whole * 64, row_bytes * step, scale, left, numbers + whole * size,
-                           scales_of_x + whole * 16, zero_correction + whole * 16, chunks, total);
-    }
-    if (w.zeros != nullptr) {
-      for (int64_t g = 0; g < blocks; g += 16) {
-        for (int r = 0; r < kRowsAtOnce; ++r) {
-          const F zero_point = zero_points<BITS>(w, (n0 + r * step) * zero_bytes + g * BITS / 8);
-          const F below = mul(load(scales[r] + g), sub(set1(BITS == 4 ? 8.0f : 128.0f), zero_point));
-          for (int i = 0; i < ROWS; ++i) {
-            total[i][r] = fma(below, load(&x.sums[(m + i) * x.blocks + g]), total[i][r]);
-          }
-        }
-      }
-    }
-    for (int i = 0; i < ROWS; ++i) {
-      float sums[kRowsAtOnce];
-      for (int r = 0; r < kRowsAtOnce; r += 4) sum4(total[i][r], total[i][r + 1], total[i][r + 2], total[i][r + 3], sums + r);
+    if (left > 0) multiply<BITS, LANES, TOKENS>(bytes, row_bytes * step, scales, below, whole, left, x, m, total);
+    for (int i = 0; i < TOKENS; ++i) {
+      float sums[4];
+      add_quarters(total[i], sums);
       float* to = out + (m + i) * stride + n - first;
       const float* from = sums + n - n0;
       for (int64_t r = 0; r < std::min(together, last - n); ++r) {
@@ -232,13 +210,166 @@ static void product_rows(const Matrix& w, int64_t first, int64_t last, const Rou
   }
 }
 
+constexpr int64_t kTileRows = 32, kTileColumns = 512;  // of a matrix: two times sixteen rows
+
+// Sixteen bytes of each of sixteen rows: four bytes of every row, then the next four.
+static inline void transpose_rows(const uint8_t* const* rows, int64_t from, uint8_t* out) {
+  U x[4], y[4];
+  for (int i = 0; i < 4; ++i) {
+    x[i] = load_quarters(rows[i] + from, rows[i + 4] + from, rows[i + 8] + from, rows[i + 12] + from);
+  }
+  transpose4(x, y);
+  for (int i = 0; i < 4; ++i) store_bytes(out + 64 * i, y[i]);
+}
+
+// A part of sixteen rows as `add_four` reads it; at 4 bits even columns before odd ones.
+template <int BITS>
+static inline void tile_rows(const uint8_t* const* rows, int64_t from, uint8_t* tile) {
+  if constexpr (BITS == 8) {
+    transpose_rows(rows, from, tile);
+  } else {
+    uint8_t* high = tile + 256;
+    transpose_rows(rows, from, tile);
+    for (int i = 0; i < 256; i += 64) {
+      const U x = load_bytes(tile + i);
+      store_bytes(tile + i, low_nibbles(x)), store_bytes(high + i, high_nibbles(x));
+    }
+  }
+}
+
+// A piece of a matrix as `dot_part` reads it, with its rows' scales in each block and what zero points add.
+template <int BITS>
+struct Tile {
+  static constexpr int64_t kParts = kTileColumns / part_columns(BITS), kBlocks = 16;
+  alignas(64) uint8_t numbers[kParts][2][16 * part_columns(BITS)];
+  alignas(64) float scales[2][kBlocks][16];
+  alignas(64) float below[2][kBlocks][16];  // scale * (middle - zero point)
+  int64_t block_of[kParts];                 // a division takes as long as many products
+};
+
+template <int BITS>
+static void fill_tile(const Matrix& w, int64_t first, int64_t last, int64_t part, int64_t parts, Tile<BITS>* tile) {
+  const int64_t row_bytes = w.row_bytes(), zero_bytes = w.zero_bytes(), blocks = w.blocks();
+  const int64_t part_bytes = part_columns(BITS) * BITS / 8, start = part * part_columns(BITS) / w.block;
+  for (int64_t p = 0; p < parts; ++p) tile->block_of[p] = (part + p) * part_columns(BITS) / w.block - start;
+  for (int h = 0; h < 2; ++h) {
+    alignas(64) float scales[16][16], below[16][16];
+    const uint8_t *rows[16], *scale_rows[16], *below_rows[16];
+    for (int i = 0; i < 16; ++i) {
+      const int64_t row = std::min(first + 16 * h + i, last - 1);
+      rows[i] = w.packed + row * row_bytes + part * part_bytes;
+      scale_rows[i] = reinterpret_cast<uint8_t*>(scales[i]), below_rows[i] = reinterpret_cast<uint8_t*>(below[i]);
+      const F scale = load_halves(w.scales + row * blocks + start, blocks - start);
+      store(scales[i], scale);
+      if (w.zeros == nullptr) continue;
+      const F zero_point = zero_points<BITS>(w, zero_bytes, row, start);
+      store(below[i], mul(scale, sub(set1(BITS == 4 ? 8.0f : 128.0f), zero_point)));
+    }
+    for (int64_t g = 0; g < 16; g += 4) {
+      transpose_rows(scale_rows, 4 * g, reinterpret_cast<uint8_t*>(tile->scales[h][g]));
+      if (w.zeros != nullptr) transpose_rows(below_rows, 4 * g, reinterpret_cast<uint8_t*>(tile->below[h][g]));
+    }
+    for (int64_t p = 0; p < parts; ++p) {
+#if KERNEL_I8MM
+      tile_pairs<BITS>(rows, p * part_bytes, tile->numbers[p][h]);
+#else
+      tile_rows<BITS>(rows, p * part_bytes, tile->numbers[p][h]);
+#endif
+    }
+  }
+}
+
+#if !KERNEL_I8MM
+// Sums of a part's products of HALVES times sixteen rows with each of TOKENS tokens, less what the middle takes away.
+template <int BITS, int HALVES, int TOKENS>
+static inline void dot_part(const uint8_t (*tile)[16 * part_columns(BITS)], const Rounded& x, int64_t at, I (&dot)[HALVES][TOKENS]) {
+  const int64_t row = x.chunks * 4;
+  const int8_t* numbers = x.numbers + at / 4 * 4 * part_columns(BITS) + at % 4 * 16;
+  for (int h = 0; h < HALVES; ++h) {
+    for (int i = 0; i < TOKENS; ++i) dot[h][i] = begin_dot<BITS>(x.zero_correction[(at + i * row) * 4]);
+  }
+  for (int j = 0; j < part_columns(BITS) / 4; ++j) {  // a load of the matrix serves all tokens
+    U w[HALVES];
+    for (int h = 0; h < HALVES; ++h) w[h] = load_bytes(tile[h] + 64 * j);
+    for (int i = 0; i < TOKENS; ++i) {
+      const int8_t* four = numbers + i * row * part_columns(BITS) + j / 4 * 64 + j % 4 * 4;
+      for (int h = 0; h < HALVES; ++h) dot[h][i] = add_four<BITS>(dot[h][i], w[h], four);
+    }
+  }
+  for (int h = 0; h < HALVES; ++h) {
+    for (int i = 0; i < TOKENS; ++i) dot[h][i] = end_dot<BITS>(dot[h][i], x.zero_correction[(at + i * row) * 4]);
+  }
+}
+#endif
+
+// Adds a tile's part to what `product_rows` adds up in each quarter, in its order and so with its bits: `sums` are
+// (TOKENS, quarters, kTileRows). Meanwhile fetches as much of the rows behind the tile's, from `next` on.
+template <int BITS, bool ZEROS, int TOKENS>
+static inline void multiply_tile(const Tile<BITS>& tile, int64_t parts, const Rounded& x, int64_t m, int64_t part,
+                                 const uint8_t* next, float* sums) {
+  const int64_t row = x.chunks * 4, part_bytes = kTileRows * part_columns(BITS) * BITS / 8;
+  for (int first = 0; first < 2; first += kTileHalves) {
+    for (int64_t p = 0; p < parts; ++p) {
+      const int64_t at = m * row + part + p, g = tile.block_of[p];
+      for (int64_t i = first * part_bytes; next != nullptr && i < part_bytes; i += 64) {
+        __builtin_prefetch(next + (part + p) * part_bytes + i, 0, 2);
+      }
+      I dot[kTileHalves][TOKENS];
+      dot_part<BITS, kTileHalves, TOKENS>(tile.numbers[p] + first, x, at, dot);
+      for (int h = 0; h < kTileHalves; ++h) {
+        const F scale = load(tile.scales[first + h][g]), below = ZEROS ? load(tile.below[first + h][g]) : zero();
+        for (int i = 0; i < TOKENS; ++i) {
+          float* sum = sums + (i * 4 + p % 4) * kTileRows + (first + h) * 16;
+          F total = fma(to_float(dot[h][i]), mul(scale, set1(x.scales[at + i * row])), load(sum));
+          if (ZEROS) total = fma(below, set1(x.sums[at + i * row]), total);
+          store(sum, total);
+        }
+      }
+    }
+  }
+}
+
+template <int BITS, bool ZEROS>
+static void product_tiles(const Matrix& w, int64_t first, int64_t last, const Rounded& x, int64_t m0, int64_t m1, float* out,
+                          int64_t stride) {
+  constexpr int64_t kTokens = 128;
+  Tile<BITS> tile;
+  alignas(64) float sums[kTokens][4][kTileRows];
+  const int64_t all_parts = w.blocks() * w.block / part_columns(BITS);
+  for (int64_t n = first; n < last; n += kTileRows) {
+    for (int64_t m = m0; m < m1; m += kTokens) {
+      const int64_t count = std::min(kTokens, m1 - m);
+      std::fill(sums[0][0], sums[0][0] + count * 4 * kTileRows, 0.0f);
+      for (int64_t part = 0; part < all_parts; part += tile.kParts) {
+        const int64_t parts = std::min(tile.kParts, all_parts - part);
+        fill_tile<BITS>(w, n, last, part, parts, &tile);
+        const uint8_t* next = w.packed + (n + kTileRows) * w.row_bytes();
+        int64_t i = 0;
+        for (; i + 4 <= count; i += 4, next = nullptr) multiply_tile<BITS, ZEROS, 4>(tile, parts, x, m + i, part, next, sums[i][0]);
+        for (; i + 2 <= count; i += 2, next = nullptr) multiply_tile<BITS, ZEROS, 2>(tile, parts, x, m + i, part, next, sums[i][0]);
+        if (i < count) multiply_tile<BITS, ZEROS, 1>(tile, parts, x, m + i, part, next, sums[i][0]);
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        float* to = out + (m + i) * stride + n - first;
+        for (int64_t r = 0; r < std::min(kTileRows, last - n); ++r) {
+          const float sum = (sums[i][0][r] + sums[i][2][r]) + (sums[i][1][r] + sums[i][3][r]);
+          to[r] = w.bias == nullptr ? sum : sum + w.bias[n + r];
+        }
+      }
+    }
+  }
+}
+
 template <int BITS, int LANES>
-static void product_lanes(const Matrix& w, int64_t first, int64_t last, const Rounded& x, int64_t m0, int64_t m1,
-                          float* out, int64_t stride) {
+static void product_lanes(const Matrix& w, int64_t first, int64_t last, const Rounded& x, int64_t m0, int64_t m1, float* out,
+                          int64_t stride) {
+  if (m1 - m0 >= kFewestOfTile) {
+    const auto tiles = w.zeros != nullptr ? product_tiles<BITS, true> : product_tiles<BITS, false>;
+    return tiles(w, first, last, x, m0, m1, out, stride);
+  }
   int64_t m = m0;
-  for (; m + 4 <= m1; m += 4) product_rows<BITS, LANES, 4>(w, first, last, x, m, out, stride);
   for (; m + 2 <= m1; m += 2) product_rows<BITS, LANES, 2>(w, first, last, x, m, out, stride);
-  for (; m < m1; ++m) product_rows<BITS, LANES, 1>(w, first, last, x, m, out, stride);
+  if (m < m1) product_rows<BITS, LANES, 1>(w, first, last, x, m, out, stride);
 }
 
 static void product(const Matrix& w, int64_t first, int64_t last, const Rounded& x, int64_t m0, int64_t m1, float* out,
@@ -254,149 +385,6 @@ static void product(const Matrix& w, int64_t first, int64_t last, const Rounded&
                                        : lanes == 16 ? product_lanes<8, 16>
                                        : lanes == 32 ? product_lanes<8, 32>
                                                      : product_lanes<8, 64>);
-  function(w, first, last, x, m0, m1, out, stride);
-}
-
-template <int BITS>
-static void round_parts(const float* x, int64_t m, int64_t start, int64_t end, RoundedPrompt* out) {
-  constexpr int kPart = prompt_part(BITS);
-  const int64_t last = end == out->columns ? out->parts * kPart : end;  // the rest of the last block is zeros
-  for (int64_t i = start; i < last; i += kPart) {
-    const int64_t at = m * out->parts + i / kPart;
-    F v[kPart / 16], largest_of = zero();
-    for (int h = 0; h < kPart / 16; ++h) {
-      const int64_t left = out->columns - i - h * 16;
-      v[h] = left > 0 ? load_up_to(x + i + h * 16, left) : zero();
-      largest_of = max(largest_of, abs(v[h]));
-    }
-    const float largest = max_lane(largest_of);
-    const F by = set1(127.0f / (largest > 1e-30f ? largest : 1e-30f));
-    alignas(16) int8_t q[kPart];
-    for (int h = 0; h < kPart / 16; ++h) store_int8(q + h * 16, to_int(mul(v[h], by)));
-    int8_t* to = out->numbers + at * kPart;
-    if (BITS == 4) {
-      for (int h = 0; h < kPart / 16; ++h) split_bytes(q + h * 16, to + h * 8, to + kPart / 2 + h * 8);
-    } else {
-      std::memcpy(to, q, kPart);
-    }
-    int32_t total = 0;
-    for (int j = 0; j < kPart; j += 8) total += sum_of_8(q + j);
-    const float scale = largest * (1.0f / 127);
-    out->scales[at] = scale;
-    out->zero_correction[at] = (BITS == 4 ? -8 : -128) * total;
-    out->sums[at] = scale * static_cast<float>(total);
-  }
-}
-
-static void round_prompt(const float* x, int64_t m, int64_t start, int64_t end, RoundedPrompt* out) {
-  out->bits == 4 ? round_parts<4>(x, m, start, end, out) : round_parts<8>(x, m, start, end, out);
-}
-
-constexpr int64_t kTileRows = 32, kTileColumns = 512;  // of a matrix: two times sixteen rows
-
-// A piece of a matrix as `add_four` reads it, with scales and what zero points add, row by row.
-template <int BITS>
-struct Tile {
-  static constexpr int64_t kParts = kTileColumns / prompt_part(BITS);
-  alignas(64) uint8_t numbers[kParts][2][16 * prompt_part(BITS)];
-  alignas(64) float scales[kParts][kTileRows];
-  alignas(64) float below[kParts][kTileRows];  // scale * (middle - zero point)
-};
-
-template <int BITS>
-static void fill_tile(const Matrix& w, int64_t first, int64_t last, int64_t part, int64_t parts, Tile<BITS>* tile) {
-  const int64_t row_bytes = w.row_bytes(), blocks = w.blocks(), part_bytes = prompt_part(BITS) * BITS / 8;
-  for (int64_t r = 0; r < kTileRows; r += 4) {
-    const uint8_t* rows[4];
-    for (int i = 0; i < 4; ++i) {
-      rows[i] = w.packed + std::min(first + r + i, last - 1) * row_bytes + part * part_bytes;
-      for (int64_t at = 0; at < parts * part_bytes; at += 64) __builtin_prefetch(rows[i] + kTileRows * row_bytes + at, 0, 2);
-    }
-    for (int64_t p = 0; p < parts; ++p) {
-      tile_rows<BITS>(rows, tile->numbers[p][r / 16], r % 16);
-      for (int i = 0; i < 4; ++i) rows[i] += part_bytes;
-    }
-  }
-  const int64_t start = part * prompt_part(BITS) / w.block;
-  int64_t block_of[Tile<BITS>::kParts];  // of the tile's; a division takes as long as many products
-  for (int64_t p = 0; p < parts; ++p) block_of[p] = (part + p) * prompt_part(BITS) / w.block - start;
-  for (int64_t r = 0; r < kTileRows; ++r) {
-    const int64_t row = std::min(first + r, last - 1);
-    alignas(64) float scales[16], below[16];  // a tile has no more blocks
-    const F scale = load_halves(w.scales + row * blocks + start, blocks - start);
-    store(scales, scale);
-    for (int64_t p = 0; p < parts; ++p) tile->scales[p][r] = scales[block_of[p]];
-    if (w.zeros == nullptr) continue;
-    const F zero_point = zero_points<BITS>(w, row * w.zero_bytes() + start * BITS / 8);
-    store(below, mul(scale, sub(set1(BITS == 4 ? 8.0f : 128.0f), zero_point)));
-    for (int64_t p = 0; p < parts; ++p) tile->below[p][r] = below[block_of[p]];
-  }
-}
-
-#if !KERNEL_I8MM
-// Of one part, sums of products of a tile's sixteen rows with each of TOKENS tokens, less what the middle takes away.
-template <int BITS, int TOKENS>
-static inline void dot_part(const uint8_t* tile, const RoundedPrompt& x, int64_t at, I (&dot)[TOKENS]) {
-  constexpr int kPart = prompt_part(BITS);
-  for (int i = 0; i < TOKENS; ++i) dot[i] = begin_dot<BITS>(x.zero_correction[at + i * x.parts]);
-  for (int j = 0; j < kPart / 4; ++j) {  // a load of the matrix serves all tokens
-    const U w = load_bytes(tile + 64 * j);
-    for (int i = 0; i < TOKENS; ++i) dot[i] = add_four<BITS>(dot[i], w, x.numbers + (at + i * x.parts) * kPart + 4 * j);
-  }
-  for (int i = 0; i < TOKENS; ++i) dot[i] = end_dot<BITS>(dot[i], x.zero_correction[at + i * x.parts]);
-}
-#endif
-
-template <int BITS, bool ZEROS, int TOKENS>
-static inline void multiply_tile(const Tile<BITS>& tile, int64_t parts, const RoundedPrompt& x, int64_t m, int64_t part,
-                                 float* sums, bool begin) {
-  for (int h = 0; h < kTileRows / 16; ++h) {
-    F total[TOKENS];
-    for (int i = 0; i < TOKENS; ++i) total[i] = begin ? zero() : load(sums + i * kTileRows + h * 16);
-    for (int64_t p = 0; p < parts; ++p) {
-      const int64_t at = m * x.parts + part + p;
-      I dot[TOKENS];
-      dot_part<BITS>(tile.numbers[p][h], x, at, dot);
-      const F scale = load(tile.scales[p] + h * 16), below = ZEROS ? load(tile.below[p] + h * 16) : zero();
-      for (int i = 0; i < TOKENS; ++i) {
-        total[i] = fma(to_float(dot[i]), mul(set1(x.scales[at + i * x.parts]), scale), total[i]);
-        if (ZEROS) total[i] = fma(below, set1(x.sums[at + i * x.parts]), total[i]);
-      }
-    }
-    for (int i = 0; i < TOKENS; ++i) store(sums + i * kTileRows + h * 16, total[i]);
-  }
-}
-
-template <int BITS, bool ZEROS>
-static void product_tiles(const Matrix& w, int64_t first, int64_t last, const RoundedPrompt& x, int64_t m0, int64_t m1,
-                          float* out, int64_t stride) {
-  constexpr int64_t kTokens = 128;
-  Tile<BITS> tile;
-  alignas(64) float sums[kTokens * kTileRows];
-  for (int64_t n = first; n < last; n += kTileRows) {
-    for (int64_t m = m0; m < m1; m += kTokens) {
-      const int64_t count = std::min(kTokens, m1 - m);
-      for (int64_t part = 0; part < x.parts; part += tile.kParts) {
-        const int64_t parts = std::min(tile.kParts, x.parts - part);
-        fill_tile<BITS>(w, n, last, part, parts, &tile);
-        int64_t i = 0;
-        for (; i + 4 <= count; i += 4) multiply_tile<BITS, ZEROS, 4>(tile, parts, x, m + i, part, sums + i * kTileRows, part == 0);
-        for (; i < count; ++i) multiply_tile<BITS, ZEROS, 1>(tile, parts, x, m + i, part, sums + i * kTileRows, part == 0);
-      }
-      const int64_t rows = std::min(kTileRows, last - n);
-      for (int64_t i = 0; i < count; ++i) {
-        float* to = out + (m + i) * stride + n - first;
-        for (int64_t r = 0; r < rows; ++r) to[r] = w.bias == nullptr ? sums[i * kTileRows + r] : sums[i * kTileRows + r] + w.bias[n + r];
-      }
-    }
-  }
-}
-
-static void product_prompt(const Matrix& w, int64_t first, int64_t last, const RoundedPrompt& x, int64_t m0, int64_t m1,
-                           float* out, int64_t stride) {
-  const bool zeros = w.zeros != nullptr;
-  const auto function = w.bits == 4 ? (zeros ? product_tiles<4, true> : product_tiles<4, false>)
-                                    : (zeros ? product_tiles<8, true> : product_tiles<8, false>);
   function(w, first, last, x, m0, m1, out, stride);
 }
 
@@ -492,7 +480,7 @@ static inline void four_scores(const float* const* queries, const void* keys, in
       for (int i = 0; i < QUERIES; ++i) t[i][j] = fma(q[i], k, t[i][j]);
     }
   }
-  for (int i = 0; i < QUERIES; ++i) sum4(t[i][0], t[i][1], t[i][2], t[i][3], out + i * kAttendAtOnce);
+  for (int i = 0; i < QUERIES; ++i) sum4(t[i], out + i * kAttendAtOnce);
 }
 
 // Adds up values of cached rows for QUERIES queries, SLICES times sixteen columns from e on.
@@ -671,7 +659,7 @@ static void join(const float* parts, const float* largest, const float* total, i
 }
 
 static const sportsllm::Variant& functions(const char* name) {
-  static const sportsllm::Variant all = {name,   rms_norm, layer_norm, round, sum_blocks, product, round_prompt, product_prompt, rotate,
+  static const sportsllm::Variant all = {name,   rms_norm, layer_norm, round, product, rotate,
                                          swiglu, geglu,    add,   scale,      to_int8, to_half,      attend,         index_part,
                                          add_shares, weighted_sum, dots, merge_softmax, join};
   return all;

@@ -34,31 +34,19 @@ struct Matrix {
   int64_t zero_bytes() const { return (blocks() * bits + 7) / 8; }
 };
 
-// Activations rounded to 8 bits for matrices of one format, with a scale for every 8 numbers, since each lane has its own
-// scale in any case. One chunk serves 64 bytes of a matrix: 128 numbers at 4 bits, even ones before odd ones, 64 at 8.
+// Columns that whole numbers add up over: they share the scale of their activations. Matrices of 8 bits lose so little that
+// a scale for 32 would lose more than they do.
+constexpr int part_columns(int bits) { return bits == 4 ? 32 : 16; }
+
+// Activations rounded to 8 bits for matrices of one format, with a scale for each part. A chunk of four parts serves 64 bytes
+// of a matrix: 128 numbers at 4 bits, even ones before odd ones, 64 at 8.
 struct Rounded {
-  int bits = 0, block = 0;
-  int64_t columns = 0, chunks = 0, blocks = 0;  // of one row; blocks are padded to 16
-  int8_t* numbers = nullptr;                    // (M, chunks, 128 or 64)
-  float* scales = nullptr;                      // (M, chunks, 16), a lane's
-  int32_t* zero_correction = nullptr;                   // (M, chunks, 16), -8 or -128 times the sum of a lane's numbers
-  float* sums = nullptr;                        // (M, blocks), of a block's rounded values, for zero points
-
-  int64_t chunk_size() const { return bits == 4 ? 128 : 64; }
-};
-
-// Columns that whole numbers of a prompt add up over: they share the scale of their activations. Matrices of 8 bits lose so
-// little that a scale for 32 would lose more than they do.
-constexpr int prompt_part(int bits) { return bits == 4 ? 32 : 16; }
-
-// Activations of a prompt, rounded to 8 bits with a scale for each part.
-struct RoundedPrompt {
-  int bits = 0;                // of the matrix; at 4 bits the numbers of a part lie with even ones before odd ones
-  int64_t columns = 0, parts = 0;  // of one row, padded to the matrix's blocks
-  int8_t* numbers = nullptr;   // (M, parts, prompt_part(bits))
-  float* scales = nullptr;     // (M, parts)
-  int32_t* zero_correction = nullptr;  // (M, parts), -8 or -128 times the sum of the numbers
-  float* sums = nullptr;       // (M, parts), of the rounded values
+  int bits = 0;                        // of the matrix
+  int64_t columns = 0, chunks = 0;     // of one row
+  int8_t* numbers = nullptr;           // (M, chunks, 128 or 64)
+  float* scales = nullptr;             // (M, chunks, 4)
+  int32_t* zero_correction = nullptr;  // (M, chunks, 4, 4): -8 or -128 times the sum of a part's numbers, and three zeros
+  float* sums = nullptr;               // (M, chunks, 4), of the rounded values
 };
 
 // What keys and values are cached in; INT8 with a scale for each column.
@@ -79,17 +67,11 @@ struct Variant {
   void (*rms_norm)(const float* x, const float* weight, int64_t size, float epsilon, float* out);
   // (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias.
   void (*layer_norm)(const float* x, const float* weight, const float* bias, int64_t size, float epsilon, float* out);
-  // Rounds columns [start, end) of row m; start is a multiple of 16, and so is end unless it is the row's.
+  // Rounds columns [start, end) of row m; start is a multiple of 32, and so is end unless it is the row's.
   void (*round)(const float* x, int64_t m, int64_t start, int64_t end, Rounded* out);
-  // The sums of a row's blocks, after all of it is rounded.
-  void (*sum_blocks)(int64_t m, Rounded* out);
   // out[m * stride + n - first] = row m of x times row n of the matrix, plus its bias, for n in [first, last).
   void (*product)(const Matrix& w, int64_t first, int64_t last, const Rounded& x, int64_t m0, int64_t m1, float* out,
                   int64_t stride);
-  // The same for a prompt: columns [start, end) of row m, start a multiple of 32; and products of all rows.
-  void (*round_prompt)(const float* x, int64_t m, int64_t start, int64_t end, RoundedPrompt* out);
-  void (*product_prompt)(const Matrix& w, int64_t first, int64_t last, const RoundedPrompt& x, int64_t m0, int64_t m1,
-                         float* out, int64_t stride);
   // Turns pairs (i, i + E / 2) by cos and sin, (E / 2) each.
   void (*rotate)(float* x, const float* cosine, const float* sine, int64_t size);
   // gate * sigmoid(gate) * up, in place of gate.

@@ -65,7 +65,7 @@ class LayerJob {
 
  private:
   void add_feed_forward(Team<LayerJob>* team) {
-    team->add(pieces_of(w_.inner, kRowsOfPiece), &LayerJob::widen, &LayerJob::sum_inner, ahead(w_.gate_up, kRowsOfPiece));
+    team->add(pieces_of(w_.inner, kRowsOfPiece), &LayerJob::widen, nullptr, ahead(w_.gate_up, kRowsOfPiece));
     const bool gemv = rows_ <= kGemvRows, norms = w_.feed_forward_output_norm != nullptr;
     team->add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::narrow, gemv && norms ? &LayerJob::last_norms : nullptr,
               ahead(w_.down, kRowsOfPiece));
@@ -118,7 +118,6 @@ class LayerJob {
     float* normed = normed_ + m * w_.hidden;
     norm_of(v_, x, weight, bias, w_.hidden, w_.epsilon, normed);
     out->round(v_, normed, m, 0, w_.hidden);
-    out->finish(v_, m);
   }
 
   // One head's queries, keys or values of all rows: product, norm, rotation, and to the cache.
@@ -218,7 +217,6 @@ class LayerJob {
       if (w_.value_scale != nullptr) v_.scale(row + h * e, w_.value_scale + h / group_ * e, e, row + h * e);
     }
     rounded_attended_.round(v_, row, m, 0, width);
-    rounded_attended_.finish(v_, m);
   }
 
   void join_all() {
@@ -228,12 +226,13 @@ class LayerJob {
   // Rows of the output matrix; its sum with the layer's input, normed before if it is, is what the second half is added to.
   void project_out(int64_t piece) {
     const int64_t first = piece * kRowsOfPiece, last = std::min(w_.hidden, first + kRowsOfPiece), d = w_.hidden;
-    for (int64_t b = 0; b < in_.batch; ++b) {
-      const int64_t kept = b * in_.kept(), m = all_row(kept);
+    const int64_t together = in_.kept() == in_.tokens ? kept_rows_ : in_.kept();
+    for (int64_t kept = 0; kept < kept_rows_; kept += together) {
+      const int64_t m = all_row(kept);
       float* to = in_.residual_out + kept * d + first;
-      rounded_attended_.product(v_, first, last, m, m + in_.kept(), to - m * d, d);
+      rounded_attended_.product(v_, first, last, m, m + together, to - m * d, d);
       if (w_.attention_output_norm != nullptr) continue;
-      for (int64_t t = 0; t < in_.kept(); ++t) v_.add(to + t * d, total_ + (m + t) * d + first, last - first, to + t * d);
+      for (int64_t t = 0; t < together; ++t) v_.add(to + t * d, total_ + (m + t) * d + first, last - first, to + t * d);
     }
   }
 
@@ -268,10 +267,6 @@ class LayerJob {
       (w_.gelu ? v_.geglu : v_.swiglu)(gate + m * kRowsOfPiece, up + m * kRowsOfPiece, n);
       rounded_inner_.round(v_, gate + m * kRowsOfPiece - first, m, first, last);
     }
-  }
-
-  void sum_inner() {
-    for (int64_t m = 0; m < kept_rows_; ++m) rounded_inner_.finish(v_, m);
   }
 
   void narrow(int64_t piece) {
@@ -341,7 +336,6 @@ class HeadJob {
     }
     norm_of(v_, x, w_.norm, w_.norm_bias, d, w_.epsilon, total);
     rounded_.round(v_, total, m, 0, d);
-    rounded_.finish(v_, m);
   }
 
   void multiply(int64_t piece) {

@@ -61,23 +61,12 @@ class Scratch {
 
   Rounded take_rounded(int64_t rows, const Matrix& matrix) {
     Rounded out;
-    out.bits = matrix.bits, out.block = matrix.block, out.columns = matrix.columns;
-    const int64_t size = out.chunk_size(), padded = matrix.blocks() * matrix.block;
-    out.chunks = (padded + size - 1) / size, out.blocks = (matrix.blocks() + 15) / 16 * 16;
+    const int64_t size = 4 * part_columns(matrix.bits), padded = matrix.blocks() * matrix.block;
+    out.bits = matrix.bits, out.columns = matrix.columns, out.chunks = (padded + size - 1) / size;
     out.numbers = take<int8_t>(rows * out.chunks * size);
-    out.scales = take<float>(rows * out.chunks * 16);
+    out.scales = take<float>(rows * out.chunks * 4);
     out.zero_correction = take<int32_t>(rows * out.chunks * 16);
-    out.sums = take<float>(rows * out.blocks);
-    return out;
-  }
-
-  RoundedPrompt take_prompt(int64_t rows, const Matrix& matrix) {
-    RoundedPrompt out;
-    out.bits = matrix.bits, out.columns = matrix.columns, out.parts = matrix.blocks() * matrix.block / prompt_part(matrix.bits);
-    out.numbers = take<int8_t>(rows * out.parts * prompt_part(matrix.bits));
-    out.scales = take<float>(rows * out.parts);
-    out.zero_correction = take<int32_t>(rows * out.parts);
-    out.sums = take<float>(rows * out.parts);
+    out.sums = take<float>(rows * out.chunks * 4);
     return out;
   }
 

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "simd_x86.h"
 
@@ -17,7 +18,8 @@ struct I {
 };
 using U = I;
 
-constexpr int kRowsAtOnce = 4;
+constexpr int kTileHalves = 1;
+constexpr int64_t kFewestOfTile = 5;
 
 static inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 static inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -56,11 +58,13 @@ static inline __m256 power_of_two_8(__m256 n) {
 }
 static inline F power_of_two(F n) { return {power_of_two_8(n.a), power_of_two_8(n.b)}; }
 
+static inline __m256 twice(const float* p) { return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p)); }
 static inline __m256 two_of_4(const float* p) {
   return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_set1_ps(p[0])), _mm_set1_ps(p[1]), 1);
 }
 static inline F expand4(const float* p) { return {two_of_4(p), two_of_4(p + 2)}; }
-static inline F expand8(const float* p) { return {_mm256_broadcast_ss(p), _mm256_broadcast_ss(p + 1)}; }
+static inline F one_quarter(const float* p) { return {twice(p), twice(p)}; }
+static inline F two_quarters(const float* p) { return {twice(p), twice(p + 4)}; }
 
 static inline __m256 max_in_8(__m256 x) {
   x = _mm256_max_ps(x, _mm256_shuffle_ps(x, x, 0xB1));
@@ -74,7 +78,23 @@ static inline __m128 quarter(F x) {
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 static inline float sum(F x) { return sum_of_lanes(quarter(x)); }
-static inline void sum4(F a, F b, F c, F d, float* out) { sums_of_lanes(quarter(a), quarter(b), quarter(c), quarter(d), out); }
+static inline void add_quarters(F x, float* out) { _mm_storeu_ps(out, quarter(x)); }
+static inline __m256 sums_of_two(__m256 a, __m256 b, __m256 c, __m256 d) {
+  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));  // a02 b02 a13 b13
+  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+  return _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
+}
+static inline F sums_of_quarters(const F (&x)[4]) {
+  return {sums_of_two(x[0].a, x[1].a, x[2].a, x[3].a), sums_of_two(x[0].b, x[1].b, x[2].b, x[3].b)};
+}
+static inline __m256i sums_of_two(__m256i a, __m256i b, __m256i c, __m256i d) {
+  const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+  const __m256i cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+  return _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+}
+static inline I sums_of_quarters(const I (&x)[4]) {
+  return {sums_of_two(x[0].a, x[1].a, x[2].a, x[3].a), sums_of_two(x[0].b, x[1].b, x[2].b, x[3].b)};
+}
 static inline float max_lane(F x) {
   const __m256 eight = max_in_8(_mm256_max_ps(x.a, x.b));
   return _mm256_cvtss_f32(eight);
@@ -89,6 +109,28 @@ static inline U load_bytes_part(const uint8_t* p, int64_t n) {
   for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
   return load_bytes(copy);
 }
+static inline __m256i load_two(const uint8_t* a, const uint8_t* b) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(load_16(a)), load_16(b), 1);
+}
+static inline U load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
+  return {load_two(a, b), load_two(c, d)};
+}
+static inline void store_bytes(uint8_t* p, U x) {
+  __m256i* q = reinterpret_cast<__m256i*>(p);
+  _mm256_storeu_si256(q, x.a), _mm256_storeu_si256(q + 1, x.b);
+}
+static inline __m256i low_nibbles(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+static inline __m256i high_nibbles(__m256i x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
+static inline U low_nibbles(U x) { return {low_nibbles(x.a), low_nibbles(x.b)}; }
+static inline U high_nibbles(U x) { return {high_nibbles(x.a), high_nibbles(x.b)}; }
+static inline void transpose4(const U* x, U* out) {
+  for (__m256i U::*half : {&U::a, &U::b}) {
+    const __m256i ab = _mm256_unpacklo_epi32(x[0].*half, x[1].*half), cd = _mm256_unpacklo_epi32(x[2].*half, x[3].*half);
+    const __m256i ab_high = _mm256_unpackhi_epi32(x[0].*half, x[1].*half), cd_high = _mm256_unpackhi_epi32(x[2].*half, x[3].*half);
+    out[0].*half = _mm256_unpacklo_epi64(ab, cd), out[1].*half = _mm256_unpackhi_epi64(ab, cd);
+    out[2].*half = _mm256_unpacklo_epi64(ab_high, cd_high), out[3].*half = _mm256_unpackhi_epi64(ab_high, cd_high);
+  }
+}
 static inline I load_ints(const int32_t* p) { return load_bytes(reinterpret_cast<const uint8_t*>(p)); }
 
 static inline __m256i load_32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
@@ -98,8 +140,7 @@ static inline __m256i load_32(const int8_t* p) { return _mm256_loadu_si256(reint
 static inline __m256i add_products(__m256i start, __m256i w, __m256i x) { return _mm256_dpbusd_avx_epi32(start, w, x); }
 #endif
 static inline __m256i dot_nibbles_8(__m256i start, __m256i w, const int8_t* x) {
-  const __m256i mask = _mm256_set1_epi8(15), low = _mm256_and_si256(w, mask);
-  const __m256i high = _mm256_and_si256(_mm256_srli_epi16(w, 4), mask);
+  const __m256i low = low_nibbles(w), high = high_nibbles(w);
 #if KERNEL_AVX_VNNI
   return add_products(add_products(start, low, load_32(x)), high, load_32(x + 64));
 #else
@@ -153,8 +194,9 @@ static inline I begin_dot(int32_t) {
 template <int BITS>
 static inline __m256i add_four_8(__m256i so_far, __m256i w, __m256i x) {
   // At 4 bits sums of sixteen products fit 16 bits: 16 * 15 * 127.
-  if (BITS == 4) return _mm256_add_epi16(so_far, _mm256_maddubs_epi16(w, x));
-  return _mm256_add_epi32(so_far, dot_signed(w, x));
+  so_far = BITS == 4 ? _mm256_add_epi16(so_far, _mm256_maddubs_epi16(w, x)) : _mm256_add_epi32(so_far, dot_signed(w, x));
+  asm("" : "+x"(so_far));  // otherwise GCC adds in another order, for which there are not enough registers
+  return so_far;
 }
 template <int BITS>
 static inline I add_four(I so_far, U w, const int8_t* x) {
@@ -191,6 +233,10 @@ static inline void store_half(uint16_t* p, F x) {
 static inline F load_half(const uint16_t* p) {
   const __m128i* q = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+static inline F load_half_columns(const uint16_t* p, int64_t row) {
+  const __m256i x = half_columns(p, row);
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
 }
 static inline F load_half_part(const uint16_t* p, int64_t n) {
   alignas(16) uint16_t copy[16] = {};

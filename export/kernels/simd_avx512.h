@@ -13,7 +13,8 @@ using F = __m512;
 using I = __m512i;
 using U = __m512i;
 
-constexpr int kRowsAtOnce = 4;
+constexpr int kTileHalves = 2;
+constexpr int64_t kFewestOfTile = 3;
 
 static inline F zero() { return _mm512_setzero_ps(); }
 static inline F set1(float x) { return _mm512_set1_ps(x); }
@@ -42,8 +43,10 @@ static inline F expand4(const float* p) {
   const __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
   return _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(_mm_loadu_ps(p)));
 }
-static inline F expand8(const float* p) {
-  return _mm512_insertf32x8(_mm512_set1_ps(p[0]), _mm256_set1_ps(p[1]), 1);
+static inline F one_quarter(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
+static inline F two_quarters(const float* p) {
+  const F x = _mm512_castps256_ps512(_mm256_loadu_ps(p));
+  return _mm512_shuffle_f32x4(x, x, 0x50);
 }
 
 static inline F max_of_8(F x) {
@@ -58,18 +61,40 @@ static inline __m128 quarter(F x) {
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 static inline float sum(F x) { return sum_of_lanes(quarter(x)); }
-static inline void sum4(F a, F b, F c, F d, float* out) { sums_of_lanes(quarter(a), quarter(b), quarter(c), quarter(d), out); }
+static inline void add_quarters(F x, float* out) { _mm_storeu_ps(out, quarter(x)); }
+static inline F sums_of_quarters(const F (&x)[4]) {
+  const F ab = add(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));  // a02 b02 a13 b13
+  const F cd = add(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  return add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
+}
+static inline I sums_of_quarters(const I (&x)[4]) {
+  const I ab = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
+  const I cd = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
+  return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+}
 static inline float max_lane(F x) { return _mm512_reduce_max_ps(x); }
 
 static inline U load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 static inline U load_bytes_part(const uint8_t* p, int64_t n) {
   return _mm512_maskz_loadu_epi8(n >= 64 ? ~0ull : (1ull << n) - 1, p);
 }
+static inline U load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
+  const __m512i ab = _mm512_inserti32x4(_mm512_castsi128_si512(load_16(a)), load_16(b), 1);
+  return _mm512_inserti32x4(_mm512_inserti32x4(ab, load_16(c), 2), load_16(d), 3);
+}
+static inline void store_bytes(uint8_t* p, U x) { _mm512_storeu_si512(p, x); }
+static inline U low_nibbles(U x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+static inline U high_nibbles(U x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+static inline void transpose4(const U* x, U* out) {
+  const U ab = _mm512_unpacklo_epi32(x[0], x[1]), cd = _mm512_unpacklo_epi32(x[2], x[3]);
+  const U ab_high = _mm512_unpackhi_epi32(x[0], x[1]), cd_high = _mm512_unpackhi_epi32(x[2], x[3]);
+  out[0] = _mm512_unpacklo_epi64(ab, cd), out[1] = _mm512_unpackhi_epi64(ab, cd);
+  out[2] = _mm512_unpacklo_epi64(ab_high, cd_high), out[3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+}
 static inline I load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
 static inline I dot_nibbles(I start, U w, const int8_t* x) {
-  const __m512i mask = _mm512_set1_epi8(15);
-  start = _mm512_dpbusd_epi32(start, _mm512_and_si512(w, mask), _mm512_loadu_si512(x));
-  return _mm512_dpbusd_epi32(start, _mm512_and_si512(_mm512_srli_epi16(w, 4), mask), _mm512_loadu_si512(x + 64));
+  start = _mm512_dpbusd_epi32(start, low_nibbles(w), _mm512_loadu_si512(x));
+  return _mm512_dpbusd_epi32(start, high_nibbles(w), _mm512_loadu_si512(x + 64));
 }
 static inline I dot_bytes(I start, U w, const int8_t* x) { return _mm512_dpbusd_epi32(start, w, _mm512_loadu_si512(x)); }
 
@@ -101,6 +126,7 @@ static inline void store_half(uint16_t* p, F x) {
 static inline F load_half(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+static inline F load_half_columns(const uint16_t* p, int64_t row) { return _mm512_cvtph_ps(half_columns(p, row)); }
 static inline F load_half_part(const uint16_t* p, int64_t n) {
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
 }

@@ -18,7 +18,8 @@ struct U {
   uint8x16_t v[4];
 };
 
-constexpr int kRowsAtOnce = 4;
+constexpr int kTileHalves = 1;
+constexpr int64_t kFewestOfTile = 8;
 
 template <typename Function>
 static inline F each(Function function) {
@@ -63,7 +64,8 @@ static inline F power_of_two(F n) {
 }
 
 static inline F expand4(const float* p) { return each([=](int i) { return vld1q_dup_f32(p + i); }); }
-static inline F expand8(const float* p) { return each([=](int i) { return vld1q_dup_f32(p + i / 2); }); }
+static inline F one_quarter(const float* p) { return each([=](int) { return vld1q_f32(p); }); }
+static inline F two_quarters(const float* p) { return each([=](int i) { return vld1q_f32(p + i / 2 * 4); }); }
 
 static inline float32x4_t max_of_4(float32x4_t x) {
   x = larger(x, vrev64q_f32(x));
@@ -82,11 +84,18 @@ static inline float sum(F x) {
   const float32x4_t four = quarter(x);
   return vpadds_f32(vadd_f32(vget_low_f32(four), vget_high_f32(four)));
 }
-static inline void sum4(F a, F b, F c, F d, float* out) {
-  const float32x4_t qa = quarter(a), qb = quarter(b), qc = quarter(c), qd = quarter(d);
-  const float32x2_t a2 = vadd_f32(vget_low_f32(qa), vget_high_f32(qa)), b2 = vadd_f32(vget_low_f32(qb), vget_high_f32(qb));
-  const float32x2_t c2 = vadd_f32(vget_low_f32(qc), vget_high_f32(qc)), d2 = vadd_f32(vget_low_f32(qd), vget_high_f32(qd));
-  vst1q_f32(out, vcombine_f32(vpadd_f32(a2, b2), vpadd_f32(c2, d2)));
+static inline void add_quarters(F x, float* out) { vst1q_f32(out, quarter(x)); }
+static inline F sums_of_quarters(const F (&x)[4]) {
+  return each([&](int i) {
+    const float32x4_t a = x[0].v[i], b = x[1].v[i], c = x[2].v[i], d = x[3].v[i];
+    const float32x4_t ab = vaddq_f32(vzip1q_f32(a, b), vzip2q_f32(a, b)), cd = vaddq_f32(vzip1q_f32(c, d), vzip2q_f32(c, d));
+    return vaddq_f32(vcombine_f32(vget_low_f32(ab), vget_low_f32(cd)), vcombine_f32(vget_high_f32(ab), vget_high_f32(cd)));
+  });
+}
+static inline I sums_of_quarters(const I (&x)[4]) {
+  I out;
+  for (int i = 0; i < 4; ++i) out.v[i] = vpaddq_s32(vpaddq_s32(x[0].v[i], x[1].v[i]), vpaddq_s32(x[2].v[i], x[3].v[i]));
+  return out;
 }
 static inline float max_lane(F x) {
   return vgetq_lane_f32(max_of_4(larger(larger(x.v[0], x.v[1]), larger(x.v[2], x.v[3]))), 0);
@@ -97,6 +106,32 @@ static inline U load_bytes_part(const uint8_t* p, int64_t n) {
   uint8_t copy[64] = {};
   for (int64_t i = 0; i < n && i < 64; ++i) copy[i] = p[i];
   return load_bytes(copy);
+}
+static inline U load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
+  return {{vld1q_u8(a), vld1q_u8(b), vld1q_u8(c), vld1q_u8(d)}};
+}
+static inline void store_bytes(uint8_t* p, U x) {
+  for (int i = 0; i < 4; ++i) vst1q_u8(p + 16 * i, x.v[i]);
+}
+static inline U low_nibbles(U x) {
+  for (uint8x16_t& v : x.v) v = vandq_u8(v, vdupq_n_u8(15));
+  return x;
+}
+static inline U high_nibbles(U x) {
+  for (uint8x16_t& v : x.v) v = vshrq_n_u8(v, 4);
+  return x;
+}
+static inline void transpose4(const U* x, U* out) {
+  const auto join = [](uint32x4_t a, uint32x4_t b, bool high) {
+    const uint64x2_t p = vreinterpretq_u64_u32(a), q = vreinterpretq_u64_u32(b);
+    return vreinterpretq_u8_u64(high ? vtrn2q_u64(p, q) : vtrn1q_u64(p, q));
+  };
+  for (int i = 0; i < 4; ++i) {
+    uint32x4_t r[4];
+    for (int j = 0; j < 4; ++j) r[j] = vreinterpretq_u32_u8(x[j].v[i]);
+    const uint32x4_t a = vtrn1q_u32(r[0], r[1]), b = vtrn2q_u32(r[0], r[1]), c = vtrn1q_u32(r[2], r[3]), d = vtrn2q_u32(r[2], r[3]);
+    out[0].v[i] = join(a, c, false), out[1].v[i] = join(b, d, false), out[2].v[i] = join(a, c, true), out[3].v[i] = join(b, d, true);
+  }
 }
 static inline I load_ints(const int32_t* p) { return {{vld1q_s32(p), vld1q_s32(p + 4), vld1q_s32(p + 8), vld1q_s32(p + 12)}}; }
 
@@ -134,7 +169,6 @@ static inline I dot_bytes(I, U w, const int8_t* x) {
   return out;
 }
 
-#if !KERNEL_I8MM  // simd_i8mm.h has its own
 template <int BITS>
 static inline I begin_dot(int32_t middle) {
   const int32x4_t start = vdupq_n_s32(BITS == 4 ? middle : 0);
@@ -154,34 +188,6 @@ template <int>
 static inline I end_dot(I so_far, int32_t) {
   return so_far;
 }
-
-// Four bytes of each of four rows next to each other, four times.
-static inline void store_across(const uint8x16_t* rows, uint8_t* to) {
-  uint32x4_t r[4];
-  for (int i = 0; i < 4; ++i) r[i] = vreinterpretq_u32_u8(rows[i]);
-  const uint32x4_t a = vtrn1q_u32(r[0], r[1]), b = vtrn2q_u32(r[0], r[1]), c = vtrn1q_u32(r[2], r[3]), d = vtrn2q_u32(r[2], r[3]);
-  const auto join = [](uint32x4_t x, uint32x4_t y, bool high) {
-    const uint64x2_t p = vreinterpretq_u64_u32(x), q = vreinterpretq_u64_u32(y);
-    return vreinterpretq_u8_u64(high ? vtrn2q_u64(p, q) : vtrn1q_u64(p, q));
-  };
-  vst1q_u8(to, join(a, c, false)), vst1q_u8(to + 64, join(b, d, false));
-  vst1q_u8(to + 128, join(a, c, true)), vst1q_u8(to + 192, join(b, d, true));
-}
-template <int BITS>
-static inline void tile_rows(const uint8_t* const* rows, uint8_t* tile, int64_t first) {
-  uint8_t* to = tile + 4 * first;
-  uint8x16_t x[4];
-  for (int r = 0; r < 4; ++r) x[r] = vld1q_u8(rows[r]);
-  if (BITS == 8) {
-    store_across(x, to);
-    return;
-  }
-  uint8x16_t low[4], high[4];
-  for (int r = 0; r < 4; ++r) low[r] = vandq_u8(x[r], vdupq_n_u8(15)), high[r] = vshrq_n_u8(x[r], 4);
-  store_across(low, to);
-  store_across(high, to + 256);
-}
-#endif
 
 static inline void store_int8(int8_t* p, I x) {
   const int16x8_t low = vcombine_s16(vqmovn_s32(x.v[0]), vqmovn_s32(x.v[1]));
@@ -213,6 +219,13 @@ static inline F load_half(const uint16_t* p) {
   F out;
   for (int i = 0; i < 4; ++i) out.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
   return out;
+}
+static inline F load_half_columns(const uint16_t* p, int64_t row) {
+  const uint16x4_t a = vld1_u16(p), b = vld1_u16(p + row), c = vld1_u16(p + 2 * row), d = vld1_u16(p + 3 * row);
+  const uint32x2_t ab = vreinterpret_u32_u16(vzip1_u16(a, b)), cd = vreinterpret_u32_u16(vzip1_u16(c, d));
+  const uint32x2_t ab_high = vreinterpret_u32_u16(vzip2_u16(a, b)), cd_high = vreinterpret_u32_u16(vzip2_u16(c, d));
+  const uint32x2_t columns[4] = {vzip1_u32(ab, cd), vzip2_u32(ab, cd), vzip1_u32(ab_high, cd_high), vzip2_u32(ab_high, cd_high)};
+  return each([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u32(columns[i])); });
 }
 static inline F load_half_part(const uint16_t* p, int64_t n) {
   uint16_t copy[16] = {};

@@ -18,7 +18,8 @@ struct U {  // sixty-four bytes; four belong to each lane
   uint8_t byte[64];
 };
 
-constexpr int kRowsAtOnce = 4;  // rows of a matrix that are multiplied together
+constexpr int kTileHalves = 1;        // of a tile's rows, served by a load of a token
+constexpr int64_t kFewestOfTile = 8;  // tokens, from which on unpacking a matrix for all of them is faster
 
 template <typename Function>
 static inline F each(Function function) {
@@ -55,7 +56,9 @@ static inline F to_float(I x) { return each([&](int i) { return static_cast<floa
 static inline F power_of_two(F n) { return each([&](int i) { return std::ldexp(1.0f, static_cast<int>(n.lane[i])); }); }
 
 static inline F expand4(const float* p) { return each([=](int i) { return p[i / 4]; }); }  // four lanes each
-static inline F expand8(const float* p) { return each([=](int i) { return p[i / 8]; }); }  // eight lanes each
+// Four numbers in each quarter of the lanes: the same in all, or in two the first four and in two the next.
+static inline F one_quarter(const float* p) { return each([=](int i) { return p[i % 4]; }); }
+static inline F two_quarters(const float* p) { return each([=](int i) { return p[i / 8 * 4 + i % 4]; }); }
 
 // The largest of the lower eight lanes in each of those, and of the upper eight.
 static inline F max_of_8(F x) {
@@ -69,8 +72,24 @@ static inline float sum(F x) {
   }
   return x.lane[0];
 }
-static inline void sum4(F a, F b, F c, F d, float* out) {
-  out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
+// The sums of the quarters' first lanes, of the second and so on, in the same order.
+static inline void add_quarters(F x, float* out) {
+  for (int i = 0; i < 4; ++i) out[i] = (x.lane[i] + x.lane[i + 8]) + (x.lane[i + 4] + x.lane[i + 12]);
+}
+// In each quarter the sums of that quarter of all x.
+static inline F sums_of_quarters(const F (&x)[4]) {
+  return each([&](int i) {
+    const float* p = x[i % 4].lane + i / 4 * 4;
+    return (p[0] + p[2]) + (p[1] + p[3]);
+  });
+}
+static inline I sums_of_quarters(const I (&x)[4]) {
+  I out;
+  for (int i = 0; i < 16; ++i) {
+    const int32_t* p = x[i % 4].lane + i / 4 * 4;
+    out.lane[i] = p[0] + p[1] + p[2] + p[3];
+  }
+  return out;
 }
 static inline float max_lane(F x) { return *std::max_element(x.lane, x.lane + 16); }
 
@@ -80,6 +99,27 @@ static inline U load_bytes_part(const uint8_t* p, int64_t n) {
   return out;
 }
 static inline U load_bytes(const uint8_t* p) { return load_bytes_part(p, 64); }
+static inline void store_bytes(uint8_t* p, U x) { std::memcpy(p, x.byte, 64); }
+// Sixteen bytes from each of four places.
+static inline U load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
+  U out;
+  std::memcpy(out.byte, a, 16), std::memcpy(out.byte + 16, b, 16), std::memcpy(out.byte + 32, c, 16), std::memcpy(out.byte + 48, d, 16);
+  return out;
+}
+static inline U low_nibbles(U x) {
+  for (uint8_t& byte : x.byte) byte &= 15;
+  return x;
+}
+static inline U high_nibbles(U x) {
+  for (uint8_t& byte : x.byte) byte >>= 4;
+  return x;
+}
+// In each quarter: the first four bytes of all x, then the second four, and so on.
+static inline void transpose4(const U* x, U* out) {
+  for (int j = 0; j < 4; ++j) {
+    for (int i = 0; i < 64; ++i) out[j].byte[i] = x[i % 16 / 4].byte[i / 16 * 16 + 4 * j + i % 4];
+  }
+}
 static inline I load_ints(const int32_t* p) {
   I out;
   std::memcpy(out.lane, p, sizeof out.lane);
@@ -113,18 +153,6 @@ template <int BITS>
 static inline I end_dot(I so_far, int32_t) {
   return so_far;
 }
-// Puts a part of each of four rows, from the first on of a tile's sixteen, where add_four gets it: four numbers of a row,
-// then of the next; at 4 bits even ones before odd ones.
-template <int BITS>
-static inline void tile_rows(const uint8_t* const* rows, uint8_t* tile, int64_t first) {
-  for (int r = 0; r < 4; ++r) {
-    for (int i = 0; i < (BITS == 4 ? 32 : 16); ++i) {
-      const uint8_t number = BITS == 8 ? rows[r][i] : i < 16 ? rows[r][i] & 15 : rows[r][i - 16] >> 4;
-      tile[i / 4 * 64 + 4 * (first + r) + i % 4] = number;
-    }
-  }
-}
-
 static inline void store_int8(int8_t* p, I x) {  // numbers from -128 to 127
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(std::min(127, std::max(-128, x.lane[i])));
 }
@@ -164,6 +192,10 @@ static inline void store_half(uint16_t* p, F x) {
   for (int i = 0; i < 16; ++i) p[i] = half_of(x.lane[i]);
 }
 static inline F load_half(const uint16_t* p) { return each([=](int i) { return of_half(p[i]); }); }
+// In each quarter a column of four rows.
+static inline F load_half_columns(const uint16_t* p, int64_t row) {
+  return each([=](int i) { return of_half(p[i % 4 * row + i / 4]); });
+}
 static inline F load_half_part(const uint16_t* p, int64_t n) { return each([=](int i) { return i < n ? of_half(p[i]) : 0.0f; }); }
 static inline F load_uint8(const uint8_t* p) { return each([=](int i) { return static_cast<float>(p[i]); }); }
 static inline F load_nibbles(const uint8_t* p) {  // eight bytes, lower halves first

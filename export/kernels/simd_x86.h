@@ -22,40 +22,17 @@ static inline void split_bytes(const int8_t* p, int8_t* even, int8_t* odd) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(odd), _mm_unpackhi_epi64(x, x));
 }
 
-// What is left of `sum` and `sum4` when lanes i, i + 4, i + 8 and i + 12 have become one.
+// What is left of `sum` when lanes i, i + 4, i + 8 and i + 12 have become one.
 static inline float sum_of_lanes(__m128 x) {
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
 }
-static inline void sums_of_lanes(__m128 a, __m128 b, __m128 c, __m128 d, float* out) {
-  const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));  // a02 b02 a13 b13
-  const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
-  _mm_storeu_ps(out, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
-}
 
-// Four bytes of each of four rows next to each other, four times.
-static inline void store_across(__m128i a, __m128i b, __m128i c, __m128i d, uint8_t* to) {
-  const __m128i ab = _mm_unpacklo_epi32(a, b), cd = _mm_unpacklo_epi32(c, d);
-  const __m128i ab_high = _mm_unpackhi_epi32(a, b), cd_high = _mm_unpackhi_epi32(c, d);
-  const __m128i out[4] = {_mm_unpacklo_epi64(ab, cd), _mm_unpackhi_epi64(ab, cd), _mm_unpacklo_epi64(ab_high, cd_high),
-                          _mm_unpackhi_epi64(ab_high, cd_high)};
-  for (int j = 0; j < 4; ++j) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 64 * j), out[j]);
-}
-
-template <int BITS>
-static inline void tile_rows(const uint8_t* const* rows, uint8_t* tile, int64_t first) {
-  uint8_t* to = tile + 4 * first;
-  const __m128i mask = _mm_set1_epi8(15);
-  __m128i x[4];
-  for (int r = 0; r < 4; ++r) x[r] = load_16(rows[r]);
-  if (BITS == 8) {
-    store_across(x[0], x[1], x[2], x[3], to);
-    return;
-  }
-  __m128i low[4], high[4];
-  for (int r = 0; r < 4; ++r) low[r] = _mm_and_si128(x[r], mask), high[r] = _mm_and_si128(_mm_srli_epi16(x[r], 4), mask);
-  store_across(low[0], low[1], low[2], low[3], to);
-  store_across(high[0], high[1], high[2], high[3], to + 256);
+// The first of four float16 numbers in each row, then the second, and so on: two columns in each half.
+static inline __m256i half_columns(const uint16_t* p, int64_t row) {
+  const auto four = [=](int r) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + r * row)); };
+  const __m128i ab = _mm_unpacklo_epi16(four(0), four(1)), cd = _mm_unpacklo_epi16(four(2), four(3));
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_unpacklo_epi32(ab, cd)), _mm_unpackhi_epi32(ab, cd), 1);
 }
 
 }  // namespace KERNEL_VARIANT

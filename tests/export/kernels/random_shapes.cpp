@@ -8,7 +8,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <thread>
-#include <type_traits>
 #include <vector>
 
 #include "feed_forward.h"
@@ -114,18 +113,13 @@ struct Owned : Matrix {
 
 // The rounded value of column k, found where kernels.h says it lies.
 double rounded_at(const Rounded& x, int64_t m, int64_t k) {
-  const int64_t size = x.chunk_size(), chunk = m * x.chunks + k / size, i = k % size;
-  const int64_t at = x.bits == 4 ? i / 2 + i % 2 * 64 : i;
-  return static_cast<double>(x.scales[chunk * 16 + i * 16 / size]) * x.numbers[chunk * size + at];
-}
-double rounded_at(const RoundedPrompt& x, int64_t m, int64_t k) {
-  const int64_t size = prompt_part(x.bits), part = m * x.parts + k / size, i = k % size;
-  return static_cast<double>(x.scales[part]) * x.numbers[part * size + (x.bits == 4 ? i / 2 + i % 2 * size / 2 : i)];
+  const int64_t size = part_columns(x.bits), part = m * x.chunks * 4 + k / size, i = k % size;
+  const int8_t* chunk = x.numbers + part / 4 * 4 * size + part % 4 * 16;
+  return static_cast<double>(x.scales[part]) * chunk[x.bits == 4 ? i / 2 + i % 2 * 64 : i];
 }
 
-template <typename X>
-void compare_product(const Owned& w, const X& x, const float* inputs, int64_t m, const float* found) {
-  const int64_t group = std::is_same<X, Rounded>::value ? 8 : prompt_part(w.bits);  // numbers that share a scale
+void compare_product(const Owned& w, const Rounded& x, const float* inputs, int64_t m, const float* found) {
+  const int64_t group = part_columns(w.bits);  // numbers that share a scale
   for (int64_t k = 0; k < w.columns; ++k) {
     const double value = inputs[m * w.columns + k];
     double largest = 0;
@@ -153,26 +147,16 @@ void product_case(const Variant& v) {
   Numbers<float> found(m * w.rows);
   const int64_t middle = between(0, w.rows);
   Scratch scratch;
-  if (m <= 8) {
-    scratch.begin_counting(), scratch.take_rounded(m, w), scratch.begin();
-    Rounded rounded = scratch.take_rounded(m, w);
-    for (int64_t i = 0; i < m; ++i) {
-      const int64_t cut = between(0, w.columns / 16) * 16;
-      if (cut > 0) v.round(x.data() + i * w.columns, i, 0, cut, &rounded);
-      if (cut < w.columns) v.round(x.data() + i * w.columns, i, cut, w.columns, &rounded);
-      v.sum_blocks(i, &rounded);
-    }
-    if (middle > 0) v.product(w, 0, middle, rounded, 0, m, found.data(), w.rows);
-    if (middle < w.rows) v.product(w, middle, w.rows, rounded, 0, m, found.data() + middle, w.rows);
-    for (int64_t i = 0; i < m; ++i) compare_product(w, rounded, x.data(), i, found.data());
-  } else {
-    scratch.begin_counting(), scratch.take_prompt(m, w), scratch.begin();
-    RoundedPrompt rounded = scratch.take_prompt(m, w);
-    for (int64_t i = 0; i < m; ++i) v.round_prompt(x.data() + i * w.columns, i, 0, w.columns, &rounded);
-    if (middle > 0) v.product_prompt(w, 0, middle, rounded, 0, m, found.data(), w.rows);
-    if (middle < w.rows) v.product_prompt(w, middle, w.rows, rounded, 0, m, found.data() + middle, w.rows);
-    for (int64_t i = 0; i < m; ++i) compare_product(w, rounded, x.data(), i, found.data());
+  scratch.begin_counting(), scratch.take_rounded(m, w), scratch.begin();
+  Rounded rounded = scratch.take_rounded(m, w);
+  for (int64_t i = 0; i < m; ++i) {
+    const int64_t cut = between(0, w.columns / 32) * 32;
+    if (cut > 0) v.round(x.data() + i * w.columns, i, 0, cut, &rounded);
+    if (cut < w.columns) v.round(x.data() + i * w.columns, i, cut, w.columns, &rounded);
   }
+  if (middle > 0) v.product(w, 0, middle, rounded, 0, m, found.data(), w.rows);
+  if (middle < w.rows) v.product(w, middle, w.rows, rounded, 0, m, found.data() + middle, w.rows);
+  for (int64_t i = 0; i < m; ++i) compare_product(w, rounded, x.data(), i, found.data());
   keep(found.data(), m * w.rows);
 }
 

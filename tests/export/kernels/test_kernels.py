@@ -308,7 +308,7 @@ def test_a_float16_cache_holds_keys_rounded_once(library: Path) -> None:
 @pytest.mark.parametrize(("bits", "cache"), [(4, "fp32"), (8, "int8"), (4, "fp16")])
 def test_several_rows_equal_single_ones_bit_for_bit(library: Path, bits: int, cache: str, general: bool) -> None:
     case = general_case(bits, True, cache) if general else layer_case(bits, 32, True, cache)
-    together, alone = run_layer(library, case, [3, 8], cache), run_layer(library, case, [1] * 11, cache)
+    together, alone = run_layer(library, case, [3, 8, 16], cache), run_layer(library, case, [1] * 27, cache)
     assert np.array_equal(together[0], alone[0])
     assert np.array_equal(together[1], alone[1])
 
