@@ -247,7 +247,7 @@ def check_value(where: str, value: object, setting: Setting) -> None:
         raise UsageError(f"{where}: use one of {', '.join(setting.choices)}" + (f"; {near}" if near else ""))
     if isinstance(value, int | float) and not (math.isfinite(value) and setting.least <= value <= setting.most):
         bounds = f"at least {setting.least:g}" if math.isinf(setting.most) else f"{setting.least:g} to {setting.most:g}"
-        raise UsageError(f"{where}: must be {bounds}")
+        raise UsageError(f"{where}: must be {'' if math.isfinite(value) else 'finite and '}{bounds}")
 
 
 def check_optimizer_bits(optimizer: str, bits: int) -> None:

@@ -102,7 +102,7 @@ def test_the_card_tells_the_whole_line(line: dict[str, Path], corpus_file: Path)
 
 
 @pytest.mark.parametrize(
-    ("worse", "end"), [("yes", "."), ("uncertain", ", which is uncertain on so little text."), (None, "")]
+    ("worse", "end"), [("yes", "."), ("uncertain", ", but there is too little text to be certain."), (None, "")]
 )
 def test_the_card_says_that_a_training_made_a_model_worse(
     line: dict[str, Path], tmp_path: Path, worse: str | None, end: str
@@ -113,7 +113,7 @@ def test_the_card_says_that_a_training_made_a_model_worse(
     write_card(tuned)
     card = (tuned / "README.md").read_text(encoding="utf-8")
     assert ("before its training" in card) == (worse is not None)
-    assert worse is None or f"- `tuned` is worse on held-out text than before its training{end}\n" in card
+    assert worse is None or f"- On held-out text `tuned` is worse than before its training{end}\n" in card
 
 
 def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dict[str, Path], tmp_path: Path) -> None:

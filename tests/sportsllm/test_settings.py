@@ -26,6 +26,7 @@ def test_values_get_their_types_from_texts_and_from_a_mapping() -> None:
         ("warmup=x", "is not a valid int"),
         ("warmup=-1", "must be at least 0"),
         ("min_lr_ratio=2", "must be 0 to 1"),
+        ("lora_alpha=inf", "must be finite and at least 0"),
         ("try_rates=1", "write true or false"),
         ("schedule=cosin", "did you mean cosine?"),
     ],
