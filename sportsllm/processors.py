@@ -64,7 +64,7 @@ def find_device(name: str, flag: str = "--device") -> torch.device:
 
 
 def set_threads(threads: int | None) -> None:
-    """Use this many CPU threads in torch, by default all, and the fastest products of matrices."""
+    """Use this many CPU threads in torch, by default all, and the fastest matrix products."""
     import torch
 
     from sportsllm.products import use_fast_products

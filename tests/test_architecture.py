@@ -75,7 +75,7 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_904,
+    "sportsllm": 18_903,
     "compress": 7_754,
     "export": 6_366,
     "benchmarks": 9_116,

@@ -35,7 +35,7 @@ class QuantizedMatrix(nn.Module):
         self.register_buffer("weight", weight, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Scales stay float16, since `weight` alone has the dtype that is computed in."""
+        """Scales stay float16; only `weight` has the compute dtype."""
         scale = self.weight_scale
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.weight_scale = scale.to(self.weight.device)

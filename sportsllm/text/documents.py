@@ -262,8 +262,8 @@ def _parquet(path: Path, field: str) -> Iterator[Document]:
 
 
 def _document(record: JsonObject, field: str, where: str, path: Path) -> Document | None:
-    """The text or the conversation of a record, None if it has neither. The field `prompt` stands for a conversation
-    if there is a completion.
+    """The text or the conversation of a record, None if it has neither. The field `prompt` names a conversation if
+    the record has a `completion`.
     """
     text, chats = record.get(field), chat_field(record)
     if not isinstance(text, str) or chats == field:

@@ -250,7 +250,7 @@ class RunState:
 
 
 def _checksums(directory: Path) -> JsonObject:
-    """CRC-32 of a state's tensors by file: parts of a matrix that are missing would be read as anything."""
+    """CRC-32 of a state's files of tensors: missing parts of a matrix would be read as arbitrary values."""
     files = sorted(directory.rglob("*.safetensors"))
     return {str(path.relative_to(directory)): crc32(path, path.stat().st_size) for path in files}
 
