@@ -47,7 +47,7 @@ def spread(rounds: Sequence[float]) -> Spread:
     """The interval around the median of the rounds' figures, at least one.
 
     See `reach_of`. An interval for independent rounds covers 76% at a lag-1 autocorrelation of 0.5, this one 90%, and
-    94% at 0.3 (tests/benchmarks/test_spread.py).
+    94% at 0.3 (tests/benchmarks/measure/test_rounds.py).
     """
     count, middle = len(rounds), statistics.median(rounds)
     if count == 1:
