@@ -22,7 +22,8 @@ def _suits(left_MK: Tensor, right_KN: Tensor) -> bool:
     (rows, inner), columns = left_MK.shape, right_KN.shape[1]
     return (
         left_MK.dtype is torch.float32 is right_KN.dtype
-        and min(rows, columns) > 1
+        and inner == len(right_KN)
+        and min(rows, columns) > 3
         and rows * inner * columns > _LEAST_OPERATIONS
         and min(left_MK.stride()) == 1
         and (right_KN.is_contiguous() or right_KN.t().is_contiguous())

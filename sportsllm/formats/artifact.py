@@ -75,6 +75,7 @@ def finished_manifest(out: Path, stage: Stage) -> Manifest | None:
 
     Raises:
         ConflictError: `out` holds something else.
+        ArtifactError: a file of it is gone.
     """
     if not out.name:
         raise UsageError(f"--out {out}: name a new directory")
@@ -90,6 +91,9 @@ def finished_manifest(out: Path, stage: Stage) -> Manifest | None:
             f"{out}: exists already, made by {manifest.command!r} with other settings or inputs"
             f"{_differences(manifest, stage)}; {AGAIN}"
         )
+    for name in manifest.files:
+        if not (out / name).exists():
+            raise ArtifactError(f"{out}: {name} is missing; move {out} away and run the command again")
     return manifest
 
 

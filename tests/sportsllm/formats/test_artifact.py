@@ -41,6 +41,9 @@ def test_same_inputs_are_up_to_date_and_others_conflict(tmp_path: Path) -> None:
     (tmp_path / "mine" / "thesis.doc").write_text("x", encoding="utf-8")
     with pytest.raises(ConflictError, match="not made by this command"):
         finished_manifest(tmp_path / "mine", Stage("train", {}))
+    (tmp_path / "out" / "file.txt").unlink()
+    with pytest.raises(ArtifactError, match=r"file\.txt is missing; move .*out away"):
+        finished_manifest(tmp_path / "out", Stage("train", {"steps": 1}))
 
 
 def test_a_changed_input_changes_the_fingerprint_and_a_group_does_not(tmp_path: Path) -> None:
