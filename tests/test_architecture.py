@@ -79,7 +79,7 @@ MOST_LINES = {
     "compress": 7_754,
     "export": 6_366,
     "benchmarks": 9_116,
-    "tests": 24_723,
+    "tests": 24_722,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -110,7 +110,6 @@ def test_layers_without_experts_are_shown_apart(tmp_path: Path, capsys: pytest.C
         ({"model": "tiny-1m", "length": 5_000}, "context"),
         ({"model": "small", "device": "raspberry-pi-5", "kv_cache": "int4"}, "kv_cache=int4: use one of fp32, fp16"),
         ({"shape": "7X"}, r"'7X' is no directory, no number of parameters such as 7B .* 70b"),
-        ({"shape": "small", "batch": 0}, "batch size 0 must be at least 1"),
         ({"shape": "small", "block_size": 48}, "block size 48"),
     ],
 )
