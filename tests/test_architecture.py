@@ -77,7 +77,7 @@ LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_908,
     "compress": 7_754,
-    "export": 6_366,
+    "export": 6_365,
     "benchmarks": 9_116,
     "tests": 24_722,
 }

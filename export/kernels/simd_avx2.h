@@ -71,7 +71,6 @@ static inline __m256 max_in_8(__m256 x) {
   x = _mm256_max_ps(x, _mm256_shuffle_ps(x, x, 0x4E));
   return _mm256_max_ps(x, _mm256_permute2f128_ps(x, x, 1));
 }
-static inline F max_of_8(F x) { return {max_in_8(x.a), max_in_8(x.b)}; }
 
 static inline __m128 quarter(F x) {
   const __m256 half = _mm256_add_ps(x.a, x.b);

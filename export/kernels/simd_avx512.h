@@ -49,12 +49,6 @@ static inline F two_quarters(const float* p) {
   return _mm512_shuffle_f32x4(x, x, 0x50);
 }
 
-static inline F max_of_8(F x) {
-  x = max(x, _mm512_shuffle_ps(x, x, 0xB1));
-  x = max(x, _mm512_shuffle_ps(x, x, 0x4E));
-  return max(x, _mm512_shuffle_f32x4(x, x, 0xB1));
-}
-
 // Lanes i and i + 8 first, then i + 4, i + 2, i + 1.
 static inline __m128 quarter(F x) {
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));

@@ -71,10 +71,6 @@ static inline float32x4_t max_of_4(float32x4_t x) {
   x = larger(x, vrev64q_f32(x));
   return larger(x, vextq_f32(x, x, 2));
 }
-static inline F max_of_8(F x) {
-  const float32x4_t low = max_of_4(larger(x.v[0], x.v[1])), high = max_of_4(larger(x.v[2], x.v[3]));
-  return {{low, low, high, high}};
-}
 
 // Lanes i and i + 8 first, then i + 4, i + 2, i + 1.
 static inline float32x4_t quarter(F x) {

@@ -60,11 +60,6 @@ static inline F expand4(const float* p) { return each([=](int i) { return p[i / 
 static inline F one_quarter(const float* p) { return each([=](int i) { return p[i % 4]; }); }
 static inline F two_quarters(const float* p) { return each([=](int i) { return p[i / 8 * 4 + i % 4]; }); }
 
-// The largest of the lower eight lanes in each of those, and of the upper eight.
-static inline F max_of_8(F x) {
-  return each([&](int i) { return *std::max_element(x.lane + i / 8 * 8, x.lane + i / 8 * 8 + 8); });
-}
-
 // The sum of all lanes: i and i + 8 first, then i + 4, i + 2, i + 1.
 static inline float sum(F x) {
   for (int step = 8; step > 0; step /= 2) {

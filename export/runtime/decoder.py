@@ -69,7 +69,7 @@ class OnnxDecoder:
         self._make_cache = cache_maker(self._session, directory, self.config.vocab_size, provider)
         self._cache: Cache | None = None
         self._read: list[list[int]] = []  # tokens of the cache's sequences
-        # The kernels round up to 8 tokens like one; a recurrent state cannot go back.
+        # The kernels give up to 16 tokens the logits of one alone; a recurrent state cannot go back.
         recurrent = not all(state.per_token for state in block_state(self.config))
         self.exact_rows = 8 if self.kernels.whole and not recurrent else 1
         self.placement = None if provider.is_cpu else placement(self._session, provider)
@@ -80,8 +80,7 @@ class OnnxDecoder:
 
         With `reuse` the beginning is skipped that a prompt shares with what its place in the cache holds from the last
         prompts and steps, if the cache has room for `max_length` tokens. The logits equal those of a fresh start up to
-        the order of additions. If inputs are rounded more finely for a few tokens than for many (the native kernels),
-        they also depend on how the text was cut into pieces, and on which tokens `step` read.
+        the order of additions, which depends on how the text was cut into pieces and on which tokens `step` read.
 
         Raises:
             UsageError: no row, an empty one, or one longer than `max_length` or the context.

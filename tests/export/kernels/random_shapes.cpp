@@ -142,7 +142,7 @@ void compare_product(const Owned& w, const Rounded& x, const float* inputs, int6
 void product_case(const Variant& v) {
   const int64_t rows = between(1, 70), columns = between(1, 600);
   const Owned w(rows, columns, 0.1f);
-  const int64_t m = one_of({1, 2, 3, 5, 8, 9, 40});
+  const int64_t m = one_of({1, 2, 3, 5, 8, 9, 17, 40, 129});
   const Numbers<float> x = floats(m * w.columns, 1);
   Numbers<float> found(m * w.rows);
   const int64_t middle = between(0, w.rows);
@@ -157,6 +157,10 @@ void product_case(const Variant& v) {
   if (middle > 0) v.product(w, 0, middle, rounded, 0, m, found.data(), w.rows);
   if (middle < w.rows) v.product(w, middle, w.rows, rounded, 0, m, found.data() + middle, w.rows);
   for (int64_t i = 0; i < m; ++i) compare_product(w, rounded, x.data(), i, found.data());
+  const int64_t one = between(0, m - 1);
+  Numbers<float> alone(w.rows);
+  v.product(w, 0, w.rows, rounded, one, one + 1, alone.data() - one * w.rows, w.rows);
+  check(std::memcmp(alone.data(), &found[one * w.rows], w.rows * sizeof(float)) == 0, "a row alone, of rows", m, m);
   keep(found.data(), m * w.rows);
 }
 
