@@ -9,7 +9,7 @@ saves memory. Letters: T tokens of a sequence, L layers, D hidden_size, V vocabu
 from __future__ import annotations
 
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import mixing_macs, sublayers
+from sportsllm.models.description import mixing_macs, sublayers
 
 # The backward pass is two products for each one of the forward pass (Kaplan et al., section 2.1).
 FORWARDS_PER_STEP = 3

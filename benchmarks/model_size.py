@@ -11,9 +11,9 @@ from sportsllm.errors import UsageError
 from sportsllm.files import read_json
 from sportsllm.formats.huggingface import packed_by_bitsandbytes
 from sportsllm.formats.manifest import GGUF_RECORD, directory_bytes, manifest_of
-from sportsllm.models import kinds
+from sportsllm.models import description
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import block_matrices, block_state, sublayers
+from sportsllm.models.description import block_matrices, block_state, sublayers
 from sportsllm.models.memory import WeightFormat, matrix_parameters, weight_bytes
 
 CACHES = ("fp32", "fp16", "int8")
@@ -126,7 +126,7 @@ def file_bytes(config: ModelConfig, stored: ModelFormat) -> int:
 @lru_cache(maxsize=1_024)
 def mixing_macs(config: ModelConfig, depth: int) -> int:
     """MACs outside the matrices, in all layers, of one token that sees `depth` tokens: scores, and sums of values."""
-    return config.num_hidden_layers * kinds.mixing_macs(config, depth)
+    return config.num_hidden_layers * description.mixing_macs(config, depth)
 
 
 @lru_cache(maxsize=1_024)

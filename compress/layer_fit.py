@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from compress.layerwise import BAND, StoredStates, after_sublayer, half_moment, kept_like, mirrored
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS, adds_to_residual, input_groups
+from sportsllm.models.description import NORMS, adds_to_residual, input_groups
 from sportsllm.models.language_model import Block, first_positions
 from sportsllm.models.layers import Rope
-from sportsllm.models.parts import HIDDEN, Matrix
+from sportsllm.models.sublayer import HIDDEN, Matrix
 
 _KEPT = 2  # hidden sizes: inputs of a matrix that are wider are computed again rather than kept in memory
 RIDGE = 1e-3

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from sportsllm.formats.checkpoint import StoredBlock
 from sportsllm.formats.safetensors import StreamedTensors
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS
+from sportsllm.models.description import NORMS
 from sportsllm.models.language_model import Block, SportsLLM, embed, first_positions
 from sportsllm.models.layers import Rope
 

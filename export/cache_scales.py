@@ -22,7 +22,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.calibration import CalibrationText
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, block_state
+from sportsllm.models.description import EMBEDDING, block_state
 from sportsllm.models.language_model import embed, first_positions, rope_of
 from sportsllm.models.layers import KVCache
 from sportsllm.process_memory import give_back

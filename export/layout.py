@@ -13,7 +13,7 @@ from sportsllm.files import read_json, write_json
 from sportsllm.formats.huggingface import OWN_MODEL_TYPE, family_of, load_config, to_hf
 from sportsllm.inference.decoder import web_graphs
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import block_state
+from sportsllm.models.description import block_state
 
 # As optimum, onnxruntime-genai and transformers.js name them.
 INPUT_IDS = "input_ids"

@@ -45,7 +45,7 @@ class LoadedModel:
         return self._again, ()
 
     def __repr__(self) -> str:
-        from sportsllm.models.kinds import described_shape
+        from sportsllm.models.description import described_shape
 
         return f"<LoadedModel: {described_shape(self.config)}>"
 

@@ -1,6 +1,6 @@
 """A model's parts as HTML: boxes in rows along the residual stream, from token ids to logits.
 
-All of it follows from what the kinds of attention and feed-forward say of themselves (`sportsllm/models/parts.py`), so
+All of it follows from what the kinds of attention and feed-forward say of themselves (`sportsllm/models/kinds.py`), so
 a new kind needs nothing here. Imports no torch and no templates, so that a device draws too.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sportsllm.models.config import SLIDING, ModelConfig
-from sportsllm.models.kinds import NORMS, OUTPUT_NORMS, sublayers
-from sportsllm.models.parts import HIDDEN, Activation, Matrix
-from sportsllm.models.parts import Sublayer as Described
+from sportsllm.models.description import NORMS, OUTPUT_NORMS, sublayers
+from sportsllm.models.sublayer import HIDDEN, Activation, Matrix
+from sportsllm.models.sublayer import Sublayer as Described
 
 _EXPERT = re.compile(r"\.\d+\.")
 _ROLES = {"activation": "activation", "cache": "cache", "state": "cache", "scores": "scores"}

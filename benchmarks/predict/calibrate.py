@@ -167,7 +167,7 @@ def export_untrained(config: ModelConfig, stored: ModelFormat, directory: Path, 
     from export.graph.decoder import write_graph
     from sportsllm.formats.checkpoint import save_checkpoint, write_config
     from sportsllm.formats.safetensors import WEIGHTS
-    from sportsllm.models.kinds import block_state
+    from sportsllm.models.description import block_state
     from sportsllm.models.language_model import SportsLLM
 
     directory.mkdir(parents=True)

@@ -11,7 +11,7 @@ from benchmarks.flops import forward_flops_per_token, training_flops_per_token
 from benchmarks.measure.machine import this_machine
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import is_llama_like
+from sportsllm.models.description import is_llama_like
 from sportsllm.models.training_memory import TrainingStep, largest_batch, training_memory
 
 UTILIZATION = 0.3

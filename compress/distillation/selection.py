@@ -35,9 +35,9 @@ from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models.config import ModelConfig, Selection
+from sportsllm.models.kinds import index_pairs
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import GroupedQueryAttention
-from sportsllm.models.parts import index_pairs
 from sportsllm.models.selection import selected_attention
 from sportsllm.training import settings
 

@@ -25,7 +25,7 @@ from compress.pruning.shapes import Shape, unit_span
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import DIMENSIONS, ModelConfig
-from sportsllm.models.kinds import (
+from sportsllm.models.description import (
     EMBEDDING,
     HEAD,
     adds_to_residual,
@@ -36,7 +36,7 @@ from sportsllm.models.kinds import (
     joint_vectors,
 )
 from sportsllm.models.language_model import Block, SportsLLM
-from sportsllm.models.parts import HIDDEN, Matrix
+from sportsllm.models.sublayer import HIDDEN, Matrix
 from sportsllm.process_memory import give_back
 from sportsllm.training.loss import cross_entropy
 

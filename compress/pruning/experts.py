@@ -29,11 +29,11 @@ from compress.pruning.selection import pick_order
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.description import NORMS
 from sportsllm.models.experts import MixtureOfExperts, named_expert, route
-from sportsllm.models.kinds import NORMS
+from sportsllm.models.kinds import ROUTER, SHARED, expert_names, routed_names, unused_line
 from sportsllm.models.language_model import Block, SportsLLM
 from sportsllm.models.layers import FeedForward
-from sportsllm.models.parts import ROUTER, SHARED, expert_names, routed_names, unused_line
 
 _PASSES = 2  # over all experts, each fitted to what the others leave
 _AT_ONCE = 4_096  # tokens whose neurons are in memory at once

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.layerwise import block_from, block_of, derived, ends_of, second_moment
-from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, block_matrices
+from sportsllm.models.description import EMBEDDING, HEAD, LAST_NORM, NORMS, block_matrices
 from sportsllm.models.language_model import Block, SportsLLM
-from sportsllm.models.parts import HIDDEN
+from sportsllm.models.sublayer import HIDDEN
 
 _ROWS = 256  # of every norm's moments, in memory together
 _LEAST = 1e-2  # of the last norm's mean weight; smaller or negative weights are raised to it

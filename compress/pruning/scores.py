@@ -24,9 +24,9 @@ from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import LAST_NORM, NORMS, block_matrices, block_units
+from sportsllm.models.description import LAST_NORM, NORMS, block_matrices, block_units
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.parts import HIDDEN, Unit
+from sportsllm.models.sublayer import HIDDEN, Unit
 
 SCORES_FILE = "importance.safetensors"
 _DISTANCE_SAMPLES = 32  # of which distances of layers are taken; the runs that come out nearest are tried

@@ -16,8 +16,15 @@ from itertools import product
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import family_of
 from sportsllm.models.config import DIMENSIONS, ModelConfig
-from sportsllm.models.kinds import block_matrices, block_units, can_cut_hidden, joint_vectors, norms_of_block, sublayers
-from sportsllm.models.parts import Matrix, Unit
+from sportsllm.models.description import (
+    block_matrices,
+    block_units,
+    can_cut_hidden,
+    joint_vectors,
+    norms_of_block,
+    sublayers,
+)
+from sportsllm.models.sublayer import Matrix, Unit
 
 WIDTH_STEP = 32
 _DIMENSION_OF = {field: dimension for dimension, field in DIMENSIONS.items()}

@@ -41,7 +41,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
-from sportsllm.models.kinds import EMBEDDING, HEAD
+from sportsllm.models.description import EMBEDDING, HEAD
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.conversations import Document
 from sportsllm.text.documents import held_out_files, manifest_setting, read_documents

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from compress.layerwise import input_squares, summed
 from compress.quantization.config import GridSpec, QuantizationConfig
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS, block_matrices, block_units, input_groups
+from sportsllm.models.description import NORMS, block_matrices, block_units, input_groups
 from sportsllm.models.language_model import Block, first_positions
 from sportsllm.models.layers import Rope
-from sportsllm.models.parts import HIDDEN, Matrix
+from sportsllm.models.sublayer import HIDDEN, Matrix
 
 _BALANCED = {4: 0.25, 8: 0.5}
 _BALANCE_SAMPLES = 16  # enough for the rms of each channel

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from sportsllm.errors import UsageError
 from sportsllm.formats.packed import BITS
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, HEAD, matrix_shapes
+from sportsllm.models.description import EMBEDDING, HEAD, matrix_shapes
+from sportsllm.models.kinds import least_bits
 from sportsllm.models.memory import BLOCK_SIZES, matrix_parameters, quantized_bytes
-from sportsllm.models.parts import least_bits
 
 HEAD_BITS = (4, 8, 32)
 UNPACKED = 32

@@ -43,10 +43,10 @@ from sportsllm.formats.checkpoint import load_block, load_last_norm, load_positi
 from sportsllm.formats.safetensors import TensorFiles, all_finite
 from sportsllm.inference.calibration import JUDGED_SAMPLES, check_familiar
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, HEAD, POSITIONS, block_matrices, input_groups
+from sportsllm.models.description import EMBEDDING, HEAD, POSITIONS, block_matrices, input_groups
+from sportsllm.models.kinds import routed_names, unused_line
 from sportsllm.models.language_model import Block, rope_of
 from sportsllm.models.layers import ResidualNorm, Rope
-from sportsllm.models.parts import routed_names, unused_line
 from sportsllm.process_memory import give_back
 from sportsllm.training.loss import cross_entropy
 

@@ -25,7 +25,7 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import check_names, load_block, load_last_norm, load_positions, load_table
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, HEAD, input_groups
+from sportsllm.models.description import EMBEDDING, HEAD, input_groups
 from sportsllm.models.language_model import Block, first_positions, rope_of
 from sportsllm.models.layers import Rope, softcapped
 

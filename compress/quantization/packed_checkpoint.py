@@ -19,7 +19,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.formats.safetensors import Kind, StreamedTensors
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, HEAD, parameters
+from sportsllm.models.description import EMBEDDING, HEAD, parameters
 
 ROWS = 8192
 """Rounded together: bounds the memory that a head takes."""

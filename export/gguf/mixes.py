@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, HEAD, matrix_shapes
-from sportsllm.models.parts import ROUTER
+from sportsllm.models.description import EMBEDDING, HEAD, matrix_shapes
+from sportsllm.models.kinds import ROUTER
 
 FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 """For rows that are no multiple of 256."""

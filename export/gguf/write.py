@@ -41,9 +41,9 @@ from sportsllm.formats.packed import QuantizedWeight, unpack
 from sportsllm.formats.packed_modules import read_packed
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import FULL, UNROTATED, ModelConfig
-from sportsllm.models.kinds import Parameter, parameters
+from sportsllm.models.description import Parameter, parameters
+from sportsllm.models.kinds import ROUTER
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.parts import ROUTER
 from sportsllm.models.rope import RopeScaling, inverse_frequencies
 from sportsllm.text.tokenizer import load_tokenizer
 

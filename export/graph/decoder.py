@@ -37,7 +37,7 @@ from export.layout import plain_files, web_files, web_precision
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import (
+from sportsllm.models.description import (
     EMBEDDING,
     HEAD,
     LAST_NORM,
@@ -47,7 +47,7 @@ from sportsllm.models.kinds import (
     block_state,
     cached_shape,
 )
-from sportsllm.models.parts import HIDDEN, Matrix
+from sportsllm.models.sublayer import HIDDEN, Matrix
 
 _PACKED_TYPES = {ir.DataType.INT4, ir.DataType.UINT4, INT8, UINT8}
 

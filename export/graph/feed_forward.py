@@ -16,7 +16,8 @@ import onnx_ir as ir
 from export.graph.builder import BOOL, FLOAT, Array
 from export.graph.calls import Operand
 from export.graph.layer import SublayerBuilder
-from sportsllm.models.parts import HIDDEN, ROUTER, SHARED, Matrix, routed_names
+from sportsllm.models.kinds import ROUTER, SHARED, routed_names
+from sportsllm.models.sublayer import HIDDEN, Matrix
 
 
 class Gated(SublayerBuilder):

@@ -19,8 +19,8 @@ from export import layout
 from export.graph.builder import FLOAT, HALF, LEAST
 from export.graph.calls import Inputs
 from export.graph.layer import LayerBuilder, SublayerBuilder
-from sportsllm.models.kinds import NORMS
-from sportsllm.models.parts import HIDDEN
+from sportsllm.models.description import NORMS
+from sportsllm.models.sublayer import HIDDEN
 
 # GroupQueryAttention rotates only heads of a multiple of 16; for others ONNX Runtime refuses the graph.
 ROTARY_MULTIPLE = 16

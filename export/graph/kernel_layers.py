@@ -15,8 +15,9 @@ from export.graph.calls import SUFFIXES, Attributes, Call, Inputs, Operand
 from export.graph.grouped_query import OrtGroupedQuery
 from export.graph.layer import LayerBuilder, SublayerBuilder
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import HEAD, LAST_NORM, NORMS, OUTPUT_NORMS
-from sportsllm.models.parts import HIDDEN, SHARED, Matrix, routed_names
+from sportsllm.models.description import HEAD, LAST_NORM, NORMS, OUTPUT_NORMS
+from sportsllm.models.kinds import SHARED, routed_names
+from sportsllm.models.sublayer import HIDDEN, Matrix
 
 _WHOLE_KINDS = ("swiglu", "geglu", "gelu")
 """Kinds of feed-forward that are computed together with attention."""

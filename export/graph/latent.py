@@ -17,7 +17,7 @@ from export import layout
 from export.graph.builder import FLOAT, LEAST, Array
 from export.graph.calls import Attributes, Call
 from export.graph.layer import LayerBuilder, SublayerBuilder
-from sportsllm.models.parts import HIDDEN
+from sportsllm.models.sublayer import HIDDEN
 
 LONG_PIECE = 16
 """From this many new tokens on keys and values are made."""

@@ -18,9 +18,9 @@ from export.graph.calls import KernelCalls, Operand
 from export.graph.weights import Matmul
 from export.layout import ROPE_CACHES
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, POSITIONS, sublayers
-from sportsllm.models.parts import HIDDEN, Matrix
+from sportsllm.models.description import EMBEDDING, POSITIONS, sublayers
 from sportsllm.models.rope import rope_tables
+from sportsllm.models.sublayer import HIDDEN, Matrix
 
 
 @dataclass(frozen=True)

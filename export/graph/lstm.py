@@ -16,7 +16,8 @@ import onnx_ir as ir
 
 from export.graph.builder import BOOL, FLOAT, INT64
 from export.graph.layer import LayerBuilder, SublayerBuilder
-from sportsllm.models.parts import GATES, HIDDEN, READ
+from sportsllm.models.kinds import GATES, READ
+from sportsllm.models.sublayer import HIDDEN
 
 
 class LSTM(SublayerBuilder):

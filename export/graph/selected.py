@@ -20,7 +20,8 @@ from export.graph.builder import FLOAT, INT32, INT64, LEAST
 from export.graph.calls import Attributes, Call, Inputs
 from export.graph.grouped_query import OrtGroupedQuery
 from export.graph.layer import LayerBuilder
-from sportsllm.models.parts import HIDDEN, index_pairs, index_size
+from sportsllm.models.kinds import index_pairs, index_size
+from sportsllm.models.sublayer import HIDDEN
 
 
 class SelectedAttention(OrtGroupedQuery):

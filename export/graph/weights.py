@@ -24,7 +24,7 @@ from sportsllm.formats.checkpoint import read_tensor
 from sportsllm.formats.packed import unpack
 from sportsllm.formats.packed_modules import read_packed
 from sportsllm.formats.safetensors import TensorFiles
-from sportsllm.models.parts import Matrix
+from sportsllm.models.sublayer import Matrix
 
 # MatMulNBits: 4 rounds activations to int8 block by block, the only level with fast kernels; 0 is float32.
 FAST_ACCURACY = 4

@@ -70,7 +70,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, LAST_NORM, POSITIONS, block_state
+from sportsllm.models.description import EMBEDDING, LAST_NORM, POSITIONS, block_state
 from sportsllm.models.language_model import SportsLLM, rope_of
 from sportsllm.models.rope import rope_tables
 from sportsllm.process_memory import give_back

@@ -25,7 +25,7 @@ from export.parity.comparison import ParityReport
 from sportsllm.console import progress_bar
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.packed_modules import QuantizedMatrix
-from sportsllm.models.kinds import EMBEDDING, HEAD, input_groups
+from sportsllm.models.description import EMBEDDING, HEAD, input_groups
 from sportsllm.models.language_model import SportsLLM, first_positions
 
 _TOKENS, _SEQUENCES, _SEED = 48, 2, 1  # of the probe; first tokens of a random text are changed most

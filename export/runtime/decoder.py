@@ -18,7 +18,7 @@ from export.runtime.session import Kernels, choose_kernels, open_session, portab
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Logits, log_softmax, logits_at_once
-from sportsllm.models.kinds import block_state
+from sportsllm.models.description import block_state
 
 # Prompts are read in pieces of this many tokens, so that memory does not grow with the prompt. Time for 512 tokens
 # and peak memory of a 97M INT4 model, 2 threads: 405 ms and 179 MB at 64, 342 and 186 at 128, 340 and 200 at 256.

@@ -26,8 +26,8 @@ from export.layout import find_files
 from export.runtime.providers import CPU, Provider
 from sportsllm.errors import ArtifactError, ResourceError
 from sportsllm.inference.decoder import Logits
-from sportsllm.models.kinds import cached_shape
-from sportsllm.models.parts import State
+from sportsllm.models.description import cached_shape
+from sportsllm.models.sublayer import State
 
 Array = npt.NDArray[Any]
 CacheType = type[np.float32] | type[np.float16] | type[np.int8]
@@ -40,7 +40,7 @@ class CachedTensor:
     """What a graph caches, as one of its inputs says."""
 
     name: str  # `<layer>.<state>`, after `past_key_values.` and `present.`
-    state: State  # its shape, see `sportsllm.models.parts.State`
+    state: State  # its shape, see `sportsllm.models.sublayer.State`
     dtype: CacheType
 
     def shape(self, batch: int, length: int) -> tuple[int, ...]:

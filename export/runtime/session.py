@@ -23,7 +23,7 @@ from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.files import read_json
 from sportsllm.formats.manifest import MANIFEST
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import block_state, cached_shape
+from sportsllm.models.description import block_state, cached_shape
 
 CHOICES = ("auto", "native", "portable")
 SLOW_VARIANT = "plain"  # C++ without a processor's own instructions: ONNX Runtime's operators are faster

@@ -33,7 +33,7 @@ from sportsllm.formats.safetensors import (
     quantization_config,
 )
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, LAST_NORM, POSITIONS, parameters
+from sportsllm.models.description import EMBEDDING, LAST_NORM, POSITIONS, parameters
 from sportsllm.models.language_model import Block, SportsLLM
 from sportsllm.models.layers import KVCache, ResidualNorm, Rope, residual_norm
 from sportsllm.process_memory import available_bytes

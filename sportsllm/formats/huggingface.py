@@ -26,7 +26,7 @@ from sportsllm.formats.families.layer_norm import LAYER_NORM
 from sportsllm.formats.families.llama import LLAMA_LIKE
 from sportsllm.formats.manifest import MANIFEST, read_manifest
 from sportsllm.models.config import Experts, ModelConfig, Selection
-from sportsllm.models.kinds import block_tensors
+from sportsllm.models.description import block_tensors
 from sportsllm.models.rope import ROPE_TYPES, RopeScaling
 
 FAMILIES: dict[str, Family] = LLAMA_LIKE | GEMMA | LAYER_NORM | WITH_EXPERTS

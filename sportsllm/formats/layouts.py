@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, OUTPUT_NORMS, POSITIONS, parameters
-from sportsllm.models.parts import ROUTER
+from sportsllm.models.description import EMBEDDING, HEAD, LAST_NORM, NORMS, OUTPUT_NORMS, POSITIONS, parameters
+from sportsllm.models.kinds import ROUTER
 
 
 class UnlikeTensor(Exception):

@@ -14,7 +14,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, atomic_write_text, read_json, validate
 from sportsllm.formats.huggingface import OWN_MODEL_TYPE, load_config
 from sportsllm.formats.manifest import Ancestor, FileEntry, Manifest, ancestors, origin, read_manifest
-from sportsllm.models.kinds import described_shape
+from sportsllm.models.description import described_shape
 from sportsllm.text.chat import find_template
 
 CARD = "README.md"

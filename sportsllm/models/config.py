@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from sportsllm.errors import UsageError
-from sportsllm.models import kinds
-from sportsllm.models.parts import ATTENTION, FEED_FORWARD
+from sportsllm.models import description
+from sportsllm.models.kinds import ATTENTION, FEED_FORWARD
 from sportsllm.models.rope import RopeScaling
 
 FULL, SLIDING, UNROTATED = "full", "sliding", "unrotated"
@@ -154,7 +154,7 @@ class ModelConfig:
 
     `attention_bias` is a bias on q, k and v; `attention_output_bias` one on o (Llama sets both with
     one field, Qwen2 has only the first). `qk_norm` normalises each query and key head (Qwen3).
-    `attention_kind` and `mlp_kind` name the two sublayers of a block, see `sportsllm.models.parts`.
+    `attention_kind` and `mlp_kind` name the two sublayers of a block, see `sportsllm.models.kinds`.
 
     The rest is off in a LLaMA model:
 
@@ -400,9 +400,9 @@ class ModelConfig:
         """Exact number of parameters in each part; they add up to `parameters`. A tied head counts once."""
         found = Counter(dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "head"), 0))
         for part, layers in self.runs():
-            for item in kinds.block_tensors(part):
+            for item in description.block_tensors(part):
                 found[item.component] += layers * item.numel
-        for item in kinds.end_tensors(self):
+        for item in description.end_tensors(self):
             found[item.component] += item.numel
         return dict(found)
 
@@ -414,7 +414,7 @@ class ModelConfig:
     @property
     def active_parameters(self) -> int:
         """Parameters that one token is computed with: of a mixture the router, the chosen and the shared experts."""
-        sublayers = [(each, layers) for part, layers in self.runs() for each in kinds.sublayers(part).values()]
+        sublayers = [(each, layers) for part, layers in self.runs() for each in description.sublayers(part).values()]
         unused = sum(n * (sum(m.numel for m in each.matrices) - each.active_parameters) for each, n in sublayers)
         return self.parameters - unused
 

@@ -67,7 +67,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def named_expert(mixture: nn.Module, name: str) -> FeedForward:
-    """The expert of a name, see `sportsllm.models.parts.expert_names`."""
+    """The expert of a name, see `sportsllm.models.kinds.expert_names`."""
     expert = mixture.get_submodule(name)
     assert isinstance(expert, FeedForward), "an expert is a feed-forward"
     return expert

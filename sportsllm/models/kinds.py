@@ -1,232 +1,265 @@
-"""Queries on the description of a model: its matrices, units, cached tensors and parameters. Imports no torch.
-
-Unless said otherwise, a config here is that of a model of like layers, `ModelConfig.of_layer` of another one.
-"""
+"""The kinds of attention and feed-forward. A kind is a function from a config to a `Sublayer`. Imports no torch."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from sportsllm.models.parts import ATTENTION, FEED_FORWARD, HIDDEN, Matrix, State, Sublayer, Unit, index_size
+from sportsllm.models.sublayer import HIDDEN, Activation, Kept, Matrix, State, Sublayer, Unit, Vector
 
 if TYPE_CHECKING:
-    from sportsllm.models.config import ModelConfig
+    from sportsllm.models.config import Experts, ModelConfig
 
-NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
-"""The two sublayers of a block, in order, and the norm before each, in a model with `input_norms`."""
-OUTPUT_NORMS = {"self_attn": "attention_output_norm", "mlp": "feed_forward_output_norm"}
-"""The norm after each sublayer, in a model with `output_norms`."""
-EMBEDDING, HEAD, POSITIONS, LAST_NORM = "model.embed_tokens", "lm_head", "model.embed_positions", "model.norm"
+INDEX = ("index_q_proj", "index_k_proj")
+"""The indexer's matrices: queries of all heads, and the key."""
+LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents, whatever the model's own is, as in `transformers`."""
+GATES = ("i", "f", "g", "o")
+READ = "last_hidden"
+"""What an LSTM's recurrent matrices read: h of the token before."""
+ROUTER, SHARED = "gate", "shared_experts"
 
-Size = TypeVar("Size")
-Component = Literal["embedding", "attention", "feed_forward", "norms", "head"]
-
-
-class Parameter(NamedTuple):
-    """A tensor of a checkpoint: its name, shape, role and the part of the model that it counts to."""
-
-    name: str
-    shape: tuple[int, ...]
-    role: Literal["embedding", "positions", "head", "matrix", "bias", "norm"]
-    component: Component
-    writes_residual: bool = False
-
-    @property
-    def numel(self) -> int:
-        """Values in it."""
-        return math.prod(self.shape)
+Kind = Callable[["ModelConfig"], Sublayer]
 
 
-def sublayers(config: ModelConfig) -> dict[str, Sublayer]:
-    """The two sublayers of a block, by module name."""
-    return dict(zip(NORMS, _sublayers(config), strict=True))
-
-
-@lru_cache(maxsize=64)  # a search asks many times for one shape after the other
-def _sublayers(config: ModelConfig) -> tuple[Sublayer, Sublayer]:
-    return ATTENTION[config.attention_kind](config), FEED_FORWARD[config.mlp_kind](config)
-
-
-def is_llama_like(config: ModelConfig) -> bool:
-    """Whether all blocks of a whole model have grouped-query attention and a gated feed-forward alone."""
-    kinds = {(part.attention_kind, part.mlp_kind, part.qk_norm) for part, _ in config.runs()}
-    return kinds <= {("grouped_query", "swiglu", False), ("grouped_query", "geglu", False)}
-
-
-def block_matrices(config: ModelConfig) -> list[Matrix]:
-    """The matrices of one block in order; names, inputs and scale sources begin with the sublayer: `mlp.up_proj`."""
-    return list(_block_matrices(config))
-
-
-@lru_cache(maxsize=64)
-def _block_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
-    found = []
-    for name, sublayer in sublayers(config).items():
-        for matrix in sublayer.matrices:
-            source = None if matrix.scale_source is None else f"{name}.{matrix.scale_source}"
-            found.append(
-                matrix._replace(name=f"{name}.{matrix.name}", input=f"{name}.{matrix.input}", scale_source=source)
-            )
-    return tuple(found)
-
-
-def joint_vectors(config: ModelConfig) -> dict[str, str]:
-    """Vectors that are cut like the rows of a matrix, and the matrix, by their names in the block."""
-    found = [(name, vector) for name, sublayer in sublayers(config).items() for vector in sublayer.vectors]
-    return {f"{name}.{each.name}": f"{name}.{each.rows_of}" for name, each in found if each.rows_of is not None}
-
-
-def input_groups(config: ModelConfig) -> list[list[Matrix]]:
-    """`block_matrices`, those that read the same tensor together."""
-    groups: dict[str, list[Matrix]] = {}
-    for matrix in block_matrices(config):
-        groups.setdefault(matrix.input, []).append(matrix)
-    return list(groups.values())
-
-
-def block_units(config: ModelConfig) -> dict[str, Unit]:
-    """The units that pruning may cut, by name: the residual stream's channels, then each sublayer's units."""
-    units = {HIDDEN: Unit(HIDDEN, "hidden_size", config.hidden_size)}
-    return units | {unit.name: unit for sublayer in _sublayers(config) for unit in sublayer.units}
-
-
-def block_state(config: ModelConfig) -> list[State]:
-    """The tensors that one block caches, for each token or of a whole sequence."""
-    return [state for sublayer in _sublayers(config) for state in sublayer.state]
-
-
-def cached_shape(state: State, length: Size) -> tuple[int | Size, ...]:
-    """The shape of a cached tensor of one sequence with room for `length` tokens: they are on the last axis but one."""
-    return (*state.shape[:-1], length, state.shape[-1]) if state.per_token else state.shape
-
-
-def mixing_macs(config: ModelConfig, depth: int, prompt: bool = False) -> int:
-    """Multiply-adds outside the matrices of one token that sees `depth` tokens, in one layer; of a `prompt` or decoded.
-
-    The mean over layers if some see fewer tokens. An indexer scores all tokens as soon as there are more than it
-    selects; in a prompt the selection is a mask over scores of all.
-    """
-    attention, _ = _sublayers(config)
-    seen = [min(depth, config.window(layer) or depth) for layer in range(config.num_hidden_layers)]
-    index = 0
-    if config.selection is not None and depth > config.selection.tokens:
-        index = config.selection.heads * (index_size(config) + 1) * depth
-        seen = seen if prompt else [config.selection.tokens]
-    macs = attention.prompt_macs if prompt else attention.macs
-    return macs * sum(seen) // len(seen) + index + attention.own_macs
-
-
-@lru_cache(maxsize=64)
-def block_tensors(config: ModelConfig) -> tuple[Parameter, ...]:
-    """Every tensor of one block, in the order of the model's own; names begin with the sublayer or are the norm's."""
-    found: list[Parameter] = []
-    components: tuple[Component, ...] = ("attention", "feed_forward")
-    for component, (name, sublayer) in zip(components, sublayers(config).items(), strict=True):
-        if config.input_norms:
-            found += _norm(config, NORMS[name])
-        for matrix in sublayer.matrices:
-            module, shape = f"{name}.{matrix.name}", (matrix.rows, matrix.columns)
-            found.append(Parameter(f"{module}.weight", shape, "matrix", component, matrix.writes_residual))
-            if matrix.bias:
-                found.append(Parameter(f"{module}.bias", (matrix.rows,), "bias", component))
-        for vector in sublayer.vectors:
-            found.append(Parameter(f"{name}.{vector.name}.weight", (vector.size,), "norm", "norms"))
-        if config.output_norms:
-            found += _norm(config, OUTPUT_NORMS[name])
-    return tuple(found)
-
-
-def end_tensors(config: ModelConfig) -> list[Parameter]:
-    """The tensors before and after the blocks; those before are the embedding's."""
-    table = (config.vocab_size, config.hidden_size)
-    found = [Parameter(f"{EMBEDDING}.weight", table, "embedding", "embedding")]
-    if config.positions:
-        shape = (config.positions, config.hidden_size)
-        found.append(Parameter(f"{POSITIONS}.weight", shape, "positions", "embedding"))
-    found += _norm(config, LAST_NORM)
-    return found if config.tie_word_embeddings else [*found, Parameter(f"{HEAD}.weight", table, "head", "head")]
-
-
-def parameters(config: ModelConfig) -> list[Parameter]:
-    """Every tensor of a checkpoint, in the order of the model's own; of any model."""
-    ends = end_tensors(config)
-    before = 1 + (config.positions > 0)
-    layers = [
-        item._replace(name=f"model.layers.{layer}.{item.name}")
-        for layer in range(config.num_hidden_layers)
-        for item in block_tensors(config.of_layer(layer))
-    ]
-    return [*ends[:before], *layers, *ends[before:]]
-
-
-def _norm(config: ModelConfig, name: str) -> list[Parameter]:
-    """A norm of the residual stream."""
-    found = [Parameter(f"{name}.weight", (config.hidden_size,), "norm", "norms")]
-    bias = Parameter(f"{name}.bias", (config.hidden_size,), "bias", "norms")
-    return [*found, bias] if config.norm_kind == "layer" else found
-
-
-def norms_of_block(config: ModelConfig) -> int:
-    """How many norms of the residual stream a block has."""
-    return len(NORMS) * (config.input_norms + config.output_norms)
-
-
-def adds_to_residual(config: ModelConfig, matrix: Matrix) -> bool:
-    """Whether a matrix's output is added to the residual stream as it is, with no norm between."""
-    one_of_several = config.experts is not None and matrix.name.startswith("mlp.")
-    return matrix.writes_residual and not one_of_several and not config.output_norms
-
-
-def can_cut_hidden(config: ModelConfig) -> bool:
-    """Whether the residual stream may be written in another basis: norms must have nothing but a scale to fold away."""
-    return config.norm_kind == "rms" and not config.output_norms
-
-
-def matrix_shapes(config: ModelConfig, layers_only: bool = False) -> dict[str, tuple[int, int]]:
-    """(rows, columns) of every matrix of any model, by its module's name; `layers_only` leaves out embedding and head.
-
-    Everything that must know what a matrix is asks here.
-    """
-    roles = ("matrix",) if layers_only else ("matrix", "embedding", "head")
-    found = [item for item in parameters(config) if item.role in roles]
-    return {item.name.removesuffix(".weight"): (item.shape[0], item.shape[1]) for item in found}
-
-
-def check_parameters(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Hold a model's own tensors against their description.
-
-    Raises:
-        TypeError: a tensor that no kind describes, or one that is missing or of another shape; a bug in a kind.
-    """
-    described = {item.name: item.shape for item in parameters(config)}
-    for name in sorted(described.keys() | shapes.keys()):
-        if described.get(name) != shapes.get(name):
-            raise TypeError(f"{name}: the model has {shapes.get(name)}, its description says {described.get(name)}")
-
-
-def described_shape(config: ModelConfig) -> str:
-    """The shape and the number of parameters, in a line."""
-    experts, heads = config.experts, f"on {config.num_key_value_heads} key/value heads"
-    if config.attention_kind == "latent":
-        heads = f"on a latent of {config.kv_rank}"
-    if config.selection is not None:
-        heads += f" that see {config.selection.tokens:,} tokens"
-    mixing = f"{config.num_attention_heads} heads of {config.head_dim} {heads}"
-    if config.attention_kind == "lstm":
-        mixing = f"LSTM of {config.cells:,} cells"
-    inner = f"FFN {config.intermediate_size:,}"
-    if experts is not None:
-        inner = f"{experts.active} of {experts.count} experts of {config.intermediate_size:,}"
-        inner += f" and {experts.shared} shared" if experts.shared else ""
-    if config.dense_layers:
-        inner += f" after {config.dense_layers} with FFN {config.dense_intermediate_size:,}"
-    dropout = f", dropout {config.dropout:g}" if config.dropout else ""
-    return (
-        f"{config.num_hidden_layers} layers of {config.hidden_size:,}, {inner}, "
-        f"{mixing}, "
-        f"vocabulary {config.vocab_size:,} ({'tied' if config.tie_word_embeddings else 'untied'}), "
-        f"context {config.max_position_embeddings:,}{dropout}: {config.parameters:,} parameters"
+def grouped_query(config: ModelConfig) -> Sublayer:
+    """Query, key, value and output matrices. Documents of a batch are joined, which copies attention's output."""
+    hidden, queries, keys, size = config.hidden_size, config.query_size, config.key_value_size, config.head_dim
+    heads, kv_heads, norm = config.num_attention_heads, config.num_key_value_heads, config.qk_norm
+    bias, cached = config.attention_bias, (kv_heads, size)
+    q = Matrix("q_proj", queries, hidden, "query_head", HIDDEN, HIDDEN, bias=bias)
+    k = Matrix("k_proj", keys, hidden, "kv_head", HIDDEN, HIDDEN, bias=bias)
+    v = Matrix("v_proj", keys, hidden, "kv_head", HIDDEN, HIDDEN, bias=bias)
+    o = Matrix("o_proj", hidden, queries, HIDDEN, "query_head", "mixed", True, config.attention_output_bias, "v_proj")
+    together = config.joint_qk_norm
+    norms = (Vector("q_norm", queries, rows_of="q_proj"), Vector("k_norm", keys, rows_of="k_proj"))
+    norms = norms if together else (Vector("q_norm", size), Vector("k_norm", size))
+    made = Activation("q", (heads, size)), *(Activation(f"{name}, cached", cached, "cache") for name in "kv")
+    scores = Activation("attention scores", (heads,), "scores", held=config.attention_softcap is not None)
+    return Sublayer(
+        matrices=(q, k, v, o),
+        tensors=(q, k, v, *made, scores, Activation("attention output", (heads, size)), o),
+        units=(
+            Unit("kv_head", "num_key_value_heads", kv_heads, size),
+            Unit("query_head", "num_attention_heads", heads, size, group="kv_head"),
+        ),
+        kept=Kept(
+            computed=queries,
+            float32=heads + (2 if together else heads + kv_heads) * norm,
+            attended=2 * (queries + keys),
+            normed=(queries + keys) * norm,
+        ),
+        vectors=norms if norm else (),
+        state=(State("key", cached), State("value", cached)),
+        macs=2 * queries,
+        prompt_macs=2 * queries,
     )
+
+
+def selected(config: ModelConfig) -> Sublayer:
+    """`grouped_query` with an indexer, which pruning leaves whole."""
+    full, size, bias = grouped_query(config), index_size(config), config.attention_bias
+    hidden, heads = config.hidden_size, config.chosen_selection.heads
+    index = (
+        Matrix(INDEX[0], heads * size, hidden, "index_head", HIDDEN, HIDDEN, bias=bias),
+        Matrix(INDEX[1], size, hidden, "index_key", HIDDEN, HIDDEN, bias=bias),
+    )
+    made = (
+        Activation("index q", (heads, size)),
+        Activation("index k, cached", (size,), "cache"),
+        Activation("index scores", (heads,), "scores", held=False),
+    )
+    values, kept = (heads + 1) * size, full.kept
+    return replace(
+        full,
+        matrices=(*full.matrices[:3], *index, full.matrices[3]),
+        tensors=(*full.tensors[:3], *index, *full.tensors[3:6], *made, *full.tensors[6:]),
+        units=(*full.units, Unit("index_head", "selection", heads, size), Unit("index_key", "selection", 1, size)),
+        kept=kept._replace(computed=kept.computed + values, float32=kept.float32 + values),
+        state=(*(State(f"selected_{old.name}", old.shape) for old in full.state), State("selected_index", (size,))),
+    )
+
+
+def index_pairs(config: ModelConfig) -> int:
+    """Rotary pairs of a part of the index key, the last of P."""
+    own, whole = config.chosen_selection.pairs, config.head_dim // 2
+    return whole if own is None else min(own, whole)
+
+
+def index_size(config: ModelConfig) -> int:
+    """I, the size of an index head and of the index key."""
+    return config.chosen_selection.parts * 2 * index_pairs(config)
+
+
+def latent(config: ModelConfig) -> Sublayer:
+    """Low-rank queries if `q_lora_rank` is set, low-rank keys and values. Pruning leaves the ranks whole.
+
+    When decoding, scores and sums are over latent vectors, and the absorbed matrices are kv_b_proj's own. In a prompt
+    they are over keys and values that kv_b_proj makes once a token.
+    """
+    hidden, heads, rank, rotated = config.hidden_size, config.num_attention_heads, config.kv_rank, config.head_dim
+    scored, value, query_rank = config.unrotated_dim + rotated, config.value_dim, config.q_lora_rank
+    if query_rank is None:
+        query: tuple[Matrix, ...] = (Matrix("q_proj", heads * scored, hidden, "query_head", HIDDEN, HIDDEN),)
+    else:
+        query = (
+            Matrix("q_a_proj", query_rank, hidden, "query_latent", HIDDEN, HIDDEN),
+            Matrix("q_b_proj", heads * scored, query_rank, "query_head", "query_latent", "query_latent"),
+        )
+    made_from = (
+        *query,
+        Matrix("kv_a_proj_with_mqa", rank + rotated, hidden, "cached", HIDDEN, HIDDEN),
+        Matrix("kv_b_proj", heads * (config.unrotated_dim + value), rank, "query_head", "latent", "latent"),
+    )
+    o = Matrix("o_proj", hidden, heads * value, HIDDEN, "query_head", "mixed", True)
+    ranks = rank + (query_rank or 0)
+    query_norm = () if query_rank is None else (Vector("q_a_layernorm", query_rank, LATENT_EPS),)
+    return Sublayer(
+        matrices=(*made_from, o),
+        tensors=(
+            *made_from,
+            Activation("q", (heads, scored)),
+            Activation("latent and rotated key, cached", (rank + rotated,), "cache"),
+            Activation("k", (heads, scored)),
+            Activation("v", (heads, value)),
+            Activation("attention scores", (heads,), "scores", held=False),
+            Activation("attention output", (heads, value)),
+            o,
+        ),
+        units=(
+            *([] if query_rank is None else [Unit("query_latent", "q_lora_rank", query_rank)]),
+            Unit("latent", "kv_lora_rank", rank),
+            Unit("cached", "kv_lora_rank", rank + rotated),
+            Unit("query_head", "num_attention_heads", heads, value),
+        ),
+        kept=Kept(ranks, float32=2 * ranks + heads * (2 * scored + 2 * value + 1), cast=heads * value),
+        vectors=(*query_norm, Vector("kv_a_layernorm", rank, LATENT_EPS)),
+        state=(State("latent", (rank + rotated,)),),
+        macs=heads * (2 * rank + rotated),
+        prompt_macs=heads * (scored + value),
+    )
+
+
+def lstm(config: ModelConfig) -> Sublayer:
+    """Four matrices from the input, four from the last state, one to the residual stream.
+
+    Pruning leaves the cells whole: each is read by all others at the next token. Kept are, in float32, x, the gates,
+    both states, tanh(c), and h a second time in the order of tokens.
+    """
+    hidden, cells = config.hidden_size, config.cells
+    gates = (
+        *(Matrix(f"{gate}_proj", cells, hidden, "cell", HIDDEN, HIDDEN, bias=True) for gate in GATES),
+        *(Matrix(f"h{gate}_proj", cells, cells, "cell", "cell", READ, stepwise=True) for gate in GATES),
+    )
+    out = Matrix("out_proj", hidden, cells, HIDDEN, "cell", "mixed", True)
+    return Sublayer(
+        matrices=(*gates, out),
+        tensors=(
+            *gates,
+            Activation("gates", (len(GATES), cells)),
+            Activation("hidden state, kept", (cells,), "state"),
+            Activation("cell state, kept", (cells,), "state"),
+            Activation("hidden states", (cells,)),
+            out,
+        ),
+        units=(Unit("cell", "cells", cells),),
+        kept=Kept(float32=hidden + 8 * cells, cast=cells),
+        state=(State("hidden", (cells,), False), State("cell", (cells,), False)),
+        own_macs=3 * cells,
+    )
+
+
+def gated(config: ModelConfig, activation: str) -> Sublayer:
+    """Three matrices around a gate; gate, f(gate), up and their product are kept."""
+    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    gate = Matrix("gate_proj", inner, hidden, "neuron", HIDDEN, HIDDEN, bias=bias)
+    up = Matrix("up_proj", inner, hidden, "neuron", HIDDEN, HIDDEN, bias=bias)
+    down = Matrix("down_proj", hidden, inner, HIDDEN, "neuron", "inner", True, bias, scale_source="up_proj")
+    made = (Activation(name, (inner,)) for name in ("gate", "up", f"{activation}(gate) * up"))
+    units = (Unit("neuron", "intermediate_size", inner),)
+    return Sublayer((gate, up, down), (gate, up, *made, down), units, Kept(computed=4 * inner))
+
+
+def plain(config: ModelConfig, activation: str) -> Sublayer:
+    """Two matrices; up and f(up) are kept."""
+    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    up = Matrix("up_proj", inner, hidden, "neuron", HIDDEN, HIDDEN, bias=bias)
+    down = Matrix("down_proj", hidden, inner, HIDDEN, "neuron", "inner", True, bias)
+    made = (Activation(name, (inner,)) for name in ("up", f"{activation}(up)"))
+    units = (Unit("neuron", "intermediate_size", inner),)
+    return Sublayer((up, down), (up, *made, down), units, Kept(computed=2 * inner))
+
+
+def mixture(config: ModelConfig) -> Sublayer:
+    """The router, every expert's matrices and those of the shared ones, which are one wider expert.
+
+    Pruning cuts the neurons of each expert to the same number. Kept are input, inner tensors and output of each chosen
+    expert, and the scores of all.
+    """
+    experts, hidden, inner = config.chosen_experts, config.hidden_size, config.intermediate_size
+    router = Matrix(ROUTER, experts.count, hidden, "expert", HIDDEN, HIDDEN, bias=experts.choice_bias, router=True)
+    units, matrices = [Unit("expert", "experts", experts.count)], list[Matrix]()
+    for name in expert_names(experts):
+        unit, width, routed = f"neuron of {name}", inner * (experts.shared if name == SHARED else 1), name != SHARED
+        units.append(Unit(unit, "intermediate_size", inner, width // inner))
+        read = [f"{name}.gate_proj"] * experts.gated + [f"{name}.up_proj"]
+        bias, source = not experts.gated, read[-1] if experts.gated else None
+        matrices += [Matrix(each, width, hidden, unit, HIDDEN, HIDDEN, bias=bias, routed=routed) for each in read]
+        matrices.append(
+            Matrix(f"{name}.down_proj", hidden, width, HIDDEN, unit, f"{name}.inner", True, bias, source, routed)
+        )
+    made = (
+        Activation("scores of experts", (experts.count,)),
+        Activation("weights of the chosen", (experts.active,)),
+    )
+    first, last = ([m for m in matrices if m.writes_residual == writes] for writes in (False, True))
+    chosen = Activation("inner, of each chosen", (experts.active, inner))
+    shared = sum(m.numel for m in matrices if m.name.startswith(SHARED))
+    routed_numel = sum(m.numel for m in matrices) - shared
+    kept_inner = (4 if experts.gated else 2) * inner
+    return Sublayer(
+        matrices=(router, *matrices),
+        tensors=(router, *made, *first, chosen, *last),
+        units=tuple(units),
+        kept=Kept(
+            computed=experts.active * (2 * hidden + kept_inner) + experts.shared * kept_inner, float32=3 * experts.count
+        ),
+        active=router.numel + routed_numel // experts.count * experts.active + shared,
+    )
+
+
+def routed_names(experts: Experts) -> list[str]:
+    """The modules of the routed experts."""
+    return [f"experts.{number}" for number in range(experts.count)]
+
+
+def expert_names(experts: Experts) -> list[str]:
+    """The modules of the routed experts, then of the shared ones."""
+    return routed_names(experts) + [SHARED] * (experts.shared > 0)
+
+
+def unused_line(unused: Mapping[int, Sequence[int]]) -> str | None:
+    """The experts that no token was sent to, by layer, in a line; None if all were used."""
+    where = "; ".join(f"layer {layer}: {', '.join(map(str, experts))}" for layer, experts in unused.items() if experts)
+    return f"experts that no token was sent to: {where}" if where else None
+
+
+def least_bits(name: str) -> int:
+    """The fewest bits that a matrix is rounded to, by its name in a feed-forward.
+
+    A choice that rounding turns is another model, and what every token reads is a small part of a mixture.
+    """
+    return 8 if name == ROUTER or name.startswith(f"{SHARED}.") else 0
+
+
+ATTENTION: dict[str, Kind] = {"grouped_query": grouped_query, "latent": latent, "selected": selected, "lstm": lstm}
+FEED_FORWARD: dict[str, Kind] = {
+    "swiglu": lambda config: gated(config, "silu"),
+    "geglu": lambda config: gated(config, "gelu"),
+    "gelu": lambda config: plain(config, "gelu"),
+    "gelu_erf": lambda config: plain(config, "gelu"),
+    "relu": lambda config: plain(config, "relu"),
+    "experts": mixture,
+}
+"""The kinds by the names in `ModelConfig`; `sportsllm.models.language_model` has their modules."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.description import block_matrices, check_parameters, parameters
 from sportsllm.models.experts import MixtureOfExperts
-from sportsllm.models.kinds import block_matrices, check_parameters, parameters
 from sportsllm.models.latent import LatentAttention
 from sportsllm.models.layers import FeedForward, GroupedQueryAttention, KVCache, Rope, residual_norm, softcapped
 from sportsllm.models.lstm import LSTMLayer

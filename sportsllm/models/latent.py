@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import LATENT_EPS
 from sportsllm.models.layers import KVCache, RMSNorm, Rope, attend, in_documents, rotate
-from sportsllm.models.parts import LATENT_EPS
 
 
 class LatentAttention(nn.Module):

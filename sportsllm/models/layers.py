@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import block_state, cached_shape
+from sportsllm.models.description import block_state, cached_shape
 
 Rope = tuple[Tensor, ...]
 """Cosine and sine tables, each (T, E / 2) or (B, T, E / 2); then those of sliding layers, if they have their own."""

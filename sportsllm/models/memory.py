@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import (
+from sportsllm.models.description import (
     NORMS,
     OUTPUT_NORMS,
     Parameter,
@@ -18,7 +18,8 @@ from sportsllm.models.kinds import (
     end_tensors,
     sublayers,
 )
-from sportsllm.models.parts import Activation, Matrix, least_bits
+from sportsllm.models.kinds import least_bits
+from sportsllm.models.sublayer import Activation, Matrix
 from sportsllm.processors import LOSS_CHUNK_TOKENS
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")

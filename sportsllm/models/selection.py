@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import index_pairs, index_size
 from sportsllm.models.layers import GroupedQueryAttention, KVCache, Rope, attend, attend_last, in_documents, rotate
-from sportsllm.models.parts import index_pairs, index_size
 
 _ROWS = 256  # queries whose index scores exist at once
 _LEAST_SHARE = 1e-30

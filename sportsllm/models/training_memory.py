@@ -11,7 +11,7 @@ from typing import Literal
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS, block_matrices, norms_of_block, parameters, sublayers
+from sportsllm.models.description import NORMS, block_matrices, norms_of_block, parameters, sublayers
 from sportsllm.models.memory import matrix_parameters
 from sportsllm.processors import loss_chunk_tokens
 from sportsllm.settings import check_optimizer_bits

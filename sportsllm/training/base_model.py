@@ -10,7 +10,7 @@ from sportsllm.formats.artifact import Stage
 from sportsllm.formats.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import checkpoint_with
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import described_shape
+from sportsllm.models.description import described_shape
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.processors import training_device
 from sportsllm.text.conversations import plain_text

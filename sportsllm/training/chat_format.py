@@ -12,7 +12,7 @@ from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.files import read_json, write_json
 from sportsllm.formats.checkpoint import copy_tokenizer, write_generation_config
-from sportsllm.models.kinds import EMBEDDING, HEAD
+from sportsllm.models.description import EMBEDDING, HEAD
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.chat import find_template
 from sportsllm.text.tokenizer import read_tokenizer

@@ -7,7 +7,7 @@ import torch
 from sportsllm import processes
 from sportsllm.console import duration, log
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import sublayers
+from sportsllm.models.description import sublayers
 from sportsllm.models.training_memory import TrainingStep, training_memory
 from sportsllm.processors import training_device
 from sportsllm.training.loop import resolve_precision

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sportsllm.errors import UsageError
-from sportsllm.models.kinds import block_matrices
+from sportsllm.models.description import block_matrices
+from sportsllm.models.kinds import ROUTER
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.parts import ROUTER
 from sportsllm.training.settings import ALPHA
 
 

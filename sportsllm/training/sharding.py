@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sportsllm import processes
 from sportsllm.errors import InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import save_tensors
-from sportsllm.models.kinds import is_llama_like
+from sportsllm.models.description import is_llama_like
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.training.pipeline import Stage, place_stage
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 
+from sportsllm.models.kinds import FEED_FORWARD, plain
 from sportsllm.models.language_model import FEED_FORWARD_MODULES
 from sportsllm.models.layers import FeedForward
-from sportsllm.models.parts import FEED_FORWARD, Sublayer, plain
+from sportsllm.models.sublayer import Sublayer
 
 if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig

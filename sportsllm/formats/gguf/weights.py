@@ -19,7 +19,7 @@ from torch import Tensor
 from sportsllm.formats.gguf.config import ROPE_FACTORS, GGUFFile, architecture, granite_factors
 from sportsllm.formats.layouts import UnlikeTensor, parts_of
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import parameters
+from sportsllm.models.description import parameters
 
 _LAYOUTS = {"gemma3": "gemma3_text", "gptneox": "gpt2"}
 """Layouts of Hugging Face's, if another than the architecture's own; here Gemma's norms are 1 + weight."""

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.devices.load import DEVICES, load_device
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.kinds import block_matrices
+from sportsllm.models.description import block_matrices
 from sportsllm.models.presets import PLANNED, PRESETS
 from sportsllm.models.training_memory import TrainingStep, training_memory
 from tests.support.plans import plan

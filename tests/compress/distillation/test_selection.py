@@ -25,8 +25,8 @@ from sportsllm.formats.manifest import read_manifest
 from sportsllm.inference.calibration import CalibrationText
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.config import Selection
+from sportsllm.models.kinds import INDEX
 from sportsllm.models.language_model import SportsLLM, first_positions
-from sportsllm.models.parts import INDEX
 from sportsllm.models.selection import Document, selected_attention
 from tests.support import families
 from tests.support.models import tiny_model

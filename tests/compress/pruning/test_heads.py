@@ -7,7 +7,7 @@ from compress.pruning.cut import choose_units, heads_change, slice_model
 from compress.pruning.heads import nearest_pairs, reduce_heads
 from compress.pruning.hidden import rotate
 from compress.pruning.scores import measure_scores
-from sportsllm.models.kinds import NORMS
+from sportsllm.models.description import NORMS
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import RopeScaling, inverse_frequencies
 from tests.support.models import FAMILIES, tiny_model

@@ -15,9 +15,9 @@ from compress.pruning.hidden import rotate
 from compress.pruning.scores import measure_scores
 from compress.pruning.shapes import Shape
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.models.kinds import NORMS, block_matrices
+from sportsllm.models.description import NORMS, block_matrices
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.parts import Matrix
+from sportsllm.models.sublayer import Matrix
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.models import DATA, tiny_model

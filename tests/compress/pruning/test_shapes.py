@@ -17,9 +17,10 @@ from compress.pruning.shapes import (
 )
 from sportsllm.errors import UsageError
 from sportsllm.models.config import Experts, ModelConfig
-from sportsllm.models.parts import ATTENTION, Sublayer, grouped_query
+from sportsllm.models.kinds import ATTENTION, grouped_query
 from sportsllm.models.presets import preset
 from sportsllm.models.rope import RopeScaling
+from sportsllm.models.sublayer import Sublayer
 from tests.support.models import tiny_config
 
 MIXED: dict[str, object] = {

@@ -9,7 +9,7 @@ from compress.layerwise import run_layer
 from compress.quantization.channel_scaling import scale_block, source_rows
 from compress.quantization.config import QuantizationConfig
 from sportsllm.models.config import Experts
-from sportsllm.models.kinds import block_matrices
+from sportsllm.models.description import block_matrices
 from sportsllm.models.language_model import first_positions
 from tests.support.gelu_kind import registered
 from tests.support.models import tiny_config, tiny_model

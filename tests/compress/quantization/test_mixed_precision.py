@@ -20,7 +20,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.safetensors import WEIGHTS
 from sportsllm.inference.calibration import CalibrationText
 from sportsllm.models.config import Experts
-from sportsllm.models.kinds import matrix_shapes
+from sportsllm.models.description import matrix_shapes
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.memory import WeightFormat, component_bytes
 from tests.support.lstm_models import LSTM

@@ -15,7 +15,8 @@ from export.graph.layer import SublayerBuilder
 from export.layout import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
-from sportsllm.models.parts import ATTENTION, HIDDEN
+from sportsllm.models.kinds import ATTENTION
+from sportsllm.models.sublayer import HIDDEN
 from tests.support import gelu_kind
 from tests.support.export_models import TINY, Exports, save, tiny_model
 

@@ -9,8 +9,9 @@ import torch
 
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.inspection import attention_weights, distance_tokens, entropy_bits
+from sportsllm.models.kinds import ATTENTION
 from sportsllm.models.language_model import ATTENTION_MODULES
-from sportsllm.models.parts import ATTENTION, HIDDEN, Kept, Matrix, Sublayer
+from sportsllm.models.sublayer import HIDDEN, Kept, Matrix, Sublayer
 from tests.support import families
 from tests.support.models import tiny_model
 

@@ -5,7 +5,7 @@ import pytest
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface import config_from_hf, to_hf
-from sportsllm.models.kinds import described_shape
+from sportsllm.models.description import described_shape
 from sportsllm.models.presets import PRESETS, changed_shape, preset
 from tests.support.models import tiny_config
 

@@ -14,11 +14,11 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, to_hf
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import GATES
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import KVCache
 from sportsllm.models.lstm import multiplied_by
 from sportsllm.models.memory import kv_cache_bytes_per_token, state_bytes, tensor_shapes
-from sportsllm.models.parts import GATES
 from sportsllm.models.presets import preset
 from sportsllm.training.lora import LoRALinear, add_adapters
 from tests.support.lstm_models import LSTM

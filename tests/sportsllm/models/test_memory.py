@@ -7,7 +7,7 @@ import pytest
 
 from sportsllm.errors import UsageError
 from sportsllm.formats.packed import QuantizedWeight, pack
-from sportsllm.models.kinds import block_matrices
+from sportsllm.models.description import block_matrices
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.memory import (
     WeightFormat,

@@ -13,11 +13,11 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import config_from_hf, to_hf
 from sportsllm.models import selection
 from sportsllm.models.config import Selection
-from sportsllm.models.kinds import mixing_macs
+from sportsllm.models.description import mixing_macs
+from sportsllm.models.kinds import INDEX
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import KVCache
 from sportsllm.models.memory import kv_cache_bytes_per_token
-from sportsllm.models.parts import INDEX
 from tests.support.models import tiny_config, tiny_model
 
 SELECTION = Selection(tokens=24, block=4, heads=3, parts=2, pairs=4)

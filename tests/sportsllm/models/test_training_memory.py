@@ -9,9 +9,10 @@ import torch
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import gated, grouped_query
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.parts import Kept, gated, grouped_query
 from sportsllm.models.presets import PRESETS
+from sportsllm.models.sublayer import Kept
 from sportsllm.models.training_memory import TrainingStep, largest_batch, layer_activation_bytes, training_memory
 from sportsllm.processors import LOSS_CHUNK_TOKENS
 from sportsllm.text.packing import Batch

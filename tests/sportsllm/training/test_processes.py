@@ -19,7 +19,7 @@ from sportsllm import processes
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import partial_directory
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.models.kinds import block_matrices
+from sportsllm.models.description import block_matrices
 from sportsllm.models.presets import preset
 from sportsllm.models.training_memory import TrainingStep, training_memory
 from sportsllm.training import cost, sharding

@@ -11,7 +11,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, load_config, to_hf
 from sportsllm.models.config import Experts
-from sportsllm.models.kinds import (
+from sportsllm.models.description import (
     block_matrices,
     block_units,
     check_parameters,
@@ -19,9 +19,9 @@ from sportsllm.models.kinds import (
     matrix_shapes,
     parameters,
 )
+from sportsllm.models.kinds import ROUTER
 from sportsllm.models.language_model import SportsLLM, block_weights
 from sportsllm.models.memory import tensor_shapes
-from sportsllm.models.parts import ROUTER
 from sportsllm.models.training_memory import layer_activation_bytes
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import language_model_loss, train_model
