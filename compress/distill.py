@@ -16,7 +16,7 @@ import typer
 from sportsllm import options
 from sportsllm.errors import UsageError
 from sportsllm.results import TrainingResult
-from sportsllm.settings import DISTILLATION, LORA, SELECTION, TEXT, TRAINING, parse_settings, pick
+from sportsllm.settings import DISTILLATION, SELECTION, TEXT, TRAINING, parse_settings, pick
 
 if TYPE_CHECKING:
     from compress.distillation.starts import Fresh
@@ -88,7 +88,6 @@ def distill(
     batch_size: options.BatchSize = None,
     sequence: options.Sequence = None,
     learning_rate: options.LearningRate = None,
-    lora_rank: options.LoraRank = None,
     settings: options.Settings = None,
     resume: options.Resume = False,
     device: options.Device = "auto",
@@ -109,7 +108,7 @@ def distill(
     from sportsllm.training.settings import Run
 
     use_processor(threads, device)
-    found = parse_settings(settings, TRAINING, _RARE, LORA, SELECTION, TEXT)
+    found = parse_settings(settings, TRAINING, _RARE, SELECTION, TEXT)
     source = resolve_teacher(teacher)
     reading = take_reading(found, source)
     if student is None:
@@ -128,11 +127,10 @@ def distill(
         raise UsageError(f"options of --select-tokens: {', '.join(rare)}; add --select-tokens N or leave them out")
     check_no_larger(begin.shape, load_config(source))  # before a line on settings
     already_trained = isinstance(begin, Checkpoint) and begin.already_trained
-    run = Run(begin.kind, begin.shape, lora_rank is not None, already_trained)
+    run = Run(begin.kind, begin.shape, already_trained=already_trained)
     found |= {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
     found |= {"kl_weight": kl_weight, "temperature": temperature, "signals": signals}
     holdouts = tuple(path for path in begin.inputs if path.is_dir())
-    found["lora_rank"] = lora_rank
     plan = plan_training(run, source, tokens, found, corpus, valid, seed, reading, holdouts)
     out = out or Path("runs") / (plain_name(Path(student)) + "-selected" * (select_tokens is not None))
     result = distill_student(student, begin, plan, out, resume or began(out))
@@ -164,8 +162,6 @@ def distill_student(
     from sportsllm.training.settings import Start
 
     has_weights = start.kind is not Start.RANDOM
-    if training.adapters is not None and not has_weights:
-        raise UsageError("--lora-rank adapts weights that are there; give a checkpoint as --student")
     check_no_larger(start.shape, load_config(training.teacher))
     training = start.matched(training)
     cache = training.prepare(start.shape)

@@ -23,7 +23,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
 from sportsllm.results import TrainingResult
-from sportsllm.settings import DISTILLATION, LORA, PRUNING, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
+from sportsllm.settings import DISTILLATION, PRUNING, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
 
 if TYPE_CHECKING:
     from compress.distillation.student import StudentTraining
@@ -115,7 +115,6 @@ def prune(
         Path | None, _recovery(help="Teacher of --recover.", show_default="the checkpoint itself"), options.BY_NAME
     ] = None,
     valid: options.Valid = None,
-    lora_rank: options.LoraRank = None,
     settings: options.Settings = None,
     resume: options.Resume = False,
     seed: options.Seed = 0,
@@ -123,7 +122,7 @@ def prune(
     threads: options.Threads = None,
 ) -> PruneResult:
     """Cut width, depth, experts, key/value cache or vocabulary; the result is an ordinary checkpoint."""
-    given = parse_settings(settings, PRUNING, STEPS, TRAINING, DISTILLATION, SIGNALS, LORA, TEXT)
+    given = parse_settings(settings, PRUNING, STEPS, TRAINING, DISTILLATION, SIGNALS, TEXT)
     sizes = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads}
     sizes |= {"layers": layers, "head_dim": head_dim}
     target = Target(params, size_mb, sizes, search, given.get("finalists", 3))
@@ -142,7 +141,7 @@ def prune(
     use_processor(threads, device)
     reading = take_reading(given, checkpoint, teacher)
     if recover is None:
-        taught = {"corpus": corpus, "teacher": teacher, "lora_rank": lora_rank}
+        taught = {"corpus": corpus, "teacher": teacher}
         names = [f"--{name.replace('_', '-')}" for name, value in taught.items() if value is not None]
         names += [f"--set {name}" for name in given if name not in PRUNING]
         if names:
@@ -158,9 +157,8 @@ def prune(
         source, holdouts = (checkpoint, ()) if teacher is None else (teacher, (checkpoint,))
         if not same_tokenizer(source, checkpoint):
             raise ArtifactError(f"{source}: its tokenizer differs from {checkpoint}'s; recovery needs the same one")
-        run = Run(Start.PRUNED, load_config(checkpoint), lora_rank is not None)
-        taught = given | {"lora_rank": lora_rank}
-        recovery = plan_training(run, source, recover, taught, corpus, valid, seed, reading, holdouts)
+        run = Run(Start.PRUNED, load_config(checkpoint))
+        recovery = plan_training(run, source, recover, given, corpus, valid, seed, reading, holdouts)
     elif valid is not None:
         raise UsageError("--valid scores a recovery or a smaller vocabulary: add --recover or --vocab-size, or omit it")
     config = PruneConfig(given.get("refit", True), given.get("samples"))

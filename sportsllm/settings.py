@@ -283,7 +283,7 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Plan": ("plan", TRAINING_STEP),
     "Teacher signals": ("prune --recover, quantize --qad", SIGNALS),
     "Token selection (experimental)": ("distill --select-tokens", SELECTION),
-    "LoRA": ("train, distill, prune --recover with --lora-rank", LORA),
+    "LoRA": ("train --lora-rank", LORA),
     "Export": ("export", EXPORT),
     "Search": ("fit", FIT),
 }

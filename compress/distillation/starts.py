@@ -70,14 +70,12 @@ def plan_training(
     taught = pick(given, DISTILLATION)
     if given.get("signals") is not None:
         taught["signals"] = Path(given["signals"])
-    rank, targets, alpha = (given.get(name) for name in ("lora_rank", "lora_targets", "lora_alpha"))
     return StudentTraining(
         teacher=teacher,
         config=config,
         corpus=tuple(corpus or recorded_text(teacher, "corpus")),
         valid=tuple(valid or ([] if corpus else recorded_text(teacher, "valid"))),
         distillation=distillation_config(run.start, teacher, taught),
-        adapters=settings.adapter_settings(rank, targets, alpha, config.optimizer),
         extra_holdouts=extra_holdouts,
         reading=reading,
     )

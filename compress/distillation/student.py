@@ -13,7 +13,6 @@ from compress.distillation.settings import DistillationConfig
 from compress.distillation.teacher import load_teacher
 from compress.distillation.teacher_cache import SIGNALS, TeacherCache, open_teacher_cache, wanted_info
 from sportsllm import processes
-from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.artifact import STATE_DIRECTORY
@@ -28,9 +27,8 @@ from sportsllm.text.split import TextSplit, load_corpus
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 from sportsllm.text.tokens import TokenizedDocuments, token_cache, tokenize
 from sportsllm.training.loop import train_model
-from sportsllm.training.lora import add_adapters, merge_adapters
 from sportsllm.training.rate_trial import choose_rates
-from sportsllm.training.settings import Adapters, TrainConfig, check_sequence
+from sportsllm.training.settings import TrainConfig, check_sequence
 from sportsllm.training.sharding import place
 from sportsllm.training.state import validation
 
@@ -44,7 +42,6 @@ class StudentTraining:
         config: of the training loop.
         corpus, valid: training and held-out text; without the latter a part of the corpus is held out.
         distillation: what to learn.
-        adapters: train these instead of all weights, and merge them.
         extra_holdouts: further checkpoints whose held-out text is not trained on: where the student starts from.
         reported: whether the report split is scored; not in a trial.
         nats_before: of the report split before a trial whose weights are trained further, see `Validation`.
@@ -56,7 +53,6 @@ class StudentTraining:
     corpus: tuple[Path, ...]
     valid: tuple[Path, ...] = ()
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
-    adapters: Adapters | None = None
     extra_holdouts: tuple[Path, ...] = ()
     reported: bool = True
     nats_before: Sequence[float] = ()
@@ -90,7 +86,6 @@ class StudentTraining:
             **held_out_setting(self.valid, self.left_out),
             **self.distillation.settings(),
             **self.reading.record(),
-            **({} if self.adapters is None else {"lora": dataclasses.asdict(self.adapters)}),
         }
 
     def recovery_settings(self) -> JsonObject:
@@ -162,7 +157,7 @@ def train_student(
     description: str,
     has_weights: bool = True,
 ) -> JsonObject:
-    """Train a student, which is moved to the training device, in place; adapters are merged at the end.
+    """Train a student, which is moved to the training device, in place.
 
     Args:
         cache: from `StudentTraining.prepare`.
@@ -179,9 +174,6 @@ def train_student(
         batches = PackedSequences(text.documents, config.sequence, config.batch_size, config.seed)
     else:
         batches = cache.batches(text.documents, config.batch_size)
-    if (adapters := training.adapters) is not None:
-        trained = add_adapters(student, adapters.rank, adapters.targets, adapters.alpha, config.seed)
-        log(f"{trained:,} trainable parameters in adapters")
     matching = None
     if teacher is not None and distillation.hidden_weight:
         layers = distillation.layers(student.config, teacher.config)
@@ -207,8 +199,6 @@ def train_student(
             resume=state.resume,
             description=description,
         )
-    if adapters is not None:
-        merge_adapters(student)
     return {**result.record(student, batches), "sides": text.split.sides}
 
 

@@ -145,7 +145,7 @@ def peak_rates(run: Run, optimizer: str = "adamw") -> tuple[float, float]:
     every matrix, so its rate does not.
     """
     defaults = _DEFAULTS[run.start]
-    alone = optimizer == "adamw" and not (run.adapters or run.already_trained)
+    alone = optimizer == "adamw" and not run.already_trained
     size = max(run.model.parameters, _LEAST_PARAMETERS)
     scale = math.sqrt(_RATE_PARAMETERS / size) * (_ADAPTER_RATIO if run.adapters else 1.0)
     return float(f"{(defaults.adamw_alone if alone else defaults.adamw) * scale:.2g}"), defaults.muon

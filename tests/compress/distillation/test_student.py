@@ -20,12 +20,12 @@ from compress.prune import prune_checkpoint
 from compress.pruning.cut import PruneConfig
 from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch
-from sportsllm.training.settings import Adapters, Start
+from sportsllm.training.settings import Start
 from tests.support.distillation import CONFIG, FP32, run
 from tests.support.models import tiny_model
 
@@ -91,7 +91,6 @@ def test_every_way_leaves_an_ordinary_checkpoint(
     weights = load_checkpoint(student).state_dict()
     ways: dict[str, dict[str, object]] = {
         "matched": {"distillation": dataclasses.replace(FP32, hidden_weight=0.1)},
-        "lora": {"adapters": Adapters(2)},
         "stored": {"distillation": dataclasses.replace(FP32, signals=tmp_path / "signals")},
     }
     for name, changes in ways.items():
@@ -99,9 +98,7 @@ def test_every_way_leaves_an_ordinary_checkpoint(
         found = load_checkpoint(tmp_path / name).state_dict()
         assert found.keys() == weights.keys()
         moved = [key for key in weights if not torch.equal(found[key], weights[key])]
-        frozen = {key for key in weights if "norm" in key or "embed" in key} if name == "lora" else set()
-        assert moved and not frozen & set(moved), name
-    assert read_manifest(tmp_path / "lora").settings["lora"]["rank"] == 2
+        assert moved, name
 
 
 def test_signals_are_made_once_and_serve_pruning_too(
@@ -121,12 +118,6 @@ def test_signals_are_made_once_and_serve_pruning_too(
         other.write_text(corpus_file.read_text(encoding="utf-8") + "\nmore\n", encoding="utf-8")
         run(checkpoint, str(student), tmp_path / "three", other, distillation=objective)
     assert not (tmp_path / "three").exists()
-
-
-def test_adapters_need_weights(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--lora-rank adapts weights"):
-        run(checkpoint, "tiny-300k", tmp_path / "out", corpus_file, adapters=Adapters(2))
-    assert not list(tmp_path.glob("out*"))
 
 
 def test_hidden_states_are_matched_by_default_where_cut_weights_have_a_teacher() -> None:
@@ -149,7 +140,7 @@ def test_the_default_kl_weight_depends_on_the_start() -> None:
 def test_the_command_takes_all_of_it(checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path) -> None:
     result = command(
         teacher=str(checkpoint), student=str(student), corpus=[corpus_file], out=tmp_path / "out",
-        kl_weight=0.5, temperature=2.0, steps=2, batch_size=2, sequence=32, lora_rank=2,
+        kl_weight=0.5, temperature=2.0, steps=2, batch_size=2, sequence=32,
         settings={
             "teacher_precision": "fp32", "hidden_weight": 0.1, "accumulation": 1
         },
@@ -157,4 +148,3 @@ def test_the_command_takes_all_of_it(checkpoint: Path, student: Path, corpus_fil
     settings = read_manifest(tmp_path / "out").settings
     assert result.steps == 2
     assert (settings["kl_weight"], settings["temperature"], settings["hidden_weight"]) == (0.5, 2.0, 0.1)
-    assert settings["learning_rate"] == pytest.approx(1e-2)  # adapters take ten times the rate
