@@ -42,7 +42,11 @@ from sportsllm.results import Result
 
 atexit.register(gc.freeze)  # Python's end would visit every object, which takes long with PyTorch loaded
 LONGEST_MESSAGE = 400
-_VERBOSE = "Print times, and progress every five seconds. Like --quiet, before or after the command."
+_VERBOSE = "Print times, and progress every five seconds."
+_TEXT_FIELD = (
+    "Field of .jsonl records, and column of .parquet files, that holds the text. Like --quiet and --verbose, before or "
+    "after the command."
+)
 _EXTRA_OF = {
     "gguf": "gguf",
     "lm_eval": "tasks",
@@ -60,9 +64,19 @@ class _Program(TyperGroup):
     """The root of the commands. Its options may stand before or after a command's name, up to `--`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        end = args.index("--") if "--" in args else len(args)
-        own = [word for word in args[:end] if word in ("--quiet", "--verbose")]
-        return super().parse_args(ctx, [*own, *(word for word in args[:end] if word not in own), *args[end:]])
+        own, others = _split(args)
+        return super().parse_args(ctx, [*own, *others])
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The program's options, and all other words."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    own, others, words = list[str](), list[str](), iter(arguments[:end])
+    for word in words:
+        if word == "--text-field":
+            word += f"={next(words, '')}"
+        (own if re.fullmatch("--(quiet|verbose|text-field=.*)", word) else others).append(word)
+    return own, [*others, *arguments[end:]]
 
 
 def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
@@ -81,6 +95,7 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
         version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
         quiet: Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")] = False,
         verbose: Annotated[bool, typer.Option("--verbose", help=_VERBOSE)] = False,
+        text_field: Annotated[str | None, typer.Option("--text-field", metavar="NAME", help=_TEXT_FIELD)] = None,
     ) -> None:
         if version:
             sys.stdout.write(f"{__version__}\n")
@@ -93,6 +108,9 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
         from sportsllm.console import set_verbosity
 
         set_verbosity(quiet or processes.rank() > 0, verbose)
+        if text_field == "":
+            raise UsageError("--text-field needs the name of a field")
+        context.obj = text_field
 
     groups = {
         name: typer.Typer(help=text, rich_markup_mode=None, no_args_is_help=True) for name, text in GROUPS.items()
@@ -112,10 +130,14 @@ def _with_json(function: Command) -> Command:
     """The function as a command: it prints its result as JSON if asked to, and ends with the result's exit code."""
 
     @functools.wraps(function)
-    def wrapper(*args: object, json_output: bool = False, **kwargs: object) -> None:
+    def wrapper(*args: object, invocation: typer.Context, json_output: bool = False, **kwargs: Any) -> None:
         from sportsllm.console import silenced, use_stderr
 
         use_stderr(json_output)
+        if invocation.obj is not None:
+            if "settings" not in kwargs:
+                raise UsageError(f"--text-field is for {settings.GROUPS['Text'][0]}")
+            kwargs["settings"] = [*(kwargs["settings"] or ()), f"text_field={invocation.obj}"]
         if processes.count() > 1 and function.__name__ not in _TOGETHER:
             raise UsageError(f"runs in one process, not under torchrun; {' and '.join(_TOGETHER)} take several")
         # Inside, since typer would end both on its own: Ctrl-C without a word, a closed pipe as a bug.
@@ -140,7 +162,8 @@ def _with_json(function: Command) -> Command:
     signature = inspect.signature(function, eval_str=True)
     json_flag = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
     extra = inspect.Parameter("json_output", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=json_flag)
-    parameters = [*map(_with_metavar, signature.parameters.values()), extra]
+    where = inspect.Parameter("invocation", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [*map(_with_metavar, signature.parameters.values()), extra, where]
     wrapper.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
@@ -210,7 +233,7 @@ def _run(arguments: list[str]) -> int:
 
 def _command(arguments: list[str]) -> Any:
     """The application as a command. Only commands of the first word are loaded, with help in panels."""
-    first = next((word for word in arguments if not word.startswith("-")), "")
+    first = next((word for word in _split(arguments)[1] if not word.startswith("-")), "")
     completing = any(key.endswith("_COMPLETE") for key in os.environ)
     named = [name for name in COMMANDS if completing or name.partition(" ")[0] == first]
     command: Any = typer.main.get_command(build_app(named))

@@ -42,7 +42,7 @@ def _field_of(names: tuple[str, ...], path: Path, field: str) -> str:
 @functools.cache
 def _log_unread(path: Path, field: str, chats: str) -> None:
     """Say that a file's records also have conversations, which are not read."""
-    log(f"{path}: reading {field!r}; to read the conversations, give --set text_field={chats}")
+    log(f"{path}: reading {field!r}; to read the conversations, give --text-field {chats}")
 
 
 class Chunk(NamedTuple):
@@ -229,7 +229,7 @@ def _jsonl(path: Path, asked: str) -> Iterator[Document]:
             field = field or _field_of(tuple(names), path, asked)
             document = _document(record, field, where, path) if names else None
             if document is None:
-                others = f"; it has {clip(', '.join(names))}, of which --set text_field=NAME takes one" if names else ""
+                others = f"; it has {clip(', '.join(names))}, of which --text-field NAME takes one" if names else ""
                 if field in names:
                     others = f" but {clip(json.dumps(record[field]))}; correct or delete the line"
                 raise ArtifactError(f"{where} has no {field!r} string{others}")
@@ -245,9 +245,7 @@ def _parquet(path: Path, field: str) -> Iterator[Document]:
         field = _field_of(tuple(names := table.schema_arrow.names), path, field)
         columns = [name for name in dict.fromkeys((field, *FIELDS)) if name in names]
         if not columns:
-            raise ArtifactError(
-                f"{path}: no column {field!r}; it has {clip(', '.join(names))}: give --set text_field=NAME"
-            )
+            raise ArtifactError(f"{path}: no column {field!r}; it has {clip(', '.join(names))}: give --text-field NAME")
         batches = table.iter_batches(_ROWS_AT_ONCE, columns=columns)
         for row, record in enumerate((each for batch in batches for each in batch.to_pylist()), start=1):
             if (document := _document(record, field, f"{path}: row {row}", path)) is not None:

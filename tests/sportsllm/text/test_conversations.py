@@ -136,7 +136,7 @@ def test_of_text_and_messages_the_text_is_read_unless_messages_are_asked_for(
     for path in (written(tmp_path / "a.jsonl", *records), tmp_path / "b.parquet"):
         for _ in range(2):
             assert [type(each) for each in read_documents([path])] == [str, Conversation]
-        said = f"{path}: reading 'text'; to read the conversations, give --set text_field=messages\n"
+        said = f"{path}: reading 'text'; to read the conversations, give --text-field messages\n"
         assert capsys.readouterr().err == said
         assert [type(each) for each in read_documents([path], "messages")] == [Conversation, Conversation]
         assert capsys.readouterr().err == ""
@@ -151,7 +151,7 @@ def test_a_line_says_that_conversations_are_not_read_if_a_record_has_them_beside
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records, columns), tmp_path / f"{number}.parquet")
         for path in (written(tmp_path / f"{number}.jsonl", *records), tmp_path / f"{number}.parquet"):
             list(read_documents([path]))
-            said = f"{path}: reading 'text'; to read the conversations, give --set text_field=prompt\n"
+            said = f"{path}: reading 'text'; to read the conversations, give --text-field prompt\n"
             assert capsys.readouterr().err == said
     assert all(isinstance(each, Conversation) for each in read_documents([tmp_path / "0.jsonl"], "prompt"))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": "a"}, pair], columns), tmp_path / "apart.parquet")

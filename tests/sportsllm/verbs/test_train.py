@@ -141,7 +141,7 @@ def test_another_text_field_is_recorded_and_read_by_later_commands(
     named.write_text("".join(json.dumps({"id": 1, "body": text}) + "\n" for text in texts), encoding="utf-8")
     flags = [*SMALL, "--steps", 0, "--threads", 1]
     cli.refuses(3, "line 1 has no 'text' string; it has id, body", "train", *flags, "--corpus", named, "--out", out)
-    cli.result("train", *flags, "--corpus", named, "--set", "text_field=body", "--out", out)
+    cli.result("--text-field", "body", "train", *flags, "--corpus", named, "--out", out)
     plain = run(cli, *flags[:-2], "--corpus", corpus_file, "--out", tmp_path / "plain")["out"]
     assert (out / "model.safetensors").read_bytes() == (Path(plain) / "model.safetensors").read_bytes()
     assert read_manifest(out).settings["text_field"] == "body"
