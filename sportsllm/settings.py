@@ -30,7 +30,7 @@ class Setting:
 
 
 Group = Mapping[str, Setting]
-OPTIMIZERS, OPTIMIZER_BITS = ("adamw", "muon"), (32, 16, 8)
+OPTIMIZERS, OPTIMIZER_BITS = ("adamw", "muon"), (32, 8)
 
 TRAINING: Group = {
     "precision": Setting(
@@ -41,7 +41,7 @@ TRAINING: Group = {
     ),
     "accumulation": Setting(int, "Batches per optimizer step", "leaves 200 steps or more; 4 with --steps", 1),
     "optimizer": Setting(str, "Optimizer; muon is Muon and AdamW", "muon if its steps are cheap", choices=OPTIMIZERS),
-    "optimizer_bits": Setting(int, "Bits of optimizer states: 32, 16 (gradients too) or 8 (AdamW only)", "32"),
+    "optimizer_bits": Setting(int, "Bits of optimizer states: 32, or 8 (AdamW only)", "32"),
     "schedule": Setting(str, "Learning-rate schedule", "cosine", choices=("cosine", "wsd")),
     "warmup": Setting(int, "Warm-up steps", "a twentieth of the steps, at most 50", 0),
     "min_lr_ratio": Setting(float, "Final learning rate divided by the peak", "0.1", 0, 1),
@@ -259,7 +259,7 @@ def check_optimizer_bits(optimizer: str, bits: int) -> None:
     if bits not in OPTIMIZER_BITS:
         raise UsageError(f"optimizer bits {bits} are not supported; use {', '.join(map(str, OPTIMIZER_BITS))}")
     if bits == 8 and optimizer == "muon":
-        raise UsageError("optimizer bits 8 are for adamw: bitsandbytes has no Muon; use 16, or adamw")
+        raise UsageError("optimizer bits 8 are for adamw: bitsandbytes has no Muon; use 32, or adamw")
 
 
 def _spelled(value: object) -> str:

@@ -176,10 +176,8 @@ def _changes(config: ModelConfig, step: TrainingStep, usable: int, gpus: int) ->
         if batch:
             tries.append((" ".join((*batches(batch), *flags)), replace(each, batch=batch)))
     short = gpus == 1 and training_memory(config, checkpointed).total > usable
-    for bits in (16, 8):
-        if short and bits < step.optimizer_bits and not (bits == 8 and step.optimizer == "muon"):
-            less = replace(checkpointed, optimizer_bits=bits)
-            tries.append((f"{CHECKPOINT} --set optimizer_bits={bits}", less))
+    if short and step.optimizer_bits == 32 and step.optimizer == "adamw":
+        tries.append((f"{CHECKPOINT} --set optimizer_bits=8", replace(checkpointed, optimizer_bits=8)))
     needed = [(flags, changed, training_memory(config, changed).total) for flags, changed in tries]
     return [
         {"flags": flags, "batch": changed.batch, "checkpointed": changed.checkpointed, "total_bytes": total}

@@ -26,7 +26,7 @@ class TrainingStep:
     """What is trained at once, and how.
 
     `batch` sequences of `length` tokens are in memory at once; accumulation adds none. bf16 and fp16 are autocast over
-    float32 weights. `optimizer_bits` are those of the optimizer's states: 32; 16, gradients too; or 8, by bitsandbytes.
+    float32 weights. `optimizer_bits` are those of the optimizer's states: 32, or 8 by bitsandbytes.
     `shards` processes hold a part each of weights, gradients and states, by FSDP2; the batch is that of one, or of
     `tensor_parallel` of them together. `stages` processes hold some layers each, and as many batches are under way.
 
@@ -90,15 +90,15 @@ class TrainingMemory:
 def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
     """Memory of a training step: the largest of three moments, after the first batch of an accumulation.
 
-        always       4 P weights; 4 P gradients (2 P with 16-bit states); states
+        always       4 P weights; 4 P gradients; states
         copies       mixed: 2 bytes for each value of a block's matrix, one block's alone in a checkpointed
                      backward pass, and 2 V D while there is a loss
-        states       AdamW two, Muon one for each value of a block's matrix but a router's: of 4 or 2 bytes, or of 1
-                     byte and a float32 scale for every 256 values
+        states       AdamW two, Muon one for each value of a block's matrix but a router's: of 4 bytes, or of 1 byte
+                     and a float32 scale for every 256 values
         activations  see `layer_activation_bytes`; checkpointed, each layer's input, 4 N D; rotary tables, ids
         loss         final norm and its output; logits C V, their gradient, N D and V D for its results
         backward     the gradients of a layer's widest activation; a tied head's gradient; checkpointed, one layer
-        optimizer    a float32 value for each of P, or three for each of the largest tensor if states have 16 bits
+        optimizer    a float32 value for each of P; none with 8 bits
         stages       the first with the embedding and as many batches as stages, or the last with head and loss
         tensor       what is inside of a sublayer divided once more; what is outside is divided by groups alone
         sharded      weights, gradients, states and the optimizer's values divided; gathered are what lies outside of
@@ -125,9 +125,9 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
         "optimizer",
         weights=0 if step.mixed else 4 * total,
         master_weights=4 * total if step.mixed else 0,
-        gradients=(2 if step.optimizer_bits == 16 else 4) * total,
+        gradients=4 * total,
         optimizer_states=states * total // config.parameters,
-        work={32: 4 * total, 16: 12 * table, 8: 0}[step.optimizer_bits],
+        work=4 * total if step.optimizer_bits == 32 else 0,
     )
     in_layers = 4 * hidden * layers if step.checkpointed else sum(size * count for size, count in each)
     kept = tokens * (in_layers + 4 * config.head_dim + 16)
@@ -219,4 +219,4 @@ def _optimizer_state_bytes(config: ModelConfig, optimizer: str, bits: int) -> in
         return 8 * (sum(sizes) - sum(packed)) + 2 * sum(packed) + 8 * scales
     with_muon = [m.numel * count for part, count in config.runs() for m in block_matrices(part) if not m.router]
     moments = 2 * config.parameters - (sum(with_muon) if optimizer == "muon" else 0)
-    return moments * bits // 8
+    return 4 * moments

@@ -52,20 +52,17 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.
     Muon (https://kellerjordan.github.io/posts/muon/) trains the matrices inside the blocks, routers aside. Embedding,
     head, routers, norms and biases stay with AdamW. Norms and biases have no weight decay.
 
-    With 16 `optimizer_bits` states and gradients are bfloat16: the trained parameters' `grad_dtype` is set. With 8
-    the states are bitsandbytes' (https://arxiv.org/abs/2110.02861), for tensors of at least 4,096 values.
+    With 8 `optimizer_bits` AdamW's states are bitsandbytes' (https://arxiv.org/abs/2110.02861), for tensors of at least
+    4,096 values.
     """
-    bits = config.optimizer_bits
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.grad_dtype = torch.bfloat16 if bits == 16 else parameter.dtype
     # Without routers: each of their rows is an expert, not a direction among others.
     for_muon = {id(weight) for weight in block_weights(model)} if config.optimizer == "muon" else set()
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     matrices = [parameter for parameter in trained if id(parameter) in for_muon]
     others = [parameter for parameter in trained if parameter.ndim >= 2 and id(parameter) not in for_muon]
     groups = [{"params": others, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizers = [_adamw([group for group in groups if group["params"]], config.learning_rate, bits)]
+    optimizers = [_adamw([group for group in groups if group["params"]], config.learning_rate, config.optimizer_bits)]
     if matrices:
         optimizers.append(Muon(matrices, config))
     for optimizer in optimizers:
@@ -80,44 +77,8 @@ def _adamw(groups: list[ParameterGroup], learning_rate: float, bits: int) -> tor
 
         optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=learning_rate, betas=_BETAS)
         return optimizer
-    if bits == 16:
-        return Bfloat16AdamW(groups, lr=learning_rate, betas=_BETAS)
     # Tensors of several meshes, as with `tensor_parallel`, cannot be in one call.
     return torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, foreach=processes.copies() == processes.stages())
-
-
-class Bfloat16AdamW(torch.optim.AdamW):
-    """AdamW (https://arxiv.org/abs/1711.05101) with states in bfloat16, gradients of any type, arithmetic in float32.
-
-        m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2        w <- (1 - lr d) w - lr m' / (sqrt(v') + eps)
-
-    bfloat16 rounds to 2^-8 of the value, so a v is stuck only within 2^-9 / (1 - b2) of its mean: 4% with b2 = 0.95,
-    but useless with b2 = 0.999.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
-        """One update of every tensor that has a gradient, one tensor at a time."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad.float(), group)
-
-    def _update(self, parameter: Tensor, gradient: Tensor, group: ParameterGroup) -> None:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        if not state:
-            state["step"] = torch.zeros(())
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        state["step"] += 1
-        steps = float(state["step"])
-        mean = state["exp_avg"].float().lerp_(gradient, 1 - beta1)
-        square = state["exp_avg_sq"].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        state["exp_avg"].copy_(mean)
-        state["exp_avg_sq"].copy_(square)
-        scale = square.sqrt_().div_(math.sqrt(1 - beta2**steps)).add_(group["eps"])
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1**steps))
 
 
 def newton_schulz(matrices_NRC: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
@@ -191,7 +152,5 @@ class Muon(torch.optim.Muon):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        gradient = parameter.grad.float()
-        buffer = state["momentum_buffer"].float().lerp_(gradient, 1 - group["momentum"])
-        state["momentum_buffer"].copy_(buffer)
-        return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        buffer: Tensor = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
+        return parameter.grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer

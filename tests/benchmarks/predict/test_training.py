@@ -102,10 +102,10 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_device_there_are_parts_and_flops(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(shape="tiny-1m", training=True, tokens=1_000, optimizer_bits=16)["training"]
+    found = plan(shape="tiny-1m", training=True, tokens=1_000, optimizer_bits=8)["training"]
     assert "fits" not in found["plain"] and found["flops"] == 1_000 * found["flops_per_token"]
     words = " ".join(capsys.readouterr().out.split())
-    assert "adamw with 16-bit states" in words and "FLOPs for 1,000 tokens." in words
+    assert "adamw with 8-bit states" in words and "FLOPs for 1,000 tokens." in words
 
 
 def test_the_ordinary_plan_says_whether_a_step_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,8 +160,8 @@ def test_several_gpus_share_weights_gradients_and_states(capsys: pytest.CaptureF
     assert "on each of 64 GPUs" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(UsageError, match="gpus=2: give --target NAME too, a GPU"):
         plan(shape="8b", training=True, gpus=2)
-    with pytest.raises(UsageError, match="optimizer_bits=16: states in parts have 32"):
-        plan(shape="8b", training=True, gpus=2, device="h100", optimizer_bits=16)
+    with pytest.raises(UsageError, match="optimizer_bits=8: states in parts have 32"):
+        plan(shape="8b", training=True, gpus=2, device="h100", optimizer_bits=8)
 
 
 def test_refusals(tmp_path: Path) -> None:

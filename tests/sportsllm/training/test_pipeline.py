@@ -57,7 +57,7 @@ def test_stages_take_the_steps_of_one_process(
 def test_what_has_no_stages_is_refused(
     cli: CommandLine, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"shard": True}, {"shard": True, "tensor_parallel": 2}, {"optimizer_bits": 16}, {"precision": "fp16"}
+    settings = {"shard": True}, {"shard": True, "tensor_parallel": 2}, {"optimizer_bits": 8}, {"precision": "fp16"}
     for setting in settings:
         with pytest.raises(UsageError, match="--set pipeline: not with shard, "):
             TrainConfig(pipeline=2, **setting)  # type: ignore[arg-type]
