@@ -200,10 +200,25 @@ def test_from_a_recipe_to_a_service(tmp_path: Path) -> None:
 
 
 def test_files_named_in_the_docs_exist() -> None:
+    """The build of the site checks the links of its own pages."""
     named = re.compile(r"`((?:sportsllm|compress|export|benchmarks|tests|recipes)/[\w./-]+\.(?:py|toml|csv|h|cpp))`")
     for page in (ROOT / "docs").rglob("*.md"):
         for path in named.findall(page.read_text(encoding="utf-8")):
             assert (ROOT / path).exists(), f"{page.name} names {path}"
+    for page in [*ROOT.glob("*.md"), *(ROOT / "benchmarks" / "results").rglob("*.md")]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_tables_of_results_are_made_of_the_measurements() -> None:
+    """Pages type no table but lists of pages, machines and models, and of programs that were checked."""
+    for page in (ROOT / "docs" / "results").glob("*.md"):
+        typed = re.findall(r"^\|.*", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert not typed or page.name in ("index.md", "compatibility.md"), f"{page.name}: {typed[0]}"
+    for folder in (ROOT / "benchmarks" / "results").iterdir():
+        if folder.is_dir():
+            listed = (folder / "README.md").read_text(encoding="utf-8")
+            assert all(f"`{file.name}`" in listed for file in folder.glob("*.csv")), folder.name
 
 
 def shown_commands() -> list[list[str]]:
