@@ -78,8 +78,8 @@ MOST_LINES = {
     "sportsllm": 18_898,
     "compress": 7_743,
     "export": 6_369,
-    "benchmarks": 9_114,
-    "tests": 24_700,
+    "benchmarks": 9_120,
+    "tests": 24_704,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -1,13 +1,15 @@
 """Quality against bytes and against decode speed: formats of one model, ours beside others, as a table and a chart.
 
     python -m benchmarks.studies.quality_chart MODEL --text HELD-OUT --calibration TEXT --work DIR \
-        --out benchmarks/results/quality/NAME.csv [--peer "llama.cpp Q4_K_M=FILE.gguf" --peer "openvino INT4=DIR" ...]
+        --out benchmarks/results/quality/NAME.csv [--llama-cpp bench=PATH/llama-bench,fa=1] \
+        [--peer llama.cpp+Q4_K_M=FILE.gguf,bench=PATH/llama-bench,fa=1 --peer openvino+INT4=DIR ...]
     python -m benchmarks.studies.quality_chart --out benchmarks/results/quality/NAME.csv
 
 The first makes every format of `ONNX` and `GGUF` (kept in DIR), scores each as `eval --against MODEL` does, and times
 all in turns on two threads as `bench --against` does. Models of other programs, `--peer`, and our GGUF files, in
-llama.cpp, are scored and timed by the runtime itself. Rows of the same tool and format are replaced, others kept, so
-that a row may come from anywhere. Both draw NAME.svg beside the table, the second from what is there.
+llama.cpp, are scored and timed by the runtime itself. Peers are written as in `--against`, labelled by their format.
+Rows of the same tool and format are replaced, others kept, so that a row may come from anywhere. Both draw NAME.svg
+beside the table, the second from what is there.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +31,8 @@ from benchmarks.measure.bench import round_checks
 from benchmarks.measure.machine import choose_cpus, machine
 from benchmarks.reporting.charts import COLORS, Plot
 from benchmarks.reporting.plots import log_axis
-from benchmarks.runtimes.compare import Runtime, measure_against, turn_depths
-from benchmarks.runtimes.logits import READERS, RuntimeLogits
+from benchmarks.runtimes.compare import Runtime, measure_against, parse_runtimes, turn_depths
+from benchmarks.runtimes.logits import RuntimeLogits
 from benchmarks.runtimes.worker import OTHER, OURS
 from sportsllm.commands import load_command
 from sportsllm.console import log
@@ -60,34 +63,40 @@ Row = Mapping[str, str]
 
 
 class Made(NamedTuple):
-    """A finished export, GGUF file or directory of another program; `runtime` as in `bench --against`."""
+    """A finished export, GGUF file or directory of another program, and what runs it."""
 
     tool: str
     format: str
-    path: Path
-    runtime: str = OTHER
+    runtime: Runtime
 
     @property
     def file_bytes(self) -> int:
         """Of the weight files."""
-        if self.path.is_file():
-            return self.path.stat().st_size
-        return directory_bytes(self.path) or sum(each.stat().st_size for each in self.path.glob("openvino_model.*"))
+        if (path := self.runtime.directory).is_file():
+            return path.stat().st_size
+        return directory_bytes(path) or sum(each.stat().st_size for each in path.glob("openvino_model.*"))
 
 
-def make(model: Path, calibration: Sequence[Path], work: Path) -> list[Made]:
-    """Every format of ours; what `work` holds already is kept."""
+def make(model: Path, calibration: Sequence[Path], work: Path, llama_cpp: str) -> list[Made]:
+    """Every format of ours; what `work` holds already is kept. GGUF files run in llama.cpp with its options."""
     quantize, export, text = load_command("quantize"), load_command("export"), list(calibration) or None
     made = []
     for name, settings in ONNX.items():
         packed, out = (work / f"{re.sub(r'[ /]', '-', name.lower())}{part}" for part in ("-packed", "-onnx"))
         quantize(model, out=packed, calibration=text, threads=THREADS, **settings)
         export(packed, out=out, threads=THREADS)
-        made.append(Made(TOOL, name, out))
+        made.append(Made(TOOL, name, Runtime(OTHER, sys.executable, out)))
     for dtype in GGUF:
         export(model, out=work / dtype, format="gguf", dtype=dtype, calibration=text, threads=THREADS)
-        made.append(Made(TOOL, dtype.upper(), work / dtype / "model.gguf", "llama.cpp"))
+        own = peers([f"llama.cpp+{dtype.upper()}={work / dtype / 'model.gguf'}{llama_cpp and f',{llama_cpp}'}"])
+        made += [each._replace(tool=TOOL) for each in own]
     return made
+
+
+def peers(texts: Sequence[str] | None) -> list[Made]:
+    """Models of other programs, each with its format as label."""
+    found = parse_runtimes(texts, Path())
+    return [Made(TITLES.get(one.kind, one.kind), one.name.partition("+")[2], one) for one in found]
 
 
 def measure(model: Path, made: Sequence[Made], text: Sequence[Path], rounds: int) -> list[Row]:
@@ -100,9 +109,9 @@ def measure(model: Path, made: Sequence[Made], text: Sequence[Path], rounds: int
     rates = speeds(made, config, rounds, str(depth)) if rounds else [None] * len(made)
     for each, rate in zip(made, rates, strict=True):
         own: LogitSource = (
-            open_decoder(each.path, THREADS)
-            if each.runtime == OTHER
-            else RuntimeLogits(each.runtime, each.path, config, THREADS)
+            open_decoder(each.runtime.directory, THREADS)
+            if each.runtime.kind == OTHER
+            else RuntimeLogits(each.runtime.kind, each.runtime.directory, config, THREADS)
         )
         score, found = compare_documents(own, base, tokenizer, tokenizer, documents)
         log(f"{each.tool} {each.format}: {found}")
@@ -115,13 +124,14 @@ def measure(model: Path, made: Sequence[Made], text: Sequence[Path], rounds: int
 
 def speeds(made: Sequence[Made], config: ModelConfig, rounds: int, depth: str) -> list[float | None]:
     """Greedy tokens per second of each at a depth, None if it failed."""
-    first = next(place for place, each in enumerate(made) if each.runtime == OTHER)
-    names = [f"{each.runtime}+{place}" for place, each in enumerate(made)]
-    runtimes = [Runtime(name, sys.executable, each.path) for name, each in zip(names, made, strict=True)]
+    first = next(place for place, each in enumerate(made) if each.runtime.kind == OTHER)
+    names = [f"{each.runtime.kind}+{place}" for place, each in enumerate(made)]
+    runtimes = [replace(each.runtime, name=name) for name, each in zip(names, made, strict=True)]
     names[first] = OURS
     settings = {"threads": THREADS, "cpus": choose_cpus(THREADS)}
     others = runtimes[:first] + runtimes[first + 1 :]
-    found = measure_against(made[first].path, config, others, settings, round_checks(rounds, None))["against"]
+    checks = round_checks(rounds, None)
+    found = measure_against(made[first].runtime.directory, config, others, settings, checks)["against"]
     for each, name in zip(made, names, strict=True):
         if found[name]["status"] != "measured":
             log(f"{each.tool} {each.format}: {found[name]['status']}")
@@ -212,7 +222,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, action="append", help="Held-out text.")
     parser.add_argument("--calibration", type=Path, action="append", default=[])
     parser.add_argument("--work", type=Path, help="Directory of the formats that are made.")
-    parser.add_argument("--peer", action="append", default=[], metavar="'RUNTIME FORMAT=PATH'", help="Another's model.")
+    parser.add_argument("--llama-cpp", default="", metavar="KEY=VALUE,...", help="Options for our GGUF files.")
+    parser.add_argument("--peer", action="append", metavar="RUNTIME+FORMAT=PATH,...", help="Another's model.")
     parser.add_argument("--rounds", type=int, default=5, help="Of the timing; 0 leaves the speeds out.")
     given = parser.parse_args()
     rows: list[Row] = []
@@ -222,13 +233,8 @@ def main() -> None:
     if given.model is not None:
         if not given.text or given.work is None:
             parser.error("a model needs --text and --work")
-        made = make(given.model, given.calibration, given.work)
-        for text in given.peer:
-            name, _, path = text.partition("=")
-            runtime, _, kind = name.partition(" ")
-            if runtime not in READERS:
-                parser.error(f"--peer {text}: no such runtime; choose from {', '.join(READERS)}")
-            made.append(Made(TITLES.get(runtime, runtime), kind, Path(path), runtime))
+        others = peers(given.peer)
+        made = make(given.model, given.calibration, given.work, given.llama_cpp) + others
         rows += measure(given.model, made, given.text, given.rounds)
     latest = {(row["tool"], row["format"]): row for row in rows}
     rows = sorted(latest.values(), key=lambda row: float(row["file_bytes"]))

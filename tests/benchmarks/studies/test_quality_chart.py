@@ -10,6 +10,7 @@ import pytest
 from benchmarks.reporting.charts import COLORS
 from benchmarks.studies import quality_chart
 from benchmarks.studies.quality_chart import COLUMNS, draw
+from sportsllm.commands import load_command
 from sportsllm.formats.checkpoint import save_checkpoint
 from tests.support.models import tiny_model
 
@@ -48,8 +49,11 @@ def test_one_command_makes_measures_and_draws(
     save_checkpoint(model, tiny_model(max_position_embeddings=160), tokenizer_directory)
     text.write_text("".join(corpus_file.read_text(encoding="utf-8").splitlines(keepends=True)[:2]), encoding="utf-8")
     own = tmp_path / "work" / "q8_0" / "model.gguf"
+    load_command("export")(model, out=own.parent, format="gguf", dtype="q8_0", threads=2)  # kept by the study
     command = ["", str(model), "--text", str(text), "--work", str(tmp_path / "work"), "--out", str(table)]
-    monkeypatch.setattr(sys, "argv", [*command, "--rounds", "1", "--peer", f"llama.cpp Q8_0={own}"])
+    monkeypatch.setattr(
+        sys, "argv", [*command, "--rounds", "1", "--peer", f"llama.cpp+Q8_0={own},python={sys.executable}"]
+    )
     quality_chart.main()
     with table.open(encoding="utf-8", newline="") as stream:
         rows = {(row["tool"], row["format"]): row for row in csv.DictReader(stream)}
