@@ -153,7 +153,7 @@ def distill_student(
         ArtifactError: damaged inputs.
     """
     from compress.distillation.starts import check_no_larger
-    from compress.distillation.student import RunState, StudentText, train_student
+    from compress.distillation.student import RunDirectory, StudentText, train_student
     from sportsllm.files import atomic_write_text, read_json
     from sportsllm.formats.artifact import Stage, run_together
     from sportsllm.formats.checkpoint import copy_tokenizer, save_checkpoint
@@ -181,8 +181,8 @@ def distill_student(
         else:
             model, known = start.build(training, text)
             atomic_write_text(started, json.dumps({"layer_map": known.distillation.layer_map}))
-        state = RunState(directory, stage.fingerprint(), resume)
-        results = train_student(model, known, text, cache, state, f"distil {student}", has_weights)
+        run = RunDirectory(directory, stage.fingerprint(), resume)
+        results = train_student(model, known, text, cache, run, f"distil {student}", has_weights)
         started.unlink()
         save_checkpoint(directory, model)
         return results

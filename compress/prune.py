@@ -216,7 +216,7 @@ def prune_checkpoint(
     resume = resume and (partial_directory(out) / STATE_DIRECTORY).exists()
     signals = begun = None
     if recovery is not None:
-        from compress.distillation.student import RunState, StudentText, recover
+        from compress.distillation.student import RunDirectory, StudentText, recover
         from compress.pruning.search import after_search, search_directory
 
         begun = search_directory(out) / shape.name if search else None
@@ -233,8 +233,8 @@ def prune_checkpoint(
             mapped = recovery if begun is None else after_search(recovery, known["tokens"], search[0].nats_before)
             if recovery.teacher == job.checkpoint:  # another one has layers of its own
                 mapped = mapped.matching_kept(cut["kept_layers"])
-            state = RunState(directory, stage.fingerprint(), resume)
-            training = recover(network, mapped, signals, state, text)
+            run = RunDirectory(directory, stage.fingerprint(), resume)
+            training = recover(network, mapped, signals, run, text)
             if known:
                 both = ("tokens", "tokens_per_parameter", "epochs")
                 training |= {name: round(training[name] + known[name], 2) for name in both}

@@ -21,7 +21,7 @@ from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, QUANTIZATION, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
 
 if TYPE_CHECKING:
-    from compress.distillation.student import RunState, StudentTraining
+    from compress.distillation.student import RunDirectory, StudentTraining
     from compress.distillation.teacher_cache import TeacherCache
     from compress.quantization.config import QuantizationConfig
     from compress.quantization.layer_by_layer import RoundedWeights
@@ -179,7 +179,7 @@ def quantize_checkpoint(
         UsageError: an unknown method, or calibration text for a method that reads none.
         ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
-    from compress.distillation.student import RunState
+    from compress.distillation.student import RunDirectory
     from compress.quantization.config import QuantizationConfig, bits_per_weight, padding_percent
     from compress.quantization.plan import METHODS, plan_quantization
     from sportsllm.formats.artifact import Stage, run_stage
@@ -204,8 +204,8 @@ def quantize_checkpoint(
         write_config(directory, plan.model, checkpoint, packed.record(plan.method))
         results: dict[str, Any] = {}
         if recovery is not None:
-            state = RunState(directory, stage.fingerprint(), resume)
-            results = train_rounded(plan, rounded, recovery, cache, state)
+            run = RunDirectory(directory, stage.fingerprint(), resume)
+            results = train_rounded(plan, rounded, recovery, cache, run)
         if (packed_before := bitsandbytes_kind(checkpoint)) is not None:
             error = None if METHODS[plan.method] else packed.relative_change(TensorFiles(checkpoint))
             results |= {"regridded_from": packed_before, "regrid_relative_error": error}
@@ -250,19 +250,19 @@ def train_rounded(
     rounded: RoundedWeights,
     recovery: StudentTraining,
     cache: TeacherCache | None,
-    state: RunState,
+    run: RunDirectory,
 ) -> dict[str, Any]:
     """Train the quantized checkpoint on its grid and write its tensors again; returns the results of training."""
     from compress.distillation.student import recover
     from compress.quantization.qad import make_trainable, pack_trained
     from sportsllm.formats.checkpoint import load_checkpoint, write_config
 
-    model, packed = load_checkpoint(state.directory), rounded.packed
+    model, packed = load_checkpoint(run.directory), rounded.packed
     make_trainable(model, rounded.originals)
-    results = recover(model, recovery, cache, state)
+    results = recover(model, recovery, cache, run)
     pack_trained(model, packed)
     record = packed.record(f"{plan.method}+qad")
-    write_config(state.directory, plan.model, plan.checkpoint, record)
+    write_config(run.directory, plan.model, plan.checkpoint, record)
     return results
 
 

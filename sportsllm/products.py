@@ -4,11 +4,9 @@ PyTorch multiplies float32 matrices with Intel's MKL, which uses AVX2 on these p
 for other types, is 1.5 times as fast for 8 rows and twice as fast from 64 rows on. With AVX2 alone the two are level.
 """
 
-import platform
 import warnings
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,11 +54,9 @@ def _replace(library: torch.library.Library) -> None:
 
 
 @cache
-def use_fast_products() -> torch.library.Library | None:
+def use_fast_products(vendor: str) -> torch.library.Library | None:
     """Override them in this process if its processor is an AMD with AVX-512."""
-    file = Path("/proc/cpuinfo")
-    name = file.read_text() if file.exists() else platform.processor()
-    if "AuthenticAMD" not in name or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if "AuthenticAMD" not in vendor or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return None
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _replace(library)

@@ -18,11 +18,11 @@ from benchmarks.devices.schema import Device
 from benchmarks.labels import LIMITS
 from sportsllm.errors import ArtifactError, UsageError, did_you_mean
 from sportsllm.files import clip, describe, read_toml
+from sportsllm.processors import cpuinfo
 
 DEVICES = Path(__file__).parent
 ALIASES = {"raspberry-pi-5": "raspberry-pi-5-8gb"}
 MOST_EXTENDED = 8
-CPUINFO = Path("/proc/cpuinfo")
 _HEADER = "# 1 MB = 10^6 bytes. Fields, units and the meaning of `date`: benchmarks/devices/schema.py.\n"
 _EXTENSIONS = {
     "avx2": "AVX2",
@@ -173,7 +173,7 @@ def is_this_machine(device: Device, processor: str = "cpu") -> bool:
 
 def instruction_set() -> str:
     """The architecture, and the extensions above that /proc/cpuinfo lists."""
-    present = _cpuinfo("flags", "Features")
+    present = cpuinfo("flags", "Features")
     if present is None:
         return f"{platform.machine()}; extensions not readable here"
     found = [name for flag, name in _EXTENSIONS.items() if flag in present.split()]
@@ -182,7 +182,7 @@ def instruction_set() -> str:
 
 def processor_name() -> str:
     """The processor's model, on ARM boards often the board's; the architecture if the system names none."""
-    return _cpuinfo("model name", "Model") or platform.processor() or platform.machine()
+    return cpuinfo("model name", "Model") or platform.processor() or platform.machine()
 
 
 def total_memory_mb() -> float:
@@ -192,24 +192,9 @@ def total_memory_mb() -> float:
     return float(psutil.virtual_memory().total) / 1e6
 
 
-def _cpuinfo(*keys: str) -> str | None:
-    """The first line of /proc/cpuinfo with one of these keys, without the key."""
-    for line in _read_text(CPUINFO).splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in keys:
-            return value.strip()
-    return None
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8", errors="replace").strip("\0\n ")
-    except OSError:
-        return ""
-
-
 def _device_tree_model() -> str:
-    return _read_text(Path("/proc/device-tree/model"))
+    file = Path("/proc/device-tree/model")
+    return file.read_text(encoding="utf-8", errors="replace").strip("\0\n ") if file.exists() else ""
 
 
 def _android_product() -> str:

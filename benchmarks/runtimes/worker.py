@@ -144,12 +144,10 @@ def openvino(directory: Path, threads: int, room: int, **options: Any) -> Opened
     return generate, _shape(directory)
 
 
-def llama_bench(path: Path, threads: int, depth_flags: str, bench: str, options: dict[str, Any]) -> Opened:
+def llama_bench(path: Path, threads: int, bench: str, options: dict[str, Any], gp: bool = False) -> Opened:
     """The program `bench` of a user's build, which does not sample; options: its flags without the dash.
 
-    Args:
-        path: a .gguf file or a directory with one.
-        depth_flags: generate `{steps}` tokens after `{read}` tokens, as this program calls it.
+    With `gp` it is ik_llama.cpp's, whose flag -gp takes the place of -d.
     """
     command = [bench, "-m", str(_gguf(path)), "-t", str(threads), "-r", "1", "-o", "json"]
     command += [text for name, value in options.items() for text in (f"-{name}", str(value))]
@@ -167,7 +165,8 @@ def llama_bench(path: Path, threads: int, depth_flags: str, bench: str, options:
     def generate(prompt: list[int], count: int) -> list[float]:
         read, steps = len(prompt), count - 1
         first = read / run(f"-p {read} -n 0")["avg_ts"]
-        step = 1 / run(depth_flags.format(read=read, steps=steps))["avg_ts"] if count > 2 else 0.0
+        deep = f"-p 0 -n 0 -gp {read},{steps}" if gp else f"-p 0 -n {steps} -d {read}"
+        step = 1 / run(deep)["avg_ts"] if count > 2 else 0.0
         return [first + step * place for place in range(count)]
 
     return generate, {"version": run("-p 1 -n 0")["build_commit"]}
@@ -176,7 +175,7 @@ def llama_bench(path: Path, threads: int, depth_flags: str, bench: str, options:
 def llama_cpp(path: Path, threads: int, room: int, bench: str = "", **flags: Any) -> Opened:
     """llama.cpp in xllamacpp's wheels or by its `llama-bench`, on a .gguf file or a directory with one."""
     if bench:
-        return llama_bench(path, threads, "-p 0 -n {steps} -d {read}", bench, flags)
+        return llama_bench(path, threads, bench, flags)
     sys.path.insert(0, str(ROOT))
     from benchmarks.runtimes.llama_engine import LlamaCpp
 
@@ -199,7 +198,7 @@ def ik_llama_cpp(path: Path, threads: int, room: int, bench: str = "", **options
     Through its inner classes, since its own loop chooses tokens in Python, one number of the vocabulary at a time.
     """
     if bench:
-        return llama_bench(path, threads, "-p 0 -n 0 -gp {read},{steps}", bench, options)
+        return llama_bench(path, threads, bench, options, gp=True)
     import numpy as np
     from ik_llama_cpp import IkLlama
     from ik_llama_cpp import _ctypes_api as library

@@ -140,7 +140,7 @@ class StudentText:
 
 
 @dataclass(frozen=True)
-class RunState:
+class RunDirectory:
     """Where a run keeps its state, for which settings, and whether it goes on from there; see `train_model`."""
 
     directory: Path
@@ -153,7 +153,7 @@ def train_student(
     training: StudentTraining,
     text: StudentText,
     cache: TeacherCache | None,
-    state: RunState,
+    run: RunDirectory,
     description: str,
     has_weights: bool = True,
 ) -> JsonObject:
@@ -183,20 +183,20 @@ def train_student(
     loss = distillation_loss(distillation, teacher, cache)
     with attached(student, matching):
         place(student, device, config.shard, config.tensor_parallel)
-        resumed = (state.directory / STATE_DIRECTORY).exists()  # the saved state has the projections
+        resumed = (run.directory / STATE_DIRECTORY).exists()  # the saved state has the projections
         if matching is not None and teacher is not None and has_weights and not resumed:
             matching.fit(student, teacher, batches.batch(0).to(device))
         if config.try_rates and judged is not None:
-            config = choose_rates(student, batches, loss, config, state.directory, judged.selection)
+            config = choose_rates(student, batches, loss, config, run.directory, judged.selection)
         result = train_model(
             student,
             batches,
             loss,
             config,
-            state.directory,
+            run.directory,
             validation=judged,
-            identity=state.identity,
-            resume=state.resume,
+            identity=run.identity,
+            resume=run.resume,
             description=description,
         )
     return {**result.record(student, batches), "sides": text.split.sides}
@@ -206,10 +206,10 @@ def recover(
     model: SportsLLM,
     training: StudentTraining,
     cache: TeacherCache | None,
-    state: RunState,
+    run: RunDirectory,
     text: StudentText | None = None,
 ) -> JsonObject:
     """Train a model that was cut or rounded, in place: `train_student`, the score before under its own name."""
-    text = text or StudentText.read(training, model.config, state.directory)
-    results = train_student(model, training, text, cache, state, "recover")
+    text = text or StudentText.read(training, model.config, run.directory)
+    results = train_student(model, training, text, cache, run, "recover")
     return {"bits_per_byte_before_recovery": results.pop("bits_per_byte_before"), **results}

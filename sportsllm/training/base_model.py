@@ -57,7 +57,7 @@ def new_model(
     return made
 
 
-def trained_model(checkpoint: Path, shape: ModelConfig, adapters: Adapters | None, seed: int) -> SportsLLM:
+def load_start(checkpoint: Path, shape: ModelConfig, adapters: Adapters | None, seed: int) -> SportsLLM:
     """The model of the checkpoint, with adapters if asked for."""
     with checkpoint_with(checkpoint, shape) as source:
         model = load_checkpoint(source)
@@ -66,7 +66,7 @@ def trained_model(checkpoint: Path, shape: ModelConfig, adapters: Adapters | Non
     return model
 
 
-def fit(
+def train_base_model(
     model: SportsLLM,
     tokenizer: TextTokenizer,
     texts: TextSplit,
@@ -74,10 +74,10 @@ def fit(
     out: Path,
     directory: Path,
     stage: Stage,
-    tokenizer_from: Path | None,
+    source: Path,
     resume: bool,
 ) -> JsonObject:
-    """Minimise next-token cross-entropy, and write the checkpoint; `tokenizer_from` has tokenizer files to copy."""
+    """Minimise next-token cross-entropy, and write the checkpoint; `source` has the tokenizer's files."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     place(model, training_device(), config.shard, config.tensor_parallel, config.pipeline)
     documents = tokenize(texts.train, tokenizer, token_cache(out))
@@ -98,5 +98,5 @@ def fit(
     )
     if stage.settings.get("lora"):
         merge_adapters(model)
-    save_checkpoint(directory, model, tokenizer_from)
+    save_checkpoint(directory, model, None if source == directory else source)
     return {**result.record(model, batches), "trained_parameters": trained, "sides": texts.sides}

@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from sportsllm import processes
 from sportsllm.models.language_model import block_weights
+from sportsllm.processors import cpuinfo
 from sportsllm.training.settings import TrainConfig
 
 _BETAS = (0.9, 0.95)
@@ -41,9 +41,8 @@ def computes_in_bfloat16(device: torch.device) -> bool:
     """Whether the device multiplies in bfloat16; emulated products are slower than float32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
-    flags = Path("/proc/cpuinfo")
-    text = flags.read_text(encoding="utf-8", errors="replace") if flags.exists() else ""
-    return any(flag in text for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+    flags = cpuinfo("flags", "Features") or ""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
 
 
 def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:

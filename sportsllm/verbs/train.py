@@ -105,7 +105,7 @@ def train(
     from sportsllm.text.reading import take_reading
     from sportsllm.text.split import load_corpus
     from sportsllm.text.tokenizer import load_tokenizer
-    from sportsllm.training.base_model import fit, new_model, trained_model
+    from sportsllm.training.base_model import load_start, new_model, train_base_model
     from sportsllm.training.chat_format import check_format, with_format
     from sportsllm.training.cost import log_cost
     from sportsllm.training.settings import (
@@ -155,13 +155,13 @@ def train(
         log(f"{out}: reading {', '.join(map(str, training))}")
         texts = load_corpus(training, held_out, unread, reading.text_field, [checkpoint] if checkpoint else [])
         if checkpoint is not None:
-            start, source = trained_model(checkpoint, shape, adapters, seed), checkpoint
+            start, source = load_start(checkpoint, shape, adapters, seed), checkpoint
             if chat_template is not None:
                 start, source = with_format(start, checkpoint, directory, chat_template), directory
         else:
             start, source = new_model(str(model), shape, texts, config, directory, tokenizer, digits), directory
         words = load_tokenizer(source, start.config, reading)
-        return fit(start, words, texts, config, out, directory, stage, None if chat_template else checkpoint, resume)
+        return train_base_model(start, words, texts, config, out, directory, stage, source, resume)
 
     resume = resume or began(out)
     result = TrainResult.of(run_together(out, stage, make, resume))

@@ -22,6 +22,7 @@ from benchmarks.devices.schema import FORMAT, Device, Recognise
 from benchmarks.devices.verdict import judge
 from benchmarks.labels import LIMITS
 from benchmarks.predict.latency import resolve
+from sportsllm import processors
 from sportsllm.errors import ArtifactError, UsageError
 from tests.support.devices import reference_machine
 
@@ -255,7 +256,7 @@ def test_a_calibrated_machine_is_recognised_by_processor_instructions_and_memory
 
 def test_instruction_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "cpuinfo"
-    monkeypatch.setattr(load, "CPUINFO", file)
+    monkeypatch.setattr(processors, "CPUINFO", file)
     assert "not readable" in instruction_set()
     file.write_text("processor : 0\nmodel name : Some CPU 9\nflags : fpu avx2 avx512f avx512_vnni\n", encoding="utf-8")
     assert instruction_set().endswith("with AVX2, AVX-512, AVX512-VNNI") and processor_name() == "Some CPU 9"
