@@ -78,8 +78,8 @@ MOST_LINES = {
     "sportsllm": 18_906,
     "compress": 7_743,
     "export": 6_369,
-    "benchmarks": 9_104,
-    "tests": 24_719,
+    "benchmarks": 9_077,
+    "tests": 24_707,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.labels import bits, is_number
@@ -18,11 +18,6 @@ _STATES = {True: ("inside", "theme:good"), False: ("outside", "theme:bad"), None
 _OUTLIER = 1.25  # a model this much worse than the best is left to the caption, so that the others stay apart
 _FAR = 2.0  # a limit so many times the largest of the figures is left to the caption too
 _MOST_POINTS = 400  # of a curve
-_PIXELS = (420, 200)  # of the plot's area, where it is small
-_LABEL_PLACES = {  # plotly's name: from a point to the middle of its label, in pixels
-    **{"top center": (0, 13), "bottom center": (0, -13), "middle right": (13, 0), "middle left": (-13, 0)},
-    **{"top right": (13, 13), "top left": (-13, 13), "bottom right": (13, -13), "bottom left": (-13, -13)},
-}
 
 
 @dataclass(frozen=True)
@@ -148,10 +143,7 @@ def _chart(points: Sequence[Point], axis: str, box: Box, others: bool) -> Chart:
         "line": {"color": "theme:quiet", "width": 1.5, "dash": "dot", "shape": "hv"},
     }
     across, up = log_axis(unit, min(edges), max(edges)), [min(heights) - margin, max(heights) + 1.4 * margin]
-    places = _label_places(points, axis, across["range"], up)
-    traces = [
-        _points_trace([point for point in points if point.inside is state], axis, state, places) for state in _STATES
-    ]
+    traces = [_points_trace([point for point in points if point.inside is state], axis, state) for state in _STATES]
     caption += ["Models scored on other text are left out."] if others else []
     caption += ["Numbers are those of the tables."]
     caption += ["Nothing shown beats the points on the dotted front."] if len(front) > 1 else []
@@ -173,44 +165,25 @@ def _chart(points: Sequence[Point], axis: str, box: Box, others: bool) -> Chart:
     )
 
 
-def _label_places(points: Sequence[Point], axis: str, across: Sequence[float], up: Sequence[float]) -> dict[str, str]:
-    """By label the first of `_LABEL_PLACES` that covers least of the points and earlier labels."""
-    dots = [
-        (
-            _PIXELS[0] * (math.log10(point.figures[axis]) - across[0]) / (across[1] - across[0]),
-            _PIXELS[1] * (point.bits_per_byte - up[0]) / (up[1] - up[0]),
-        )
-        for point in points
-    ]
-    taken, found = [(*dot, 10.0, 10.0) for dot in dots], dict[str, str]()  # middle, width and height
-    for (x, y), point in zip(dots, points, strict=True):
-        size = 7.0 * len(point.label), 11.0
-        spots = {place: (x + right, y + above, *size) for place, (right, above) in _LABEL_PLACES.items()}
-        found[point.label] = min(spots, key=lambda place: sum(_covered(spots[place], other) for other in taken))
-        taken.append(spots[found[point.label]])
-    return found
-
-
-def _covered(first: tuple[float, ...], second: tuple[float, ...]) -> float:
-    """The area that two rectangles share; each is the middle, the width and the height."""
-    sides = ((first[i + 2] + second[i + 2]) / 2 - abs(first[i] - second[i]) for i in (0, 1))
-    return math.prod(max(0.0, side) for side in sides)
-
-
-def _points_trace(points: Sequence[Point], axis: str, state: bool | None, places: Mapping[str, str]) -> Plot:
+def _points_trace(points: Sequence[Point], axis: str, state: bool | None) -> Plot:
+    """Discs with the models' numbers in them."""
     name, shade = _STATES[state]
-    symbols = ["circle-open" if axis in point.predicted else "circle" for point in points]
+    hollow = [axis in point.predicted for point in points]
     return {
         "type": "scatter",
         "name": name,
         "mode": "markers+text",
-        "textposition": [places[point.label] for point in points],
         "x": [point.figures[axis] for point in points],
         "y": [point.bits_per_byte for point in points],
         "text": [point.label for point in points],
-        "textfont": {"size": 11, "color": "theme:ink"},
+        "textfont": {"size": 11, "color": ["theme:ink" if each else "theme:page" for each in hollow]},
         "customdata": [html.escape(point.name) for point in points],
-        "marker": {"color": shade, "size": 10, "symbol": symbols, "line": {"color": shade, "width": 1.5}},
+        "marker": {
+            "color": shade,
+            "size": 18,
+            "symbol": ["circle-open" if each else "circle" for each in hollow],
+            "line": {"color": shade, "width": 1.5},
+        },
         "hovertemplate": f"%{{text}} %{{customdata}}: %{{x:.3g}} {_AXES[axis][1]}, %{{y:.4f}} bits/byte<extra></extra>",
     }
 
