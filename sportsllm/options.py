@@ -114,8 +114,7 @@ RopeScaling = Annotated[
     typer.Option(
         "--rope-scaling",
         metavar="TYPE:FACTOR",
-        help="Lengthen the context by a factor: yarn, llama3, linear, or longrope for a model "
-        "trained with it; for example yarn:4.",
+        help="Lengthen the context by a factor: yarn, or longrope for a model trained with it; for example yarn:4.",
         show_default="unchanged",
         rich_help_panel="Shape",
     ),

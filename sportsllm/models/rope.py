@@ -7,7 +7,7 @@ Sources: RoFormer (https://arxiv.org/abs/2104.09864); llama3 scaling as publishe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -168,7 +168,7 @@ def rope_tables(
 
 
 def with_rope_scaling(config: ModelConfig, scaling: str) -> ModelConfig:
-    """The model with a context that is longer by a factor: `yarn:4`, `llama3:4` or `linear:4`.
+    """The model with a context that is longer by a factor, `yarn:4`.
 
     `longrope:4` is for models trained with longrope, and multiplies the original context.
 
@@ -176,8 +176,8 @@ def with_rope_scaling(config: ModelConfig, scaling: str) -> ModelConfig:
         UsageError: the text is something else, the model is stretched already, or the context would be too long.
     """
     kind, _, number = scaling.partition(":")
-    example = f"give TYPE:FACTOR, for example yarn:4; types are {', '.join(ROPE_TYPES)}"
-    if kind not in ROPE_TYPES:
+    example = "give TYPE:FACTOR, for example yarn:4; types are yarn and longrope"
+    if kind not in ("yarn", "longrope"):
         raise UsageError(f"--rope-scaling {scaling}: {kind!r} is not a type; {example}")
     try:
         factor = float(number)
@@ -207,7 +207,5 @@ def with_rope_scaling(config: ModelConfig, scaling: str) -> ModelConfig:
             f"--rope-scaling {scaling}: the model is stretched by {old} already, to {context:,} tokens; start from the "
             "unstretched checkpoint"
         )
-    found = RopeScaling(kind, factor)
-    if "original_max_position_embeddings" in ROPE_TYPES[kind]:
-        found = replace(found, original_max_position_embeddings=context)
+    found = RopeScaling(kind, factor, original_max_position_embeddings=context)
     return config.with_changes(max_position_embeddings=int(factor * context), rope_scaling=found)

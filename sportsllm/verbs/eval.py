@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
     from sportsllm.text.tokenizer import TextTokenizer
 
-UNSCALED = "none"
-"""`--rope-scaling none`: longer windows with the rotary table continued as it is."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionScore:
@@ -97,7 +94,7 @@ def eval(
         str | None,
         typer.Option(
             metavar="TYPE:FACTOR",
-            help="Lengthen a checkpoint's context as `train` does, or none to go beyond it unscaled (with --context).",
+            help="Lengthen a checkpoint's context as `train` does.",
             show_default="as the model is",
         ),
     ] = None,
@@ -244,7 +241,7 @@ def _longest(directory: Path, config: ModelConfig, context: int | None, scaling:
     import math
 
     from sportsllm.inference.decoder import is_onnx_directory
-    from sportsllm.models.rope import LONGEST, with_rope_scaling
+    from sportsllm.models.rope import with_rope_scaling
 
     own = config.max_position_embeddings
     if config.position_kind == "none" and scaling is None and context is not None:
@@ -253,10 +250,6 @@ def _longest(directory: Path, config: ModelConfig, context: int | None, scaling:
         raise UsageError(
             f"--context {context:,}: {directory} has learned positions for {own:,} tokens; give at most that"
         )
-    if scaling == UNSCALED:
-        if context is None or context > LONGEST:
-            raise UsageError(f"--rope-scaling none: say how far to read with --context N, at most {LONGEST:,}")
-        return config.with_changes(max_position_embeddings=max(own, context))
     longest = config if scaling is None else with_rope_scaling(config, scaling)
     reach = longest.max_position_embeddings
     if context is not None and context > reach:
@@ -264,9 +257,9 @@ def _longest(directory: Path, config: ModelConfig, context: int | None, scaling:
         if is_onnx_directory(directory):
             advice = f"export the checkpoint with --rope-scaling yarn:{factor}"
         elif config.rope_scaling is not None:
-            advice = "give at most that, or --rope-scaling none to go on as the model is"
+            advice = "give at most that"
         else:
-            advice = f"give --rope-scaling yarn:{factor}, or --rope-scaling none to read on without"
+            advice = f"give --rope-scaling yarn:{factor}"
         by = f" with --rope-scaling {scaling}" if scaling is not None else ""
         raise UsageError(f"--context {context:,}: {directory} reads {reach:,} tokens{by}; {advice}")
     return longest

@@ -109,11 +109,11 @@ def test_models_and_both_graphs_give_their_logits_beyond_the_original_context(
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_a_stretched_checkpoint_opens_there_as_the_same_model(kind: str, tmp_path: Path) -> None:
-    config = with_rope_scaling(tiny_config(), f"{kind}:4")
-    assert config.max_position_embeddings == 4 * tiny_config().max_position_embeddings
-    ours = tiny_model(max_position_embeddings=config.max_position_embeddings, rope_scaling=config.rope_scaling)
+    original = {} if kind == "linear" else {"original_max_position_embeddings": 128}
+    ours = tiny_model(max_position_embeddings=512, rope_scaling=RopeScaling(kind, 4.0, **original))
+    assert kind != "yarn" or with_rope_scaling(tiny_config(), "yarn:4") == ours.config
     save_checkpoint(tmp_path, ours)
-    assert load_config(tmp_path) == config
+    assert load_config(tmp_path) == ours.config
     written = json.loads((tmp_path / "config.json").read_text())["rope_scaling"]
     assert (written["rope_type"], written["factor"]) == (kind, 4.0)
     assert ("original_max_position_embeddings" in written) == (kind != "linear")
@@ -193,4 +193,4 @@ def test_bad_requests_are_refused(text: str, named: str) -> None:
 
 def test_a_stretched_model_is_not_stretched_again() -> None:
     with pytest.raises(UsageError, match="by yarn:4 already, to 512 tokens; start from the unstretched checkpoint"):
-        with_rope_scaling(with_rope_scaling(tiny_config(), "yarn:4"), "linear:2")
+        with_rope_scaling(with_rope_scaling(tiny_config(), "yarn:4"), "yarn:2")

@@ -39,17 +39,18 @@ def test_fine_tuning_stretches_the_context(
         assert (config.max_position_embeddings, config.rope_scaling) == (512, YARN4)
         assert json.loads((out / "manifest.json").read_text())["settings"]["rope_scaling"] == "yarn:4"
     again = ["train", tmp_path / "all", "--corpus", corpus_file, "--out", tmp_path / "again"]
-    cli.refuses(2, "by yarn:4 already, to 512 tokens", *again, "--rope-scaling", "linear:2")
+    cli.refuses(2, "by yarn:4 already, to 512 tokens", *again, "--rope-scaling", "yarn:2")
 
 
 def test_a_new_model_may_start_with_a_longer_context(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine
 ) -> None:
-    shape = ["--model", checkpoint, "--tokenizer", checkpoint, "--rope-scaling", "llama3:2"]
+    shape = ["--model", checkpoint, "--tokenizer", checkpoint, "--rope-scaling", "yarn:2"]
     flags = ["--corpus", corpus_file, "--out", tmp_path / "out", "--sequence", 256, "--steps", 0]
     assert cli("train", *shape, *flags)[0] == 0
     config = load_config(tmp_path / "out")
-    assert config.max_position_embeddings == 256 and config.rope_scaling == RopeScaling("llama3", 2.0, 1.0, 4.0, 128)
+    scaling = RopeScaling("yarn", 2.0, original_max_position_embeddings=128)
+    assert (config.max_position_embeddings, config.rope_scaling) == (256, scaling)
 
 
 def test_eval_reads_beyond_the_trained_length(checkpoint: Path, held_out: Path, cli: CommandLine) -> None:
@@ -61,7 +62,6 @@ def test_eval_reads_beyond_the_trained_length(checkpoint: Path, held_out: Path, 
         (["--context", 64], 64, None),
         (["--rope-scaling", "yarn:4"], 512, YARN4),
         (["--rope-scaling", "yarn:4", "--context", 200], 200, YARN4),
-        (["--rope-scaling", "none", "--context", 384], 384, None),
     )
     for flags, context, scaling in cases:
         found = cli.result("eval", checkpoint, "--text", held_out, "--threads", 2, *flags)
@@ -94,7 +94,7 @@ def test_an_export_gets_the_longer_table(checkpoint: Path, held_out: Path, tmp_p
     assert scores[0] == pytest.approx(scores[1], rel=1e-4)  # float32 in another order
     other = ["--context", 1024, "--text", held_out]
     cli.refuses(2, "reads 512 tokens; export the checkpoint with --rope-scaling yarn:8", "eval", out, *other)
-    scaled = cli("eval", out, "--text", held_out, "--rope-scaling", "none")
+    scaled = cli("eval", out, "--text", held_out, "--rope-scaling", "yarn:2")
     complains(scaled, 2, "is in its graph; export the checkpoint with --rope-scaling, or score")
     assert cli("export", checkpoint, "--out", out, *flags)[0] == 0, "up to date"
     cli.refuses(6, "exists", "export", checkpoint, "--out", out, "--rope-scaling", "yarn:2")
@@ -103,11 +103,9 @@ def test_an_export_gets_the_longer_table(checkpoint: Path, held_out: Path, tmp_p
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--context", 300], "reads 128 tokens; give --rope-scaling yarn:3, or --rope-scaling none"),
+        (["--context", 300], "reads 128 tokens; give --rope-scaling yarn:3"),
         (["--context", 600, "--rope-scaling", "yarn:4"], "reads 512 tokens with --rope-scaling yarn:4; give"),
-        (["--rope-scaling", "none"], "say how far to read with --context N"),
-        (["--rope-scaling", "none", "--context", 2**25], "at most 16,777,216"),
-        (["--rope-scaling", "dynamic:2"], "'dynamic' is not a type"),
+        (["--rope-scaling", "linear:2"], "'linear' is not a type"),
         (["--rope-scaling", "yarn:0.9"], "from 1 to"),
     ],
 )
