@@ -122,7 +122,7 @@ def _cache(result: Mapping[str, Any]) -> Table:
     if any(states):
         rows.append(("bytes a sequence, at any length", *(f"{size:,}" for size in states)))
     if used := result.get("memory_in_use"):
-        held = f"{used['tokens']:,} tokens x {used['sequences']}, MB"
+        held = f"{used['tokens']:,} tokens, MB"
         rows.append((held, *map(megabytes, used["cache_bytes"].values())))
         for name, sizes in used["total_bytes"].items():
             rows.append((f"  and {_PRECISIONS.get(name, name)} weights, MB", *map(megabytes, sizes.values())))

@@ -92,15 +92,13 @@ def plan(
     if limits and target is None:
         raise UsageError(f"--limit {next(iter(limits))}: give --target NAME too, whose limit it replaces")
     group_size, head_bits, kv_cache = rare.get("group_size", 32), rare.get("head_bits", 8), rare.get("kv_cache", "fp32")
-    cached, sequences = rare.get("cache_tokens"), rare.get("cache_sequences")
+    cached = rare.get("cache_tokens")
     optimizer, precision, price = rare.get("optimizer", "adamw"), rare.get("precision"), rare.get("price_per_hour")
     utilization, gpus = rare.get("utilization"), rare.get("gpus")
     cost = {"tokens": tokens, "price_per_hour": price, "utilization": utilization, "gpus": gpus}
     given = [name for name, value in cost.items() if value is not None]
     if given and not training:
         raise UsageError(f"{', '.join(given)}: belongs to --training; add it, or leave it out")
-    if sequences is not None and cached is None:
-        raise UsageError("--set cache_sequences belongs to cache_tokens; give that too, or leave it out")
     count = parameter_count(model)
     if count is not None and model not in PLANNED and not Path(model).is_dir():
         if target or training or shapes or precision or sequence or cached or (batch_size, optimizer) != (4, "adamw"):
@@ -131,7 +129,7 @@ def plan(
     if directory is not None:
         figures["file_bytes"] = directory_bytes(directory)
     if cached is not None:
-        figures["memory_in_use"] = _memory_in_use(config, cached, sequences or 1, figures["weight_bytes"])
+        figures["memory_in_use"] = _memory_in_use(config, cached, figures["weight_bytes"])
     if shapes:
         listed = tensor_shapes(config, step.batch, step.length, 4 if precision in (None, "fp32") else 2)
         figures |= {"shapes": [each._asdict() for each in listed], "shapes_precision": precision or "fp32"}
@@ -219,19 +217,16 @@ def _sizes(model: str, config: ModelConfig, group_size: int, head_bits: int) -> 
     return found
 
 
-def _memory_in_use(config: ModelConfig, tokens: int, sequences: int, weights: Mapping[str, int]) -> dict[str, Any]:
+def _memory_in_use(config: ModelConfig, tokens: int, weights: Mapping[str, int]) -> dict[str, Any]:
     """Weights and cache together, by the precision of either."""
     from sportsllm.models import memory as size
 
     if tokens > config.max_position_embeddings:
         raise UsageError(f"cache_tokens={tokens} is more than the context of {config.max_position_embeddings} tokens")
     states = size.state_bytes(config)
-    cached = {
-        name: sequences * (tokens * each + states[name]) for name, each in size.kv_cache_bytes_per_token(config).items()
-    }
+    cached = {name: tokens * each + states[name] for name, each in size.kv_cache_bytes_per_token(config).items()}
     return {
         "tokens": tokens,
-        "sequences": sequences,
         "cache_bytes": cached,
         "total_bytes": {name: {cache: held + each for cache, each in cached.items()} for name, held in weights.items()},
     }

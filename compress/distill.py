@@ -16,7 +16,7 @@ import typer
 from sportsllm import options
 from sportsllm.errors import UsageError
 from sportsllm.results import TrainingResult
-from sportsllm.settings import DISTILLATION, SELECTION, TEXT, TRAINING, parse_settings, pick
+from sportsllm.settings import DISTILLATION, TEXT, TRAINING, parse_settings, pick
 
 if TYPE_CHECKING:
     from compress.distillation.starts import Fresh
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _loss: Any = partial(typer.Option, rich_help_panel="Loss")
 _shape: Any = partial(typer.Option, rich_help_panel="Shape")
-_RARE = pick(DISTILLATION, ("hidden_weight", "signal_tokens", "teacher_precision"))
+_RARE = pick(DISTILLATION, ("hidden_weight", "teacher_precision"))
 _SEQUENCE_TIMES_SELECTED = 4
 _SELECTION_TOKENS = 1_000_000  # with --select-tokens, if no length is given
 _STARTED = "start.json"  # in an unfinished directory: the layers that hidden states are matched at
@@ -108,7 +108,7 @@ def distill(
     from sportsllm.training.settings import Run
 
     use_processor(threads, device)
-    found = parse_settings(settings, TRAINING, _RARE, SELECTION, TEXT)
+    found = parse_settings(settings, TRAINING, _RARE, TEXT)
     source = resolve_teacher(teacher)
     reading = take_reading(found, source)
     if student is None:
@@ -118,13 +118,10 @@ def distill(
     begin = choose_start(student, start, source)
     if select_tokens is not None:
         from compress.distillation.selection import selecting
-        from sportsllm.models.config import Selection
 
-        begin = selecting(begin, select_tokens, found.get("select_block", Selection.block))
+        begin = selecting(begin, select_tokens)
         sequence = sequence or min(begin.shape.max_position_embeddings, _SEQUENCE_TIMES_SELECTED * select_tokens)
         tokens = _SELECTION_TOKENS if tokens is None and steps is None else tokens
-    elif rare := pick(found, SELECTION):
-        raise UsageError(f"options of --select-tokens: {', '.join(rare)}; add --select-tokens N or leave them out")
     check_no_larger(begin.shape, load_config(source))  # before a line on settings
     already_trained = isinstance(begin, Checkpoint) and begin.already_trained
     run = Run(begin.kind, begin.shape, already_trained=already_trained)

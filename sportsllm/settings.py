@@ -86,7 +86,6 @@ DISTILLATION: Group = {
         "3 for pruned weights, 0 if the teacher was trained on fewer than 2 tokens per parameter",
         0,
     ),
-    "signal_tokens": Setting(int, "Tokens to cache with --signals", "the tokens of the training", 1),
     "teacher_precision": Setting(
         str, "Precision of the teacher's weights", "auto", choices=("auto", "fp32", "bf16", "int8", "nf4")
     ),
@@ -99,9 +98,6 @@ PRUNING: Group = {
 }
 SIGNALS: Group = {
     "signals": Setting(str, "Directory of the teacher's cached predictions; created if missing", "the teacher runs"),
-}
-SELECTION: Group = {
-    "select_block": Setting(int, "Tokens of a selected block", "16", 1),
 }
 SHAPE: Group = {
     "layers": Setting(int, "Layers", "the model's", 1),
@@ -145,7 +141,6 @@ TRAINING_STEP: Group = {
     "cache_tokens": Setting(
         int, "Also show the size of weights and cache with this many cached tokens", "not shown", 1
     ),
-    "cache_sequences": Setting(int, "Sequences in the cache, for cache_tokens", "1", 1),
     "head_bits": Setting(int, "Bits of embedding and head at int8 and int4", "8"),
     "group_size": Setting(int, "Weights per scale at int8 and int4", "32"),
     "kv_cache": Setting(str, "Format of the KV cache in predictions", "fp32", choices=("fp32", "fp16", "int8")),
@@ -282,7 +277,6 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Limits of a target": ("bench, fit, plan --limit", LIMITS),
     "Plan": ("plan", TRAINING_STEP),
     "Teacher signals": ("prune --recover, quantize --qad", SIGNALS),
-    "Token selection (experimental)": ("distill --select-tokens", SELECTION),
     "LoRA": ("train --lora-rank", LORA),
     "Export": ("export", EXPORT),
     "Search": ("fit", FIT),

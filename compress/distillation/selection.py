@@ -76,8 +76,8 @@ class Selecting(Checkpoint):
         return student, training
 
 
-def selecting(start: Fresh, tokens: int, block: int) -> Selecting:
-    """The start of a student that is to select `tokens`, in blocks of `block`.
+def selecting(start: Fresh, tokens: int) -> Selecting:
+    """The start of a student that is to select `tokens`.
 
     `start` is what --student and --start ask for. The indexer has as many heads as the model, and two parts of half the
     rotary pairs.
@@ -94,7 +94,7 @@ def selecting(start: Fresh, tokens: int, block: int) -> Selecting:
         )
     parts, pairs = min(_INDEX_PARTS, start.shape.num_key_value_heads), start.shape.head_dim // 2
     pairs = min(pairs, max(_LEAST_PAIRS, pairs // 2))
-    selection = Selection(tokens, block, start.shape.num_attention_heads, parts, pairs)
+    selection = Selection(tokens, heads=start.shape.num_attention_heads, parts=parts, pairs=pairs)
     try:
         shape = start.shape.with_changes(attention_kind="selected", selection=selection)
     except UsageError as error:

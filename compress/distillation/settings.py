@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject
 from sportsllm.models.config import ModelConfig
 from sportsllm.settings import DISTILLATION, check_value
@@ -80,7 +79,6 @@ class DistillationConfig:
         kl_weight: share of the KL; the rest is cross-entropy with the text.
         hidden_weight: of hidden-state matching, 0 for none; `layer_map` says which states, evenly spread if None.
         signals: directory of the teacher cache to learn from instead of the running teacher; made if missing.
-        signal_tokens: tokens to cache; as many as are trained on if None.
         teacher_precision: see `load_teacher`.
         exact_logits: logits are float32 sums on a CPU too, for a KL near bfloat16's rounding error.
     """
@@ -90,7 +88,6 @@ class DistillationConfig:
     hidden_weight: float = 0.0
     layer_map: LayerMap | None = None
     signals: Path | None = None
-    signal_tokens: int | None = None
     teacher_precision: str = "auto"
     exact_logits: bool = False
 
@@ -98,8 +95,6 @@ class DistillationConfig:
         for name, setting in DISTILLATION.items():
             if (value := getattr(self, name)) is not None:
                 check_value(f"{name}={value}", value, setting)
-        if self.signals is None and self.signal_tokens is not None:
-            raise UsageError("--set signal_tokens belongs to --signals DIR; add it or leave it out")
 
     @property
     def asks_the_teacher(self) -> bool:

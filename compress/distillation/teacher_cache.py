@@ -88,9 +88,8 @@ class CacheInfo:
 
 
 def wanted_info(training: StudentTraining) -> CacheInfo:
-    """What a training's cache records, which has as many tokens as are trained on if `signal_tokens` is not given."""
+    """What a training's cache records, which has as many tokens as are trained on."""
     config, distillation = training.config, training.distillation
-    tokens = distillation.signal_tokens or max(1, config.steps * config.tokens_per_step)
     return CacheInfo(
         tokenizer=file_sha256(training.teacher / "tokenizer.json"),
         teacher=digest(training.teacher),
@@ -102,7 +101,7 @@ def wanted_info(training: StudentTraining) -> CacheInfo:
         temperature=distillation.temperature,
         precision=resolve_teacher_precision(distillation.teacher_precision, training_device()),
         seed=config.seed,
-        rows=-(-tokens // config.sequence),
+        rows=max(1, config.steps * config.batch_size * config.accumulation),
         reading=training.reading.record(),
     )
 

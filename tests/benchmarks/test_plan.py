@@ -188,14 +188,12 @@ def test_memory_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     used = plan(shape="70b", cache_tokens=100_000)["memory_in_use"]
     assert used["cache_bytes"]["fp16"] == 2 * 80 * 64 * 128 * 2 * 100_000 == 262_144_000_000
     assert used["cache_bytes"]["int8"] * 4 == used["cache_bytes"]["fp32"]
-    assert "100,000 tokens x 1, MB 524,288 262,144 131,072" in " ".join(capsys.readouterr().out.split())
-    result = plan(shape="small", cache_tokens=1_000, cache_sequences=3)
+    assert "100,000 tokens, MB 524,288 262,144 131,072" in " ".join(capsys.readouterr().out.split())
+    result = plan(shape="small", cache_tokens=1_000)
     total = result["memory_in_use"]["total_bytes"]["int4"]["int8"]
-    assert total == result["weight_bytes"]["int4"] + 3 * 1_000 * 18_432
+    assert total == result["weight_bytes"]["int4"] + 1_000 * 18_432
     with pytest.raises(UsageError, match="more than the context of 2048"):
         plan(shape="small", cache_tokens=2_049)
-    with pytest.raises(UsageError, match="belongs to cache_tokens"):
-        plan(shape="small", cache_sequences=2)
 
 
 def test_tensors_along_the_way_are_in_the_steps_precision() -> None:

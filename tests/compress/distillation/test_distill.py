@@ -123,7 +123,6 @@ def test_flags_out_of_range(tmp_path: Path) -> None:
         ({"teacher_precision": "int3"}, "teacher_precision=int3"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"hidden_weight": -1.0}, "hidden_weight=-1.0"),
-        ({"signal_tokens": 5}, "--signals"),
     ):
         with pytest.raises(UsageError, match=message):
             distillation_config(Start.RANDOM, Path(), settings)

@@ -31,7 +31,7 @@ from sportsllm.models.selection import Document, selected_attention
 from tests.support import families
 from tests.support.models import tiny_model
 
-SELECTION = Selection(tokens=16, block=4, heads=4, parts=2, pairs=8)
+SELECTION = Selection(tokens=64, heads=4, parts=2, pairs=8)
 
 
 def write_text(file: Path, seed: int, words: int) -> Path:
@@ -63,8 +63,8 @@ def made(full: Path, text: Path, held_out: Path, tmp_path_factory: pytest.TempPa
     """By the command."""
     out = tmp_path_factory.mktemp("made") / "out"
     result = distill(
-        teacher=str(full), select_tokens=16, out=out, corpus=[text], valid=[held_out], steps=2, batch_size=2, threads=1,
-        settings={"select_block": 4, "accumulation": 1},
+        teacher=str(full), select_tokens=64, out=out, corpus=[text], valid=[held_out], steps=2, batch_size=2, threads=1,
+        settings={"accumulation": 1},
     )  # fmt: skip
     assert result.bits_per_byte_before is not None
     assert result.bits_per_byte_before > 0
@@ -75,22 +75,22 @@ def test_the_command_makes_a_checkpoint_that_selects(made: Path, full: Path) -> 
     config = load_config(made)
     assert config == load_config(full).with_changes(attention_kind="selected", selection=SELECTION)
     settings = read_manifest(made).settings
-    assert settings["selection"] == {"tokens": 16, "block": 4, "heads": 4, "parts": 2, "pairs": 8}
-    assert settings["sequence"] == 64, "four times what is selected"
+    assert settings["selection"] == {"tokens": 64, "block": 16, "heads": 4, "parts": 2, "pairs": 8}
+    assert settings["sequence"] == 256, "four times what is selected"
 
 
 def test_usual_sizes_follow_the_model() -> None:
     for size, pairs in ((16, 8), (32, 16), (64, 16), (128, 32)):
         shape = tiny_model(head_dim=size).config
         start = Checkpoint(shape, [Path("teacher")])
-        chosen = selecting(start, 16, 4).shape.chosen_selection
+        chosen = selecting(start, 64).shape.chosen_selection
         assert (chosen.heads, chosen.parts, chosen.pairs) == (4, 2, pairs)
 
 
 def test_it_is_a_teacher_quantized_and_exported(made: Path, text: Path, held_out: Path, tmp_path: Path) -> None:
     quantize_checkpoint(made, tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,)))
     sportsllm.export(tmp_path / "int4", out=tmp_path / "export", threads=1)  # the gate compares
-    rows = [list(range(3, 60))]
+    rows = [list(range(3, 200))]
     torch_scores, onnx_scores = (open_decoder(tmp_path / name, threads=1).score(rows)[0] for name in ("int4", "export"))
     # Products round their inputs to 8 bits, and a choice may turn: the mean is within a tenth of a nat.
     assert abs(torch_scores.mean() - onnx_scores.mean()) < 0.1
@@ -197,27 +197,19 @@ def test_index_scores_of_normalised_heads_are_near() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (
-            {"select_tokens": None, "select_block": 2, "student": "tiny-300k"},
-            "options of --select-tokens: select_block",
-        ),
         ({"select_tokens": None}, "give --student"),
         ({"student": "tiny-300k", "start": "fresh"}, "--select-tokens starts from trained weights"),
         ({"select_tokens": 400}, "--select-tokens is 400, the context 350"),
-        ({"select_tokens": 30}, "config: selection: 30 tokens in blocks of 4"),
-        ({"sequence": 16}, "--select-tokens 16: --sequence is 16, all of which are selected"),
+        ({"select_tokens": 72}, "config: selection: 72 tokens in blocks of 16"),
+        ({"sequence": 64}, "--select-tokens 64: --sequence is 64, all of which are selected"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
     flags: dict[str, Any], said: str, full: Path, text: Path, held_out: Path, tmp_path: Path
 ) -> None:
-    given: dict[str, Any] = {"select_tokens": 16, "select_block": 4, "corpus": [text], "valid": [held_out], "steps": 0}
-    if "select_tokens" in flags and flags["select_tokens"] is None:
-        del given["select_block"]
-    given |= flags
-    rare = {name: given.pop(name) for name in list(given) if name == "select_block"}
+    given: dict[str, Any] = {"select_tokens": 64, "corpus": [text], "valid": [held_out], "steps": 0} | flags
     with pytest.raises(UsageError, match=said) as caught:
-        distill(teacher=str(full), out=tmp_path / "out", threads=1, settings=rare, **given)
+        distill(teacher=str(full), out=tmp_path / "out", threads=1, **given)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
@@ -229,6 +221,6 @@ def test_attention_that_has_no_selection(
     shutil.copy(tokenizer_directory / "tokenizer.json", tmp_path / "other")
     with pytest.raises(UsageError, match=rf"--select-tokens.*{kind}"):
         distill(
-            teacher=str(tmp_path / "other"), select_tokens=16, corpus=[text], valid=[held_out], steps=0,
-            out=tmp_path / "out", settings={"select_block": 4},
+            teacher=str(tmp_path / "other"), select_tokens=64, corpus=[text], valid=[held_out], steps=0,
+            out=tmp_path / "out",
         )  # fmt: skip

@@ -113,14 +113,13 @@ def test_loss_and_gradient_equal_the_naive_ones(kl_weight: float, temperature: f
 
 
 def training_with(checkpoint: Path, corpus: Path, signals: Path, /, **changes: Any) -> StudentTraining:
+    batch_size = changes.pop("batch_size", 5)
     config = TrainConfig(
-        steps=1, accumulation=1, batch_size=changes.pop("batch_size", 4), sequence=changes.pop("sequence", SEQUENCE),
+        steps=10 // batch_size, accumulation=1, batch_size=batch_size, sequence=changes.pop("sequence", SEQUENCE),
         seed=changes.pop("seed", 3), precision="fp32", warmup=0,
     )  # fmt: skip
     taught = {name: changes.pop(name) for name in ("temperature", "teacher_precision") if name in changes}
-    objective = DistillationConfig(
-        signals=signals, signal_tokens=10 * SEQUENCE - 1, **{"teacher_precision": "fp32", **taught}
-    )
+    objective = DistillationConfig(signals=signals, **{"teacher_precision": "fp32", **taught})
     return dataclasses.replace(StudentTraining(checkpoint, config, (corpus,), distillation=objective), **changes)
 
 
