@@ -94,7 +94,6 @@ def prune(
     experts: Annotated[
         int | None, _shape("--experts", min=1, help="Experts of each layer to keep, the strongest.")
     ] = None,
-    experts_per_token: Annotated[int | None, _shape(min=1, help="Experts that a token is sent to.")] = None,
     vocab_size: Annotated[
         int | None,
         _shape(
@@ -126,7 +125,7 @@ def prune(
     sizes = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads}
     sizes |= {"layers": layers, "head_dim": head_dim}
     target = Target(params, size_mb, sizes, search, given.get("finalists", 3))
-    _check_request(checkpoint, None if vocab_size is not None else target, experts, experts_per_token)
+    _check_request(checkpoint, None if vocab_size is not None else target, experts)
     from compress.distillation.starts import plan_training
     from compress.distillation.student import StudentText
     from compress.pruning.cut import PruneConfig
@@ -149,7 +148,7 @@ def prune(
     instead = "--calibration" if recover is None else "--corpus"  # --corpus is one of --recover's options
     text = tuple(calibration or corpus or recorded_text(checkpoint, "corpus", instead))
     if vocab_size is not None:
-        others = (*sizes.values(), params, size_mb, recover, search, experts, experts_per_token, *given.values())
+        others = (*sizes.values(), params, size_mb, recover, search, experts, *given.values())
         alone = all(value is None for value in others)
         return _prune_vocabulary(checkpoint, out, vocab_size, text, valid or [], reading, alone)
     recovery = None
@@ -163,7 +162,7 @@ def prune(
         raise UsageError("--valid scores a recovery or a smaller vocabulary: add --recover or --vocab-size, or omit it")
     config = PruneConfig(given.get("refit", True), given.get("samples"))
     scores = Path(given["scores"]) if "scores" in given else None
-    job = PruneJob(checkpoint, text, config, scores, recovery, experts, experts_per_token, reading)
+    job = PruneJob(checkpoint, text, config, scores, recovery, experts, reading)
     read = None if recovery is None else cache(partial(StudentText.read, recovery, load_config(checkpoint), out))
     work = Calibration(job, out.parent, text=read)
     shape, found = choose_shape(work, target, out, partial(_recovered, work))
@@ -172,13 +171,13 @@ def prune(
     return result
 
 
-def _check_request(checkpoint: Path, target: Target | None, experts: int | None, per_token: int | None) -> None:
+def _check_request(checkpoint: Path, target: Target | None, experts: int | None) -> None:
     """Refuse an impossible request before torch is loaded; `target` is None for a vocabulary."""
-    config, fewer = load_config(checkpoint), experts is not None or per_token is not None
-    if fewer:
-        config = fewer_experts(config, experts, per_token)
+    config = load_config(checkpoint)
+    if experts is not None:
+        config = fewer_experts(config, experts)
     if target is not None:
-        shape, _ = target.shape(config, whole=fewer)
+        shape, _ = target.shape(config, whole=experts is not None)
         shape.applied_to(config)
 
 
@@ -287,7 +286,7 @@ def _cut(
     in_search = job.recovery is not None and not job.recovery.reported
     samples = work.samples[: REFIT_SAMPLES if in_search else None]
     pruned = PrunedModel(work.model, list(range(work.model.config.num_hidden_layers)), [])
-    if not job.cuts_experts or shape != Shape.of(work.model.config):
+    if job.experts is None or shape != Shape.of(work.model.config):
         pruned = work.cut(smaller, samples, job.config.refit)
         if job.scores is None:
             save_scores(directory, work.scores, work.model.config)

@@ -76,10 +76,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_890,
-    "compress": 7_734,
+    "compress": 7_718,
     "export": 6_369,
     "benchmarks": 9_072,
-    "tests": 24_693,
+    "tests": 24_692,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

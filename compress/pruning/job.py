@@ -57,7 +57,7 @@ class PruneJob:
         config: of the calibration and the refit.
         scores: those of an earlier run on the same checkpoint.
         recovery: the training after the cut.
-        experts, experts_per_token: cut first, see `compress.pruning.experts`.
+        experts: to keep, cut first, see `compress.pruning.experts`.
         reading: of all text.
     """
 
@@ -67,13 +67,7 @@ class PruneJob:
     scores: Path | None = None
     recovery: StudentTraining | None = None
     experts: int | None = None
-    experts_per_token: int | None = None
     reading: Reading = USUAL
-
-    @property
-    def cuts_experts(self) -> bool:
-        """Whether there will be fewer experts, or fewer a token."""
-        return self.experts is not None or self.experts_per_token is not None
 
     def model_config(self) -> ModelConfig:
         """The config whose shape is cut: the checkpoint's, with fewer experts if asked for.
@@ -84,9 +78,7 @@ class PruneJob:
         if quantization_config(self.checkpoint) is not None:
             raise ArtifactError(f"{self.checkpoint}: is quantized; prune the unquantized checkpoint")
         config = load_config(self.checkpoint)
-        if self.cuts_experts:
-            config = fewer_experts(config, self.experts, self.experts_per_token)
-        return config
+        return config if self.experts is None else fewer_experts(config, self.experts)
 
     def stage(self, shape: Shape) -> Stage:
         """The run that prunes to a shape."""
@@ -101,7 +93,6 @@ class PruneJob:
         inherited = {"recover": None} | {key: manifest_setting(self.checkpoint, key) for key in ("corpus", "valid")}
         if (held_out := manifest_setting(self.checkpoint, HELD_OUT)) is not None:
             inherited[HELD_OUT] = held_out
-        experts = {"experts": self.experts, "experts_per_token": self.experts_per_token}
         return {
             "checkpoint": self.checkpoint,
             **shape.sizes(),
@@ -109,7 +100,7 @@ class PruneJob:
             "scores": self.scores,
             "calibration": self.calibration,
             **self.reading.record(),
-            **{name: value for name, value in experts.items() if value is not None},
+            **({} if self.experts is None else {"experts": self.experts}),
             **(inherited if self.recovery is None else self.recovery.recovery_settings()),
         }
 
@@ -173,9 +164,8 @@ class Calibration:
         log(f"calibration on {len(samples)} samples of text, {sum(one.numel() for one in samples):,} tokens")
         with torch.no_grad():
             check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))
-        if job.cuts_experts:
-            fewer = fewer_experts(model.config, job.experts, job.experts_per_token)
-            model = reduce_experts(model, fewer, samples, job.config.refit)
+        if job.experts is not None:
+            model = reduce_experts(model, fewer_experts(model.config, job.experts), samples, job.config.refit)
         return model, samples
 
     def _opened(self) -> SportsLLM:

@@ -85,8 +85,8 @@ def choose_shape(
         ConflictError: `out` holds something else.
     """
     job, config = work.job, work.job.model_config()
-    shape, share = target.shape(config, whole=job.cuts_experts)
-    if shape == Shape.of(config) and not job.cuts_experts:
+    shape, share = target.shape(config, whole=job.experts is not None)
+    if shape == Shape.of(config) and job.experts is None:
         shown = ", ".join(f"{name} {size}" for name, size in shape.sizes().items())
         raise UsageError(f"{job.checkpoint}: nothing is cut, the model has that shape ({shown}); ask for less")
     tokens = target.search_tokens

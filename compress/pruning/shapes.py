@@ -102,7 +102,7 @@ class Shape:
                 f"stay, choose {config.dense_layers + 1} to {full.layers}"
             )
         if self.experts not in (0, full.experts):
-            config = fewer_experts(config, self.experts, None)
+            config = fewer_experts(config, self.experts)
         changes = {field: getattr(self, name) for name, field in DIMENSIONS.items()}
         if config.dense_layers:
             changes["dense_intermediate_size"] = dense_width(config, self.intermediate)
@@ -123,25 +123,20 @@ def can_merge_kv_heads(config: ModelConfig) -> bool:
     return config.attention_kind == "grouped_query" and not config.qk_norm
 
 
-def fewer_experts(config: ModelConfig, count: int | None, active: int | None) -> ModelConfig:
-    """The config with `count` experts, `active` of them a token; as many as there are if one is not given.
+def fewer_experts(config: ModelConfig, count: int) -> ModelConfig:
+    """The config with `count` experts.
 
     Raises:
         UsageError: the model has no experts or fewer, or divides them into groups.
     """
-    flag = "--experts" if count is not None else "--experts-per-token"
     experts = config.experts
     if experts is None:
-        raise UsageError(f"{flag}: the model has no experts; leave it out")
-    if count is not None and not 1 <= count <= experts.count:
+        raise UsageError("--experts: the model has no experts; leave it out")
+    if not 1 <= count <= experts.count:
         raise UsageError(f"--experts is {count}; the model has {experts.count}, choose 1 to {experts.count}")
-    kept = count or experts.count
-    if kept != experts.count and experts.groups > 1:
+    if count != experts.count and experts.groups > 1:
         raise UsageError(f"--experts: the router chooses among {experts.groups} groups, which stay whole; leave it out")
-    most = min(experts.active, kept)
-    if active is not None and not 1 <= active <= most:
-        raise UsageError(f"--experts-per-token is {active}; choose 1 to {most}")
-    return config.with_changes(experts=replace(experts, count=kept, active=active or most))
+    return config.with_changes(experts=replace(experts, count=count, active=min(experts.active, count)))
 
 
 def unit_span(matrix: Matrix, unit: Unit, length: int) -> int:
@@ -158,7 +153,7 @@ def block_counter(config: ModelConfig) -> Callable[[Shape], int]:
     def products(head_dim: int, experts: int) -> list[list[tuple[str, str, int]]]:
         of_size = config.with_changes(head_dim=head_dim)
         if config.experts is not None and experts not in (0, config.experts.count):
-            of_size = fewer_experts(of_size, experts, None)
+            of_size = fewer_experts(of_size, experts)
         return [_products(part) for part, _ in of_size.runs()]
 
     def count(shape: Shape) -> int:

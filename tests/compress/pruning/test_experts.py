@@ -47,7 +47,7 @@ def test_an_expert_that_nobody_chose_leaves_no_trace(capsys: pytest.CaptureFixtu
     with torch.no_grad():
         for layer, unused in ((0, 0), (1, 2)):
             model.model.layers[layer].mlp.gate.bias[unused] = -9.0
-    reduced = reduce_experts(model, fewer_experts(model.config, 3, None), SAMPLES)
+    reduced = reduce_experts(model, fewer_experts(model.config, 3), SAMPLES)
     assert "experts that no token was sent to: layer 0: 0; layer 1: 2" in capsys.readouterr().err
     assert reduced.config.chosen_experts.count == 3
     assert reduced.config.parameters < model.config.parameters
@@ -116,18 +116,17 @@ def test_neurons_that_explain_nothing_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("experts", "count", "active", "said"),
+    ("experts", "count", "said"),
     [
-        (None, 2, None, "--experts: the model has no experts"),
-        (Experts(4, 2), 5, None, "--experts is 5; the model has 4, choose 1 to 4"),
-        (Experts(4, 2), 2, 3, "--experts-per-token is 3; choose 1 to 2"),
-        (Experts(4, 2, groups=2, active_groups=1), 2, None, "chooses among 2 groups"),
+        (None, 2, "--experts: the model has no experts"),
+        (Experts(4, 2), 5, "--experts is 5; the model has 4, choose 1 to 4"),
+        (Experts(4, 2, groups=2, active_groups=1), 2, "chooses among 2 groups"),
     ],
 )
-def test_impossible_numbers_are_refused(experts: Experts | None, count: int, active: int | None, said: str) -> None:
+def test_impossible_numbers_are_refused(experts: Experts | None, count: int, said: str) -> None:
     config = tiny_config() if experts is None else tiny_config(mlp_kind="experts", experts=experts)
     with pytest.raises(UsageError, match=said):
-        fewer_experts(config, count, active)
+        fewer_experts(config, count)
 
 
 def test_layers_without_experts_stay(tokenizer_directory: Path, corpus_file: Path, tmp_path: Path) -> None:
