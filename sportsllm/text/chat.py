@@ -158,7 +158,8 @@ class ChatRenderer:
     def ask(self, conversations: Sequence[Messages]) -> list[JsonObject]:
         """What the child process says of each conversation: `text` (and `replies`, given `special`), or a `problem`.
 
-        If the child ends or takes too long, only the first conversations are answered, the very first one at least.
+        Those after a problem are not answered. If the child ends or takes too long, only the first conversations are,
+        the very first one at least.
         """
         child = self._child
         if child is None or child.poll() is not None:
@@ -173,7 +174,10 @@ class ChatRenderer:
         sender.start()
         try:
             assert child.stdout is not None
-            lines.extend(line for line in islice(child.stdout, len(requests)) if line.endswith(b"\n"))
+            for line in islice(child.stdout, len(requests)):
+                lines += [line] if line.endswith(b"\n") else []
+                if line.startswith(b'{"problem"'):
+                    break  # callers end here: the others may take as long, or as much memory
         finally:
             late.cancel()
             if len(lines) < len(requests):  # its pipes close before it is seen to have ended

@@ -129,6 +129,15 @@ def test_long_conversations_are_sent_before_answers_are_read(
     assert len(waits) == 2
 
 
+def test_conversations_after_a_problem_are_not_answered(tokenizer_directory: Path, tmp_path: Path) -> None:
+    template = "{{ raise_exception('no') if messages[0].content == 'long' else messages[0].content }}"
+    renderer = ChatRenderer(with_template(tokenizer_directory, tmp_path / "model", template))
+    first, long, last = ([{"role": "user", "content": text}] for text in ("first", "long", "last"))
+    assert renderer.ask([first, long, last, long]) == [{"text": "first"}, {"problem": "no"}]
+    assert renderer.ask([last]) == [{"text": "last"}]
+    renderer.close()
+
+
 def test_a_child_that_ends_has_answered_the_first_conversations(
     tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
