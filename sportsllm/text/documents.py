@@ -30,13 +30,17 @@ HELD_OUT = "held_out"
 """In a manifest: all held-out text, if that is more than `valid`."""
 
 
+def _field_of(names: Sequence[str], path: Path, field: str) -> str:
+    """The field to read in a record, or a file, with these fields."""
+    if field in names or USUAL.text_field not in names:
+        return field
+    _log_usual(path, field)
+    return USUAL.text_field
+
+
 @functools.cache  # a file is read more than once, its line is logged once
-def _field_of(names: tuple[str, ...], path: Path, field: str) -> str:
-    """The field to read in a file whose records have these fields."""
-    if field not in names and USUAL.text_field in names:
-        log(f"{path}: no field {field!r}; reading {USUAL.text_field!r}")
-        field = USUAL.text_field
-    return field
+def _log_usual(path: Path, field: str) -> None:
+    log(f"{path}: no field {field!r}; reading {USUAL.text_field!r}")
 
 
 @functools.cache
@@ -219,14 +223,13 @@ def place_to_cut(text: str, place: int) -> int:
 
 
 def _jsonl(path: Path, asked: str) -> Iterator[Document]:
-    field = ""
     for number, line in enumerate(_decoded(path), start=1):
         if line.strip():
             record = parse_json(
                 line.removeprefix("\ufeff"), where := f"{path}: line {number}", "fix or delete the line"
             )
             names = list(record) if isinstance(record, dict) else []
-            field = field or _field_of(tuple(names), path, asked)
+            field = _field_of(names, path, asked)
             document = _document(record, field, where, path) if names else None
             if document is None:
                 others = f"; it has {clip(', '.join(names))}, of which --text-field NAME takes one" if names else ""
@@ -242,7 +245,7 @@ def _parquet(path: Path, field: str) -> Iterator[Document]:
 
     try:
         table = pyarrow.parquet.ParquetFile(path, buffer_size=_BLOCK_BYTES)
-        field = _field_of(tuple(names := table.schema_arrow.names), path, field)
+        field = _field_of(names := table.schema_arrow.names, path, field)
         columns = [name for name in dict.fromkeys((field, *FIELDS)) if name in names]
         if not columns:
             raise ArtifactError(f"{path}: no column {field!r}; it has {clip(', '.join(names))}: give --text-field NAME")

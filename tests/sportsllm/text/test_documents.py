@@ -86,6 +86,17 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message:
     assert "\n" not in str(caught.value)
 
 
+def test_every_record_has_the_field_that_was_asked_for_or_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"body": "two"}\n{"text": "three"}\n', encoding="utf-8")
+    assert list(read_documents([path], "body")) == ["one", "two", "three"]
+    assert capsys.readouterr().err == f"{path}: no field 'body'; reading 'text'\n"
+    with pytest.raises(ArtifactError, match="line 2 has no 'text' string; it has body, of which --set text_field=NAME"):
+        list(read_documents([path]))
+
+
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (path := tmp_path / "a.jsonl").write_bytes('\ufeff{"text": "one"}\r\n{"text": "two"}\r\n'.encode())
     assert list(read_documents([path])) == ["one", "two"]
