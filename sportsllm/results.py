@@ -11,7 +11,7 @@ from typing import Any, Self
 _NOT_IN_JSON = ("exit_code", "complaint")
 _WARNINGS = {
     "yes": ": worse than the start",
-    "uncertain": ": worse than the start, but that is uncertain on so little held-out text; give more with --valid",
+    "uncertain": ": worse than the start, but uncertain on so little held-out text; eval --against compares on more",
 }
 
 

@@ -211,7 +211,7 @@ def parse_settings(
         if name not in known:
             owners = [commands for commands, group in GROUPS.values() if name in group]
             advice = did_you_mean(name, known) or (owners and f"it is for {owners[0]}")
-            advice = advice or f"this command has {', '.join(known)}"
+            advice = advice or "docs/reference/settings.md lists what there is"
             raise UsageError(f"{option} {name}={value}: there is no {name!r}; {advice}")
         found[name] = _parse(f"{option} {name}={value}", value, known[name])
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -163,7 +164,8 @@ def _converse(messages: list[Message], answer: Callable[[list[Message]], _Reply]
     """Answer what is typed, with all that was said before, until the input ends; returns the last reply."""
     from sportsllm.console import log, typed_line
 
-    log("type a message; /reset begins anew, Ctrl-C stops a reply, Ctrl-D ends")
+    commands = "/reset begins anew, Ctrl-C stops a reply, Ctrl-D ends"
+    log(f"type a message; {commands}")
     said, last, left = list(messages), _Reply(), False
     while True:
         try:
@@ -180,6 +182,8 @@ def _converse(messages: list[Message], answer: Callable[[list[Message]], _Reply]
         if text == "/reset":
             said = list(messages)
             log("the conversation begins anew")
+        elif re.fullmatch(r"/\w+", text):
+            log(f"{text} is no command; {commands}")
         elif text:
             said.append({"role": "user", "content": text})
             try:

@@ -22,7 +22,7 @@ def test_values_get_their_types_from_texts_and_from_a_mapping() -> None:
     [
         ("warmup", "write name=value"),
         ("warmpu=1", "did you mean warmup?"),
-        ("speed=9", "this command has"),
+        ("speed=9", "docs/reference/settings.md lists"),
         ("warmup=x", "is not a valid int"),
         ("warmup=-1", "must be at least 0"),
         ("min_lr_ratio=2", "must be 0 to 1"),

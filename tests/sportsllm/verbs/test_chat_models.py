@@ -132,11 +132,11 @@ def test_a_conversation_in_the_terminal(
         return "Full-time"
 
     monkeypatch.setattr("sportsllm.text.chat.ChatRenderer.__call__", render)
-    monkeypatch.setattr(sys, "stdin", StringIO("Who?\n\nWhen?\ntoo long\nstopped at once\n/reset\nWhere?\n"))
+    monkeypatch.setattr(sys, "stdin", StringIO("Who?\n\nWhen?\ntoo long\nstopped at once\n/help\n/reset\nWhere?\n"))
     flags = ["--chat", "--system", "Be kind.", "--max-new-tokens", 3, "--temperature", 0, "--threads", 1]
     code, out, err = cli("generate", assistant, *flags)
     assert code == 0 and err.count("tokens/s") == 3 and "type /reset" in err
-    assert "the conversation begins anew" in err
+    assert "the conversation begins anew" in err and "/help is no command; /reset begins anew, Ctrl-C" in err
     assert err.count("the reply was cut off at --max-new-tokens 3") == 3
     first, system = asked[0], ("system", "Be kind.")
     assert first == [system, ("user", "Who?")]
