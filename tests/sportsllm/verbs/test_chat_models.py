@@ -76,25 +76,121 @@ def test_a_base_model_gets_rows_from_the_mean_a_template_and_a_stop_token(
     cli.refuses(3, "has no chat template", "train", checkpoint, "--corpus", chats, *SHORT, "--out", tmp_path / "x")
 
 
-def test_every_verb_keeps_template_and_special_tokens(
+def test_every_verb_keeps_template_and_special_tokens_byte_for_byte(
     cli: CommandLine, assistant: Path, chats: Path, tmp_path: Path
 ) -> None:
+    """With the template in tokenizer_config.json, and in a file of its own as transformers writes it now."""
+    template, settings = find_template(assistant)
+    assert template is not None
+    shutil.copytree(assistant, source := tmp_path / "source")
+    (source / "chat_template.jinja").write_text(template + "\n{# kept #}\r\n", encoding="utf-8", newline="")
+    special = {name: value for name, value in settings.items() if name.endswith("_token")}
+    (source / "special_tokens_map.json").write_text(json.dumps(special, indent=3), encoding="utf-8")
+    assert special["eos_token"] == "<|im_end|>"
     calibration = ["--calibration", chats, "--threads", 1]
+    files = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
     made = {
-        "tuned": ["train", assistant, "--corpus", chats, *SHORT, "--batch-size", 2, "--lora-rank", 2],
-        "student": ["distill", "--teacher", assistant, "--student", assistant, *SHORT, "--batch-size", 2],
-        "pruned": ["prune", assistant, "--params", 0.9, "--recover", 256, *calibration[:2], *SETTINGS],
-        "int4": ["quantize", assistant, "--bits", 4, "--qad", 256, *calibration[:2], *SETTINGS],
-        "onnx": ["export", assistant, "--threads", 1],
+        "tuned": ["train", source, "--corpus", chats, *SHORT, "--batch-size", 2],
+        "adapted": ["train", source, "--corpus", chats, *SHORT, "--batch-size", 2, "--lora-rank", 2],
+        "student": ["distill", "--teacher", source, "--student", source, *SHORT, "--batch-size", 2],
+        "pruned": ["prune", source, "--params", 0.9, "--recover", 256, *calibration[:2], *SETTINGS],
+        "int4": ["quantize", source, "--bits", 4, "--qad", 256, *calibration[:2], *SETTINGS],
+        "onnx": ["export", source, "--threads", 1],
+        "int4-onnx": ["export", tmp_path / "int4", "--threads", 1],
     }
     for name, arguments in made.items():
         cli.result(*arguments, "--out", tmp_path / name)
-        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            assert (tmp_path / name / file).read_bytes() == (assistant / file).read_bytes(), (name, file)
-    cli.result("prune", assistant, "--vocab-size", 352, *calibration, "--out", tmp_path / "fewer")
-    assert find_template(tmp_path / "fewer") == find_template(assistant)
-    fewer, config = load_tokenizer(tmp_path / "fewer"), load_config(tmp_path / "fewer")
-    assert fewer.turn_ends == list(config.stop_token_ids[:1])
+        for file in ("tokenizer.json", "generation_config.json", *files):
+            assert (tmp_path / name / file).read_bytes() == (source / file).read_bytes(), (name, file)
+    cli.result("prune", source, "--vocab-size", 352, *calibration, "--out", out := tmp_path / "fewer")
+    unlike = [file for file in files if (out / file).read_bytes() != (source / file).read_bytes()]
+    assert find_template(out) == find_template(source) and not unlike
+    before, fewer = load_tokenizer(source), load_tokenizer(out)
+    assert fewer.turn_ends == list(load_config(out).stop_token_ids[:1])
+    assert [token for token in before.special_texts if "reserved" not in token] == fewer.special_texts
+
+
+def reading(verb: str, model: Path, text: Path) -> list[object]:
+    """The arguments of a command that reads a text."""
+    few, calibration = [*SHORT, "--batch-size", 1], ["--calibration", text]
+    return {
+        "train": ["train", model, "--corpus", text, *few],
+        "distill": ["distill", "--teacher", model, "--student", model, "--corpus", text, *few],
+        "prune": ["prune", model, "--intermediate", 64, "--recover", 64, "--corpus", text, *calibration, *SETTINGS],
+        "quantize": ["quantize", model, *calibration, "--threads", 1],
+        "eval": ["eval", model, "--text", text, "--threads", 1],
+        "data tokens": ["data", "tokens", model, text],
+    }[verb]
+
+
+READERS = ["train", "distill", "prune", "quantize", "eval", "data tokens"]
+FINE = [{"prompt": f"Who won match {number}?", "completion": "They."} for number in range(9)]
+PICTURE = [{"type": "text", "text": "Who?"}, {"type": "image_url", "image_url": {"url": "x"}}]
+REPLY = {"role": "assistant", "content": "They."}
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "o?"}]}, REPLY]
+
+
+@pytest.mark.parametrize("verb", READERS)
+def test_a_bad_conversation_ends_every_command_in_one_line(
+    verb: str, cli: CommandLine, assistant: Path, tmp_path: Path
+) -> None:
+    path, out = tmp_path / "chats.jsonl", [] if verb in ("eval", "data tokens") else ["--out", tmp_path / "new"]
+    for problem, record in (
+        ("no turn of the assistant", {"messages": [{"role": "user", "content": "Who?"}]}),
+        ("message 2 of 'messages' has the role 'robot'", {"messages": [REPLY, {"role": "robot", "content": "x"}]}),
+        ("message 1 of 'messages' has content of the kind 'image_url'", {"messages": [{**REPLY, "content": PICTURE}]}),
+        ("message 1 of 'messages' has content of the kind None", {"messages": [{**REPLY, "content": None}]}),
+        ("'messages' holds no list of messages", {"messages": []}),
+        ("has no 'text' string", {"messages": None}),
+        ("has no 'text' string", {"prompt": "Who?"}),
+    ):
+        path.write_text("".join(json.dumps(each) + "\n" for each in (FINE[0], record, *FINE[1:])), encoding="utf-8")
+        before = path.read_bytes()
+        said = "" if problem.startswith("has") else ":"
+        cli.refuses(3, f"{path}: line 2{said} {problem}", *reading(verb, assistant, path), *out)
+        assert path.read_bytes() == before and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("verb", READERS)
+def test_a_bad_template_ends_every_command_in_one_line(
+    verb: str, cli: CommandLine, assistant: Path, chats: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(assistant, model := tmp_path / "model", ignore=shutil.ignore_patterns("manifest.json"))
+    out = [] if verb in ("eval", "data tokens") else ["--out", tmp_path / "new"]
+    for problem, template in (
+        ("fails (no chats today)", "{{ raise_exception('no chats today') }}"),
+        ("fails (it takes more than 300,000 steps)", "{% for a in range(99999) %}" * 2 + "{% endfor %}" * 2),
+        (
+            "fails (it writes more than 1,000,000 characters)",
+            "{% for a in range(99999) %}" + "x" * 9999 + "{% endfor %}",
+        ),
+        ("fails (it needs too much memory)", "{{ 'x' * 10 ** 9 }}"),
+    ):
+        (model / "chat_template.jinja").write_text(template, encoding="utf-8")
+        code, _, err = cli(*reading(verb, model, chats), *out)
+        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert code == 3 and f"{chats}: line " in line and f"the chat template of {model} {problem}" in line, err
+        assert not (tmp_path / "new").exists()
+    (model / "chat_template.jinja").unlink()
+    data = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+    data["added_tokens"].append({**data["added_tokens"][0], "id": data["added_tokens"][-1]["id"] + 1})
+    (model / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    cli.refuses(3, f"{model / 'tokenizer.json'}: 2 added tokens are spelled", *reading(verb, model, chats), *out)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("verb", READERS)
+def test_every_command_reads_every_form_and_turns_of_a_million_characters(
+    verb: str, cli: CommandLine, assistant: Path, tmp_path: Path
+) -> None:
+    share = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "They."}]
+    long = {"prompt": "goal " * 200_000, "completion": "goal " * 200_000}
+    records = [*FINE, {"conversations": share}, {"messages": PARTS}, {"text": "A late goal."}]
+    records += [long] if verb == "data tokens" else []  # the others take long for so many tokens
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
+    out = [] if verb in ("eval", "data tokens") else ["--out", tmp_path / "new"]
+    cli.result(*reading(verb, assistant, path), *out)
 
 
 def test_eval_scores_the_assistants_tokens(cli: CommandLine, assistant: Path, chats: Path) -> None:
