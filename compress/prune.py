@@ -19,7 +19,7 @@ import typer
 
 from compress.pruning.shapes import Shape, Target, fewer_experts
 from sportsllm import options
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
 from sportsllm.results import TrainingResult
@@ -110,9 +110,6 @@ def prune(
             show_default="5% of --recover",
         ),
     ] = None,
-    teacher: Annotated[
-        Path | None, _recovery(help="Teacher of --recover.", show_default="the checkpoint itself"), options.BY_NAME
-    ] = None,
     valid: options.Valid = None,
     settings: options.Settings = None,
     resume: options.Resume = False,
@@ -134,14 +131,12 @@ def prune(
     from sportsllm.processors import use_processor
     from sportsllm.text.documents import recorded_text
     from sportsllm.text.reading import take_reading
-    from sportsllm.text.tokenizer import same_tokenizer
     from sportsllm.training.settings import Run, Start
 
     use_processor(threads, device)
-    reading = take_reading(given, checkpoint, teacher)
+    reading = take_reading(given, checkpoint)
     if recover is None:
-        taught = {"corpus": corpus, "teacher": teacher}
-        names = [f"--{name.replace('_', '-')}" for name, value in taught.items() if value is not None]
+        names = [] if corpus is None else ["--corpus"]
         names += [f"--set {name}" for name in given if name not in PRUNING]
         if names:
             raise UsageError(f"options of --recover: {', '.join(names)}; add --recover TOKENS or leave them out")
@@ -153,11 +148,8 @@ def prune(
         return _prune_vocabulary(checkpoint, out, vocab_size, text, valid or [], reading, alone)
     recovery = None
     if recover is not None:
-        source, holdouts = (checkpoint, ()) if teacher is None else (teacher, (checkpoint,))
-        if not same_tokenizer(source, checkpoint):
-            raise ArtifactError(f"{source}: its tokenizer differs from {checkpoint}'s; recovery needs the same one")
         run = Run(Start.PRUNED, load_config(checkpoint))
-        recovery = plan_training(run, source, recover, given, corpus, valid, seed, reading, holdouts)
+        recovery = plan_training(run, checkpoint, recover, given, corpus, valid, seed, reading)
     elif valid is not None:
         raise UsageError("--valid scores a recovery or a smaller vocabulary: add --recover or --vocab-size, or omit it")
     config = PruneConfig(given.get("refit", True), given.get("samples"))
@@ -230,8 +222,7 @@ def prune_checkpoint(
             text = (work.text or partial(StudentText.read, recovery, smaller, out))()
             known = {} if begun is None else manifest_of(begun).results
             mapped = recovery if begun is None else after_search(recovery, known["tokens"], search[0].nats_before)
-            if recovery.teacher == job.checkpoint:  # another one has layers of its own
-                mapped = mapped.matching_kept(cut["kept_layers"])
+            mapped = mapped.matching_kept(cut["kept_layers"])
             run = RunDirectory(directory, stage.fingerprint(), resume)
             training = recover(network, mapped, signals, run, text)
             if known:
