@@ -39,8 +39,8 @@ def read_json(path: Path) -> JsonObject:
         ArtifactError: missing, damaged, beyond the bounds, or not an object.
     """
     if not path.is_file():
-        hint = adapter_hint(path.parent) or gguf_hint(path.parent) or f"is {path.parent} a checkpoint or an export?"
-        raise ArtifactError(f"{path}: not found; {hint}")
+        hint = adapter_hint(path.parent) or gguf_hint(path.parent)
+        raise ArtifactError(f"{path}: not found; {hint or 'give the directory of a checkpoint or an export'}")
     return as_object(parse_json(_read(path), path, "write the directory again"), path)
 
 

@@ -4,3 +4,7 @@ for (const menu of document.querySelectorAll('.md-header__button[for="__drawer"]
   menu.setAttribute("role", "button");
   menu.setAttribute("aria-label", "Menu");
 }
+// The search takes a dash before a word for "without it", so that no option would be found by its name.
+document.addEventListener("input", ({ target }) => {
+  if (target.matches('[data-md-component="search-query"]')) target.value = target.value.replace(/(^|\s)-+(?=\w)/g, "$1");
+}, true);
