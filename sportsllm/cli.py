@@ -19,6 +19,7 @@ import re
 import signal
 import sys
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -47,6 +48,7 @@ _TEXT_FIELD = (
     "Field of .jsonl records, and column of .parquet files, that holds the text. Like --quiet and --verbose, before or "
     "after the command."
 )
+_NPROC = "Train in this many processes on this machine."
 _EXTRA_OF = {
     "gguf": "gguf",
     "lm_eval": "tasks",
@@ -60,11 +62,21 @@ _EXTRA_OF = {
 _COMPRESS = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "plotly", "jinja2", "huggingface_hub"}
 
 
+@dataclass
+class _Asked:
+    """Options of the program that are for some commands only, and the words of the command line without `nproc`."""
+
+    words: list[str]
+    text_field: str | None = None
+    nproc: int = 1
+
+
 class _Program(TyperGroup):
     """The root of the commands. Its options may stand before or after a command's name, up to `--`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own, others = _split(args)
+        ctx.obj = _Asked([*(word for word in own if not word.startswith("--nproc=")), *others])
         return super().parse_args(ctx, [*own, *others])
 
 
@@ -73,9 +85,9 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     own, others, words = list[str](), list[str](), iter(arguments[:end])
     for word in words:
-        if word == "--text-field":
+        if word in ("--text-field", "--nproc"):
             word += f"={next(words, '')}"
-        (own if re.fullmatch("--(quiet|verbose|text-field=.*)", word) else others).append(word)
+        (own if re.fullmatch("--(quiet|verbose|(text-field|nproc)=.*)", word) else others).append(word)
     return own, [*others, *arguments[end:]]
 
 
@@ -96,6 +108,7 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
         quiet: Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")] = False,
         verbose: Annotated[bool, typer.Option("--verbose", help=_VERBOSE)] = False,
         text_field: Annotated[str | None, typer.Option("--text-field", metavar="NAME", help=_TEXT_FIELD)] = None,
+        nproc: Annotated[int, typer.Option("--nproc", metavar="N", min=1, help=_NPROC)] = 1,
     ) -> None:
         if version:
             sys.stdout.write(f"{__version__}\n")
@@ -110,7 +123,7 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
         set_verbosity(quiet or processes.rank() > 0, verbose)
         if text_field == "":
             raise UsageError("--text-field needs the name of a field")
-        context.obj = text_field
+        context.obj.text_field, context.obj.nproc = text_field, nproc
 
     groups = {
         name: typer.Typer(help=text, rich_markup_mode=None, no_args_is_help=True) for name, text in GROUPS.items()
@@ -134,12 +147,15 @@ def _with_json(function: Command) -> Command:
         from sportsllm.console import silenced, use_stderr
 
         use_stderr(json_output)
-        if invocation.obj is not None:
+        asked: _Asked = invocation.obj
+        if asked.text_field is not None:
             if "settings" not in kwargs:
                 raise UsageError(f"--text-field is for {settings.GROUPS['Text'][0]}")
-            kwargs["settings"] = [*(kwargs["settings"] or ()), f"text_field={invocation.obj}"]
-        if processes.count() > 1 and function.__name__ not in _TOGETHER:
-            raise UsageError(f"runs in one process, not under torchrun; {' and '.join(_TOGETHER)} take several")
+            kwargs["settings"] = [*(kwargs["settings"] or ()), f"text_field={asked.text_field}"]
+        if max(processes.count(), asked.nproc) > 1 and function.__name__ not in _TOGETHER:
+            raise UsageError(f"runs in one process; {' and '.join(_TOGETHER)} take several")
+        if asked.nproc > 1:
+            raise typer.Exit(processes.start(asked.nproc, asked.words))
         # Inside, since typer would end both on its own: Ctrl-C without a word, a closed pipe as a bug.
         try:
             with silenced(processes.rank() > 0):
@@ -226,8 +242,7 @@ def _run(arguments: list[str]) -> int:
             _complain("out of memory; use a smaller batch, sequence or model")
             return ResourceError.exit_code
         if processes.count() > 1 and "peer" in str(error):
-            _complain("another process has ended; its own line says why")
-            return ResourceError.exit_code
+            return ResourceError.exit_code  # another process has ended; it has said why
         raise
 
 
@@ -321,4 +336,11 @@ def _complain(message: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as stop:
+        if processes.count() > 1:  # threads of torch.distributed may abort Python's own end, which hides the code
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(stop.code or 0))
+        raise

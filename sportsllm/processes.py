@@ -7,10 +7,11 @@ are added up, so all take the same step. The first process alone writes. torch i
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
-from sportsllm.errors import UsageError
+from sportsllm.errors import InterruptedRun, ResourceError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,46 @@ _stages = 1  # processes that compute the same sequences, each with its layers
 def count() -> int:
     """How many processes `torchrun` has started."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+
+def start(number: int, words: Sequence[str]) -> int:
+    """Run a command line in several processes on this machine, as `torchrun` does, and return its exit code.
+
+    They share the cores. If one of them fails, the others are ended.
+
+    Raises:
+        UsageError: this is one of several processes.
+        InterruptedRun: Ctrl-C or SIGTERM, which each process has answered.
+        ResourceError: a process was killed.
+    """
+    import logging
+    import uuid
+
+    import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if count() > 1:
+        raise UsageError("--nproc: torchrun has started the processes; leave it out")
+    logging.disable()  # the processes say themselves what went wrong
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // number)))
+    config = LaunchConfig(
+        1, 1, number, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "sportsllm.cli", *words)
+    except ChildFailedError as error:
+        failed = error.get_first_failure()[1]
+        if failed.exitcode < 0:
+            raise ResourceError(
+                f"process {failed.local_rank} was ended by signal {-failed.exitcode}; --resume continues from a state "
+                "that was saved"
+            ) from None
+        return failed.exitcode
+    except SignalException:
+        raise InterruptedRun("interrupted") from None
+    return 0
 
 
 def restarted() -> bool:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sportsllm import processes
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import ArtifactError, ConflictError, UsageError
 from sportsllm.formats.artifact import partial_directory
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models.description import block_matrices
@@ -184,9 +184,13 @@ def test_two_processes_take_the_steps_of_one_and_one_finishes_what_two_began(
     one, two = tmp_path / "one", tmp_path / "two"
     assert cli(*arguments(corpus_file, one))[0] == 0
     words = [*arguments(corpus_file, two), "--set", f"shard={sharded}"]
-    with process_group(*torchrun(2, "--standalone", "-m", "sportsllm.cli", *words)) as run:
+    start = ["-m", "sportsllm.cli", *words, "--nproc", "2"]
+    with process_group(*start) as run:
         wait_for(run, partial_directory(two) / "metrics.jsonl", 400)
         interrupt(run)
+    with process_group(*start) as run:
+        said = run.communicate(timeout=600)[1]
+    assert run.returncode == ConflictError.exit_code and said.count("error:") == 1 and "Traceback" not in said, said
     assert (partial_directory(two) / "state" / "model").is_dir() == (sharded == "true")  # a file for each process
     assert cli(*words, "--resume")[0] == 0
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
@@ -214,13 +218,17 @@ def test_what_several_processes_cannot_do_is_refused(cli: CommandLine, monkeypat
     add_adapters(adapted := tiny_model(), rank=2, targets=["down_proj"])
     with pytest.raises(UsageError, match="tensor_parallel: is for models of LLaMA's family, without adapters"):
         sharding._share_matrices(adapted, SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="--nproc: torchrun has started the processes"):
+        processes.start(2, [])
     with pytest.raises(UsageError, match="3 processes cannot share the 4 sequences"):
         processes.own_share(range(4))
     assert cli("verify", "nowhere")[0] == UsageError.exit_code
     code, _, said = cli("train", "nowhere")
     assert code == ArtifactError.exit_code and said.startswith("error: process 1: nowhere")
     monkeypatch.setenv("RANK", "0")
-    cli.refuses(2, "not under torchrun; train and distill take several", "verify", "nowhere")
+    cli.refuses(2, "runs in one process; train and distill take several", "verify", "nowhere")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    cli.refuses(2, "runs in one process; train and distill take several", "verify", "nowhere", "--nproc", 2)
 
 
 @pytest.mark.parametrize(
