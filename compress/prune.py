@@ -196,7 +196,8 @@ def prune_checkpoint(
         search: the finalists of the search that found the shape; the recovery goes on from the first one's.
     """
     from compress.pruning.job import Calibration
-    from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory, run_stage
+    from sportsllm.files import STATE_DIRECTORY
+    from sportsllm.formats.artifact import partial_directory, run_stage
     from sportsllm.formats.checkpoint import save_checkpoint
     from sportsllm.formats.manifest import manifest_of
     from sportsllm.models.memory import kv_cache_bytes_per_token

@@ -25,6 +25,8 @@ JsonObject = dict[str, Any]
 
 ADAPTER = "adapter_config.json"
 """The file of a LoRA adapter as the library PEFT writes it."""
+STATE_DIRECTORY = "state"
+"""In the directory of a run that is not finished: what --resume continues from."""
 MAX_BYTES = 512_000_000
 MAX_NESTING = 100
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -39,6 +41,8 @@ def read_json(path: Path) -> JsonObject:
         ArtifactError: missing, damaged, beyond the bounds, or not an object.
     """
     if not path.is_file():
+        if path.parent.suffix == ".partial":
+            raise unfinished(path.parent)
         hint = adapter_hint(path.parent) or gguf_hint(path.parent)
         raise ArtifactError(f"{path}: not found; {hint or 'give the directory of a checkpoint or an export'}")
     return as_object(parse_json(_read(path), path, "write the directory again"), path)
@@ -125,10 +129,16 @@ def require_directory(directory: Path, wanted: str) -> None:
     """
     if not directory.is_dir():
         if Path(f"{directory}.partial").is_dir():
-            raise ArtifactError(f"{directory}: not finished yet; repeat the command that makes it with --resume")
+            raise unfinished(Path(f"{directory}.partial"))
         advice = gguf_hint(directory) or f"give {wanted}, or make it first"
         problem = "is a file, not a directory" if directory.is_file() else "no such directory"
         raise ArtifactError(f"{directory}: {problem}; {advice}")
+
+
+def unfinished(partial: Path) -> ArtifactError:
+    """The error of a directory that an interrupted command left, or that one is writing."""
+    again = " with --resume" if (partial / STATE_DIRECTORY).is_dir() else ""
+    return ArtifactError(f"{partial.with_suffix('')}: not finished yet; repeat the command that makes it{again}")
 
 
 def adapter_hint(directory: Path) -> str | None:

@@ -19,8 +19,8 @@ from compress.distillation.teacher import running_teacher
 from compress.distillation.teacher_cache import FORMAT, SIGNALS, CachedBatches, CacheInfo, sample_sparse, shard_name
 from sportsllm.console import ProgressBar, log, progress_bar
 from sportsllm.errors import InterruptedRun, UsageError
-from sportsllm.files import JsonObject, read_json, write_json
-from sportsllm.formats.artifact import STATE_DIRECTORY, Stage, partial_directory, replace_state, run_stage
+from sportsllm.files import STATE_DIRECTORY, JsonObject, read_json, write_json
+from sportsllm.formats.artifact import Stage, partial_directory, replace_state, run_stage
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import directory_bytes

@@ -14,8 +14,7 @@ from compress.distillation.teacher import load_teacher
 from compress.distillation.teacher_cache import SIGNALS, TeacherCache, open_teacher_cache, wanted_info
 from sportsllm import processes
 from sportsllm.errors import UsageError
-from sportsllm.files import JsonObject
-from sportsllm.formats.artifact import STATE_DIRECTORY
+from sportsllm.files import STATE_DIRECTORY, JsonObject
 from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM

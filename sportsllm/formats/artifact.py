@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from sportsllm import __version__, processes
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
-from sportsllm.files import JsonObject, clip, read_json
+from sportsllm.files import STATE_DIRECTORY, JsonObject, clip, read_json
 from sportsllm.formats.manifest import (
     MANIFEST,
     FileEntry,
@@ -37,7 +37,6 @@ from sportsllm.formats.manifest import (
 )
 from sportsllm.formats.model_card import CARD, render_card
 
-STATE_DIRECTORY = "state"  # resumable state inside a `.partial`; removed before the rename
 STATE_FILE, LAUNCHES = "state.json", "launches"  # a file of the state, and its key for `processes.launches`
 AGAIN = "choose another --out or remove it"
 _SHOWN_DIFFERENCES = 3

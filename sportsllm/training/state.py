@@ -19,8 +19,8 @@ from torch import Tensor
 from sportsllm import processes
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
-from sportsllm.files import JsonObject, read_json
-from sportsllm.formats.artifact import LAUNCHES, STATE_DIRECTORY, STATE_FILE, replace_state
+from sportsllm.files import STATE_DIRECTORY, JsonObject, read_json
+from sportsllm.formats.artifact import LAUNCHES, STATE_FILE, replace_state
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.inference.scoring import TextScore, ratio_interval, score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder

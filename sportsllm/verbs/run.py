@@ -279,7 +279,8 @@ def _settings(
 def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> JsonObject:
     """Run a stage, or take its kept result: its JSON form with `exit_code` and `complaint`."""
     from sportsllm.console import log
-    from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory
+    from sportsllm.files import STATE_DIRECTORY
+    from sportsllm.formats.artifact import partial_directory
 
     function, settings = load_command(stage.command), dict(stage.settings)
     parameters = _parameters(function)

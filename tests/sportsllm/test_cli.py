@@ -144,6 +144,11 @@ def test_interrupt_saves_and_resume_finishes(matches: Path, tmp_path: Path, cli:
     assert process.returncode == 130, err
     assert "--resume" in err and not (tmp_path / "out").exists()
     cli.refuses(6, "add --resume", *arguments)
+    (tmp_path / "other.partial").mkdir()
+    for given, again in (("out", " with --resume"), ("out.partial", " with --resume"), ("other", "")):
+        code, _, err = cli("quantize", tmp_path / given, "--out", tmp_path / "int4")
+        name = tmp_path / given.removesuffix(".partial")
+        assert (code, err) == (3, f"error: {name}: not finished yet; repeat the command that makes it{again}\n")
     cli.result(*arguments, "--resume")
     steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps) and steps[-1] == 40
