@@ -368,6 +368,10 @@ static void product_lanes(const Matrix& w, int64_t first, int64_t last, const Ro
     return tiles(w, first, last, x, m0, m1, out, stride);
   }
   int64_t m = m0;
+  if constexpr (kRowTokens == 4) {
+    if (m + 4 <= m1) product_rows<BITS, LANES, 4>(w, first, last, x, m, out, stride), m += 4;
+    if (m + 3 <= m1) product_rows<BITS, LANES, 3>(w, first, last, x, m, out, stride), m += 3;
+  }
   for (; m + 2 <= m1; m += 2) product_rows<BITS, LANES, 2>(w, first, last, x, m, out, stride);
   if (m < m1) product_rows<BITS, LANES, 1>(w, first, last, x, m, out, stride);
 }

@@ -20,6 +20,7 @@ using U = I;
 
 constexpr int kTileHalves = 1;
 constexpr int64_t kFewestOfTile = 5;
+constexpr int kRowTokens = 2;
 
 static inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 static inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }

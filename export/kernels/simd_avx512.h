@@ -14,7 +14,8 @@ using I = __m512i;
 using U = __m512i;
 
 constexpr int kTileHalves = 2;
-constexpr int64_t kFewestOfTile = 3;
+constexpr int64_t kFewestOfTile = 5;
+constexpr int kRowTokens = 4;
 
 static inline F zero() { return _mm512_setzero_ps(); }
 static inline F set1(float x) { return _mm512_set1_ps(x); }

@@ -20,6 +20,7 @@ struct U {
 
 constexpr int kTileHalves = 1;
 constexpr int64_t kFewestOfTile = 8;
+constexpr int kRowTokens = 2;
 
 template <typename Function>
 static inline F each(Function function) {

@@ -20,6 +20,7 @@ struct U {  // sixty-four bytes; four belong to each lane
 
 constexpr int kTileHalves = 1;        // of a tile's rows, served by a load of a token
 constexpr int64_t kFewestOfTile = 8;  // tokens, from which on unpacking a matrix for all of them is faster
+constexpr int kRowTokens = 2;          // tokens that a packed row is multiplied with at once: as many sums as registers hold
 
 template <typename Function>
 static inline F each(Function function) {

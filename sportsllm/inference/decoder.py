@@ -241,11 +241,11 @@ def _largest(weights_V: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.i
 
 
 def _bound(values_V: npt.NDArray[Any], count: int) -> float:
-    """A value that at least `count` reach: as many blocks have one."""
-    block = len(values_V) // (4 * count)
-    if block <= 1:
+    """A value that at least `count` reach: as many columns of a table of them have one."""
+    height = len(values_V) // (4 * count)
+    if height <= 1:
         return -math.inf
-    maxima = values_V[: len(values_V) // block * block].reshape(-1, block).max(axis=1)
+    maxima = values_V[: len(values_V) // height * height].reshape(height, -1).max(axis=0)
     return float(np.partition(maxima, -count)[-count])
 
 
