@@ -6,12 +6,30 @@ env.allowRemoteModels = false;
 env.allowLocalModels = true;
 env.localModelPath = "./";
 env.backends.onnx.wasm.wasmPaths = new URL("./lib/", location.href).href;
-env.backends.onnx.wasm.proxy = true;  // a thread of its own: the page stays awake
 
 const SUPPORTED = ["temperature", "top_k", "top_p", "repetition_penalty", "max_tokens", "system"];
 const DEFAULTS = { temperature: 0.7, top_k: 50, top_p: 0.9, repetition_penalty: 1 };
 const name = decodeURIComponent(location.pathname.split("/").at(-2)) || "model";
-const loaded = pipeline("text-generation", ".", { device: "wasm" });
+let device = "WebAssembly";
+const loaded = load();
+
+async function load() {
+  const wanted = new URLSearchParams(location.search).get("device");
+  const adapter = wanted === "wasm" ? null : await navigator.gpu?.requestAdapter().catch(() => null);
+  if (adapter && (wanted === "webgpu" || !adapter.info.isFallbackAdapter)) {  // software is slower than WebAssembly
+    try {
+      (await adapter.requestDevice()).destroy();  // ONNX Runtime would wait for ever if there were none
+      const model = await pipeline("text-generation", ".", { device: "webgpu" });
+      device = "WebGPU";
+      return model;
+    } catch (error) {
+      device = `WebAssembly, as WebGPU fails: ${error.message}`;
+    }
+  } else {
+    env.backends.onnx.wasm.proxy = true;  // a thread of its own: the page stays awake
+  }
+  return pipeline("text-generation", ".", { device: "wasm" });
+}
 
 function generate(model, chat, { messages, prompt, max_tokens = 256, temperature = DEFAULTS.temperature, ...more }, signal) {
   const stopper = new InterruptableStoppingCriteria(), encoder = new TextEncoder();
@@ -48,7 +66,7 @@ function generate(model, chat, { messages, prompt, max_tokens = 256, temperature
 window.local = async (path, { body, signal }) => {
   const model = await loaded;
   if (path === "v1/models") return Response.json({ data: [{ id: name }] });
-  if (path.startsWith("props")) return Response.json({ default_generation_settings: { params: DEFAULTS } });
+  if (path.startsWith("props")) return Response.json({ device, default_generation_settings: { params: DEFAULTS } });
   return new Response(generate(model, path.includes("chat"), JSON.parse(body), signal));
 };
 

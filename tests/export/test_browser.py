@@ -25,6 +25,7 @@ from tests.support.browser import CHROMIUM, browser
 MODULES = Path(os.environ.get("SPORTSLLM_NODE_MODULES", "missing"))
 TUTORIAL = Path(__file__).resolve().parents[2] / "docs" / "tutorials" / "web-page.md"
 PROMPT, TOKENS = "Once upon a time", 20
+FIGURES = "document.querySelector('.figures').textContent"
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None or not (MODULES / "@huggingface" / "transformers").is_dir(),
@@ -110,7 +111,8 @@ def test_the_page_beside_the_export(site: tuple[Path, str], tmp_path: Path) -> N
         write(TOKENS)
         page.wait(idle, 60)
         assert page.run(log) == text
-        assert f"{TOKENS} tokens" in page.run("document.querySelector('.figures').textContent")
+        figures = page.wait(f"{FIGURES}.includes('Web') && {FIGURES}")
+        assert f"{TOKENS} tokens" in figures and figures.endswith("WebAssembly")
         write(4000)
         page.wait(f"{log}.length > {len(PROMPT) + 5}")
         page.press("Escape")
@@ -121,6 +123,24 @@ def test_the_page_beside_the_export(site: tuple[Path, str], tmp_path: Path) -> N
         page.open(f"{address}/gone/")
         page.wait("document.querySelector('[role=alert]')?.textContent.includes('The model cannot be loaded')", 60)
         assert all(url.startswith((address, "data:", "blob:")) for url in page.requested)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_page_with_webgpu(site: tuple[Path, str], tmp_path: Path, broken: bool) -> None:
+    """The same text, by WebAssembly if WebGPU fails."""
+    folder, text = site
+    with served(folder) as (address, _), browser(tmp_path / "profile", webgpu=True) as page:
+        script = "GPUAdapter.prototype.requestDevice = async () => { throw new Error('no device'); }" if broken else ""
+        page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+        page.open(f"{address}/models/student/?device=webgpu")
+        page.wait("document.querySelector('h2')?.textContent === 'student'", 120)
+        page.run("document.querySelector('[value=text]').click(); document.getElementById('temperature').value = 0")
+        page.run(f"document.getElementById('max_tokens').value = {TOKENS}; document.getElementById('input').focus()")
+        page.type(PROMPT)
+        page.press("Enter", "\r")
+        figures = page.wait(f"{FIGURES}.includes('Web') && {FIGURES}", 120)
+        assert page.run("document.querySelector('.log').textContent") == text
+        assert ("WebAssembly, as WebGPU fails" in figures) if broken else figures.endswith("WebGPU"), figures
 
 
 def test_the_snippet_of_the_card(site: tuple[Path, str]) -> None:

@@ -95,10 +95,12 @@ class Browser:
 
 
 @contextmanager
-def browser(profile: Path) -> Iterator[Browser]:
-    """A browser with a fresh profile."""
+def browser(profile: Path, webgpu: bool = False) -> Iterator[Browser]:
+    """A browser with a fresh profile, on request with WebGPU computed in software."""
     (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}"]
+    flags = ["--headless=new", "--no-sandbox", "--no-first-run", f"--user-data-dir={profile}"]
+    software = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan"]
+    flags += software if webgpu else ["--disable-gpu"]
     flags += ["--remote-debugging-pipe", "--disable-background-networking", "--disable-component-update"]
 
     def connect() -> None:
