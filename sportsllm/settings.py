@@ -61,10 +61,6 @@ TRAINING: Group = {
         bool, "Fixed defaults instead of rules: 5,000 steps of 4 x 4 x 512 tokens, AdamW 3e-4", "false"
     ),
 }
-LORA: Group = {
-    "lora_targets": Setting(str, "Matrices with adapters in each layer, for example q_proj,v_proj", "all of a layer"),
-    "lora_alpha": Setting(float, "Adapters are scaled by alpha / rank", "32", 0),
-}
 STEPS: Group = {
     "learning_rate": Setting(float, "Peak learning rate of AdamW", "from start and model size, or from trials", 0),
     "batch_size": Setting(int, "Sequences in memory at once", "up to 4", 1),
@@ -277,7 +273,6 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Limits of a target": ("bench, fit, plan --limit", LIMITS),
     "Plan": ("plan", TRAINING_STEP),
     "Teacher signals": ("prune --recover, quantize --qad", SIGNALS),
-    "LoRA": ("train --lora-rank", LORA),
     "Export": ("export", EXPORT),
     "Search": ("fit", FIT),
 }

@@ -22,7 +22,7 @@ from sportsllm.text.tokens import token_cache, tokenize
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.lora import add_adapters, merge_adapters
 from sportsllm.training.rate_trial import choose_rates
-from sportsllm.training.settings import Adapters, TrainConfig, check_sequence, fit_vocabulary
+from sportsllm.training.settings import TrainConfig, check_sequence, fit_vocabulary
 from sportsllm.training.sharding import place
 from sportsllm.training.state import validation
 
@@ -57,12 +57,12 @@ def new_model(
     return made
 
 
-def load_start(checkpoint: Path, shape: ModelConfig, adapters: Adapters | None, seed: int) -> SportsLLM:
+def load_start(checkpoint: Path, shape: ModelConfig, lora_rank: int | None, seed: int) -> SportsLLM:
     """The model of the checkpoint, with adapters if asked for."""
     with checkpoint_with(checkpoint, shape) as source:
         model = load_checkpoint(source)
-    if adapters is not None:
-        add_adapters(model, adapters.rank, adapters.targets, adapters.alpha, seed)
+    if lora_rank is not None:
+        add_adapters(model, lora_rank, seed)
     return model
 
 
@@ -96,7 +96,7 @@ def train_base_model(
         resume=resume,
         description=str(stage.settings.get("init") or stage.settings["model"]),
     )
-    if stage.settings.get("lora"):
+    if stage.settings.get("lora_rank"):
         merge_adapters(model)
     save_checkpoint(directory, model, None if source == directory else source)
     return {**result.record(model, batches), "trained_parameters": trained, "sides": texts.sides}

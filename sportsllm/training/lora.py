@@ -3,16 +3,15 @@
     y = x W^T + b                              # frozen
     y = x (W + alpha / rank * B A)^T + b       # adapted; only A and B train
 
-LoRA is https://arxiv.org/abs/2106.09685. By default all matrices of a block have adapters: adapters on every linear
-layer reach full fine-tuning, on attention alone they do not (QLoRA, https://arxiv.org/abs/2305.14314, section 4). Alpha
+LoRA is https://arxiv.org/abs/2106.09685. All matrices of a block have adapters: adapters on every linear layer
+reach full fine-tuning, on attention alone they do not (QLoRA, https://arxiv.org/abs/2305.14314, section 4). Alpha
 is 32 for every rank, so that the best learning rate hardly depends on the rank; it is ten times that of full
 fine-tuning ("LoRA Without Regret", https://thinkingmachines.ai/blog/lora/).
 
 Shape suffixes: D inputs of a matrix, O its outputs, R rank.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,8 @@ from sportsllm.errors import UsageError
 from sportsllm.models.description import block_matrices
 from sportsllm.models.kinds import ROUTER
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.training.settings import ALPHA
+
+ALPHA = 32.0
 
 
 class LoRALinear(nn.Module):
@@ -33,14 +33,19 @@ class LoRALinear(nn.Module):
     (`torch.nn.utils.parametrize`) they take 1.18 s and 28 MB more a block, and training W takes 1.14 s.
     """
 
-    def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
+    def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.base, self.scale = base, alpha / rank
+        self.base, self.scale = base, ALPHA / rank
         weight_OD = base.weight
         bound = base.in_features**-0.5
         a_RD = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
         self.lora_a = nn.Parameter(a_RD.to(weight_OD))
         self.lora_b = nn.Parameter(weight_OD.new_zeros(base.out_features, rank))  # training starts at W
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen layer's, which an LSTM reads."""
+        return self.base.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to (..., O)."""
@@ -54,33 +59,28 @@ class LoRALinear(nn.Module):
         return self.base
 
 
-def add_adapters(
-    model: SportsLLM, rank: int, targets: Sequence[str] | None = None, alpha: float = ALPHA, seed: int = 0
-) -> int:
+def add_adapters(model: SportsLLM, rank: int, seed: int = 0) -> int:
     """Freeze a model and put adapters on its matrices, in place. Its output does not change yet.
 
     Args:
         model: unquantized; all other parameters are frozen, norms and biases too.
         rank: at least 1, at most the smallest dimension of the adapted matrices.
-        targets: matrices of a block, by the last part of their names; all if None.
         seed: of the random A, uniform in +-1 / sqrt(D); B starts at zero.
 
     Returns:
         The number of trainable parameters.
 
     Raises:
-        UsageError: rank, targets or alpha are out of range, or the model is quantized or has adapters.
+        UsageError: the rank is out of range, or the model is quantized or has adapters.
     """
-    if not 0.0 < alpha < math.inf:
-        raise UsageError(f"--set lora_alpha={alpha}: must be above 0")
-    chosen = list(_matrices(model, targets))
-    smallest = min(min(base.weight.shape) for _, _, base in chosen)
+    matrices = list(_matrices(model))
+    smallest = min(min(base.weight.shape) for _, _, base in matrices)
     if not 1 <= rank <= smallest:
         raise UsageError(f"--lora-rank is {rank}; this model's matrices allow 1 to {smallest}")
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    for parent, name, base in chosen:
-        setattr(parent, name, LoRALinear(base, rank, alpha, generator).train(base.training))
+    for parent, name, base in matrices:
+        setattr(parent, name, LoRALinear(base, rank, generator).train(base.training))
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
@@ -101,21 +101,15 @@ def merge_adapters(model: SportsLLM) -> None:
         model.requires_grad_(True)
 
 
-def _matrices(model: SportsLLM, targets: Sequence[str] | None) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+def _matrices(model: SportsLLM) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Parent, name and layer of every matrix that gets an adapter."""
     router = f"mlp.{ROUTER}"  # few parameters, and its bias only chooses
-    layers = [model.config.of_layer(layer) for layer in range(model.config.num_hidden_layers)]
-    names = [[matrix.name for matrix in block_matrices(own) if matrix.name != router] for own in layers]
-    known = list(dict.fromkeys(name.rpartition(".")[2] for own in names for name in own))
-    unknown = [target for target in targets or () if target not in known]
-    if unknown:
-        raise UsageError(f"--set lora_targets names {unknown[0]!r}; use one or more of {', '.join(known)}")
-    for block, own in zip(model.model.layers, names, strict=True):
-        for name in own:
-            parent, _, leaf = name.rpartition(".")
-            if targets is not None and leaf not in targets:
+    for number, block in enumerate(model.model.layers):
+        for matrix in block_matrices(model.config.of_layer(number)):
+            if matrix.name == router:
                 continue
-            layer = block.get_submodule(name)
+            parent, _, leaf = matrix.name.rpartition(".")
+            layer = block.get_submodule(matrix.name)
             if not isinstance(layer, nn.Linear):
                 raise UsageError(f"{leaf} is a {type(layer).__name__}; adapters go on plain, unquantized matrices")
             yield block.get_submodule(parent), leaf, layer

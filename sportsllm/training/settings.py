@@ -16,7 +16,6 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.settings import TRAINING, check_optimizer_bits, check_value
 
 _LEAST_TOKENS_PER_STEP, _MOST_TOKENS_PER_STEP = 1_024, 8_192
-ALPHA = 32.0
 """LoRA's scale, divided by the rank."""
 
 
@@ -180,6 +179,8 @@ def train_config(
     elif tokens is not None:
         derived["steps"] = -(-tokens // _tokens_per_step(given))
     config = TrainConfig(**derived | given)
+    if run.adapters and config.optimizer == "muon":
+        raise UsageError("--set optimizer=muon trains whole matrices, not the factors of adapters; use adamw")
     _check_effect(config, given)
     if config.pipeline > 1 and not staged:
         raise UsageError(f"--set pipeline={config.pipeline}: only train has stages; leave it out")
@@ -280,31 +281,3 @@ def check_sequence(sequence: int, config: ModelConfig) -> None:
         raise UsageError(
             f"--sequence is {sequence}; the model's context is {config.max_position_embeddings}, use that or less"
         )
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """LoRA adapters to train, on the matrices of a block named in `targets`, on all if None."""
-
-    rank: int
-    targets: tuple[str, ...] | None = None
-    alpha: float = ALPHA
-
-
-def adapter_settings(rank: int | None, targets: str | None, alpha: float | None, optimizer: str) -> Adapters | None:
-    """The adapters of --lora-rank, lora_targets and lora_alpha; None without --lora-rank.
-
-    Raises:
-        UsageError: settings without --lora-rank, no targets, or Muon: it evens out the change of a whole matrix, which
-            says nothing about its two factors.
-    """
-    if rank is None:
-        if targets is not None or alpha is not None:
-            raise UsageError("lora_targets and lora_alpha belong to --lora-rank; add it or leave them out")
-        return None
-    if optimizer == "muon":
-        raise UsageError("--set optimizer=muon trains whole matrices, not the factors of adapters; use adamw")
-    names = None if targets is None else tuple(sorted({name.strip() for name in targets.split(",") if name.strip()}))
-    if names == ():
-        raise UsageError("--set lora_targets names no matrix; give one or more, for example q_proj,v_proj")
-    return Adapters(rank, names, ALPHA if alpha is None else float(alpha))

@@ -13,7 +13,7 @@ import typer
 from sportsllm import options
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.results import TrainingResult
-from sportsllm.settings import LORA, SHAPE, TEXT, TOKENIZER, TRAINING, parse_settings, pick
+from sportsllm.settings import SHAPE, TEXT, TOKENIZER, TRAINING, parse_settings, pick
 from sportsllm.verbs.data import DEFAULT_CORPUS, SIMULATED_MEGABYTES, simulate
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def train(
 
     --steps 0 writes the model without training it.
     """
-    found = parse_settings(settings, TRAINING, SHAPE, TOKENIZER, LORA, TEXT)
+    found = parse_settings(settings, TRAINING, SHAPE, TOKENIZER, TEXT)
     changes = pick(found, SHAPE) | _given(context=context, vocab_size=vocab_size)
     model = _start(checkpoint, model, changes, tokenizer, lora_rank, found)
 
@@ -112,7 +112,6 @@ def train(
         DOCUMENTED_DROPOUT,
         Run,
         Start,
-        adapter_settings,
         check_sequence,
         shape_of,
         train_config,
@@ -129,7 +128,6 @@ def train(
     run = Run(Start.RANDOM if checkpoint is None else Start.TRAINED, shape, lora_rank is not None)
     config = train_config(run, tokens, pick(found, TRAINING) | given, seed=seed, staged=True)
     log_cost(shape, config)
-    adapters = adapter_settings(lora_rank, found.get("lora_targets"), found.get("lora_alpha"), config.optimizer)
     training, held_out = (corpus, valid or []) if corpus else _default_text(checkpoint, valid)
     unread = left_out(held_out, checkpoint) if checkpoint is not None else tuple(held_out)
     record = {
@@ -142,7 +140,7 @@ def train(
     if checkpoint is not None:
         check_sequence(config.sequence, shape)
         record |= held_out_setting(held_out, unread)
-        record |= {"init": str(checkpoint), "lora": adapters and asdict(adapters)}
+        record |= {"init": str(checkpoint), "lora_rank": lora_rank}
         inputs = [checkpoint, *inputs]
     else:
         record |= {"model": model, "tokenizer": tokenizer and str(tokenizer)} | ({"shape": changes} if changes else {})
@@ -155,7 +153,7 @@ def train(
         log(f"{out}: reading {', '.join(map(str, training))}")
         texts = load_corpus(training, held_out, unread, reading.text_field, [checkpoint] if checkpoint else [])
         if checkpoint is not None:
-            start, source = load_start(checkpoint, shape, adapters, seed), checkpoint
+            start, source = load_start(checkpoint, shape, lora_rank, seed), checkpoint
             if chat_template is not None:
                 start, source = with_format(start, checkpoint, directory, chat_template), directory
         else:

@@ -19,9 +19,9 @@ from sportsllm.cli import build_app
 from sportsllm.commands import COMMANDS
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.settings import LORA, TRAINING
+from sportsllm.settings import TRAINING
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.settings import ALPHA, TrainConfig
+from sportsllm.training.settings import TrainConfig
 from tests.support.command_line import CommandLine
 from tests.support.disk import full_disk
 
@@ -242,7 +242,6 @@ def test_defaults_in_the_help_are_those_of_training() -> None:
         value = getattr(config, name)
         assert TRAINING[name].default == (value if isinstance(value, str) else f"{value:g}"), name
     assert TRAINING["accumulation"].default.endswith(f"{config.accumulation} with --steps")
-    assert LORA["lora_alpha"].default == f"{ALPHA:g}"
     assert set(TRAINING) - {"documented"} <= {field.name for field in dataclasses.fields(TrainConfig)}
 
 

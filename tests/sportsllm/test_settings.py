@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sportsllm.errors import UsageError
-from sportsllm.settings import LORA, TRAINING, parse_settings, settings_page
+from sportsllm.settings import TRAINING, parse_settings, settings_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,14 +26,14 @@ def test_values_get_their_types_from_texts_and_from_a_mapping() -> None:
         ("warmup=x", "is not a valid int"),
         ("warmup=-1", "must be at least 0"),
         ("min_lr_ratio=2", "must be 0 to 1"),
-        ("lora_alpha=inf", "must be finite and at least 0"),
+        ("clip_norm=inf", "must be finite and at least 0"),
         ("try_rates=1", "write true or false"),
         ("schedule=cosin", "did you mean cosine?"),
     ],
 )
 def test_mistakes_are_one_line(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse_settings([text], TRAINING, LORA)
+        parse_settings([text], TRAINING)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 

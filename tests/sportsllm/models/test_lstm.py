@@ -114,7 +114,7 @@ def test_a_checkpoint_and_its_config_survive(tmp_path: Path) -> None:
 
 def test_adapters_change_the_recurrent_product() -> None:
     model = lstm_model()
-    add_adapters(model, 2, ("hi_proj",))
+    add_adapters(model, 2)
     adapted = model.model.layers[0].self_attn.hi_proj
     assert isinstance(adapted, LoRALinear)
     nn.init.normal_(adapted.lora_b)

@@ -215,7 +215,7 @@ def test_what_several_processes_cannot_do_is_refused(cli: CommandLine, monkeypat
         TrainConfig(tensor_parallel=2)
     with pytest.raises(UsageError, match="tensor_parallel=2: 3 processes are no multiple"):
         processes.share_sequences(2)
-    add_adapters(adapted := tiny_model(), rank=2, targets=["down_proj"])
+    add_adapters(adapted := tiny_model(), rank=2)
     with pytest.raises(UsageError, match="tensor_parallel: is for models of LLaMA's family, without adapters"):
         sharding._share_matrices(adapted, SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="--nproc: torchrun has started the processes"):
