@@ -7,13 +7,11 @@ https://github.com/EleutherAI/lm-evaluation-harness.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-os.environ.setdefault("TQDM_DISABLE", "1")  # read when the harness imports it; its bars do not know a terminal
-
+import lm_eval.api.task
 import lm_eval.evaluator
 import numpy as np
 from lm_eval.api.model import LM
@@ -136,6 +134,7 @@ def run_tasks(
     chat, most = bool(settings.get("task_chat")), settings.get("task_documents")
     model = HarnessModel(decoder, tokenizer, greedy, chat)
     lm_eval.evaluator.get_git_commit_hash = lambda: None  # it runs git, which complains outside a repository
+    lm_eval.api.task.tqdm = lambda items, **_: items  # bars that know no terminal
     found = lm_eval.evaluator.simple_evaluate(
         model, tasks=list(tasks.values()), limit=most, apply_chat_template=chat, task_manager=manager
     )

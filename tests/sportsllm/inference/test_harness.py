@@ -147,8 +147,8 @@ def test_eval_prints_tasks_and_refuses_unknown_ones(
     (tmp_path / "git").write_text(f"#!/bin/sh\ntouch {tmp_path}/called\n", encoding="utf-8")
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    result = cli.result("eval", checkpoint, "--tasks", task, "--set", "task_documents=5")
-    assert result["tasks"]["sports_questions"]["documents"] == 5
+    result, err = cli.says("eval", checkpoint, "--tasks", task, "--set", "task_documents=5")
+    assert result["tasks"]["sports_questions"]["documents"] == 5 and "it/s" not in err, err
     assert not (tmp_path / "called").exists(), "git complains outside a repository"
     task.with_name("questions.jsonl").write_text("", encoding="utf-8")
     assert re.search(r"error: --tasks .*task\.yaml: cannot be loaded \(\w", cli("eval", checkpoint, "--tasks", task)[2])
