@@ -125,7 +125,6 @@ def prune(
     _check_request(checkpoint, None if vocab_size is not None else target, experts)
     from compress.distillation.starts import plan_training
     from compress.distillation.student import StudentText
-    from compress.pruning.cut import PruneConfig
     from compress.pruning.job import Calibration, PruneJob
     from compress.pruning.search import choose_shape
     from sportsllm.processors import use_processor
@@ -152,9 +151,8 @@ def prune(
         recovery = plan_training(run, checkpoint, recover, given, corpus, valid, seed, reading)
     elif valid is not None:
         raise UsageError("--valid scores a recovery or a smaller vocabulary: add --recover or --vocab-size, or omit it")
-    config = PruneConfig(given.get("refit", True), given.get("samples"))
     scores = Path(given["scores"]) if "scores" in given else None
-    job = PruneJob(checkpoint, text, config, scores, recovery, experts, reading)
+    job = PruneJob(checkpoint, text, given.get("samples"), scores, recovery, experts, reading)
     read = None if recovery is None else cache(partial(StudentText.read, recovery, load_config(checkpoint), out))
     work = Calibration(job, out.parent, text=read)
     shape, found = choose_shape(work, target, out, partial(_recovered, work))
@@ -279,7 +277,7 @@ def _cut(
     samples = work.samples[: REFIT_SAMPLES if in_search else None]
     pruned = PrunedModel(work.model, list(range(work.model.config.num_hidden_layers)), [])
     if job.experts is None or shape != Shape.of(work.model.config):
-        pruned = work.cut(smaller, samples, job.config.refit)
+        pruned = work.cut(smaller, samples, refit=True)
         if job.scores is None:
             save_scores(directory, work.scores, work.model.config)
     cut = {

@@ -87,7 +87,6 @@ DISTILLATION: Group = {
     ),
 }
 PRUNING: Group = {
-    "refit": Setting(bool, "Refit the kept weights to the full model by least squares", "true"),
     "samples": Setting(int, "Calibration samples", "up to 256, fewer for a model over 20M parameters", 1),
     "scores": Setting(str, "importance.safetensors of an earlier run, or its directory", "measured"),
     "finalists": Setting(int, "Shapes that --search recovers", "3", 1),

@@ -168,7 +168,7 @@ class Trials:
     def best_right_after_the_cut(self, shapes: Sequence[Shape], count: int, seconds: float) -> list[Shape]:
         """The best of some shapes by the loss after cut and refit, without training, found in about `seconds`;
         kept for a search that is run again."""
-        from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig
+        from compress.pruning.cut import SAMPLE_LENGTH
         from compress.pruning.job import Calibration, PruneJob
         from compress.pruning.search import find_finalists
 
@@ -177,8 +177,8 @@ class Trials:
         if old.get("asked") == asked:
             return [Shape(**sizes) for sizes in old["found"]]
         # Without a recovery samples are longer than a recovery's short sequences, and the text gives fewer of them.
-        config = PruneConfig(samples=self.source.samples if self.source.sequence >= SAMPLE_LENGTH else None)
-        work = Calibration(PruneJob(self.source.teacher, self.source.calibration, config, reading=self.source.reading))
+        samples = self.source.samples if self.source.sequence >= SAMPLE_LENGTH else None
+        work = Calibration(PruneJob(self.source.teacher, self.source.calibration, samples, reading=self.source.reading))
         with logged(self.directory / LOG):
             found = [one.shape for one in find_finalists(work, shapes, (), count, seconds)]
         atomic_write_text(kept, json.dumps({"asked": asked, "found": [shape.sizes() for shape in found]}) + "\n")

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from compress.distillation.settings import distillation_config
 from compress.distillation.student import StudentText, StudentTraining
-from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig, check_cut, cut_to_config
+from compress.pruning.cut import SAMPLE_LENGTH, check_cut, cut_to_config
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject, require_directory
@@ -128,7 +128,7 @@ class Cut(Fresh):
         most = usual_samples(teacher.config, length, training.tokens)
         source = training.corpus, training.left_out, tokenizer, teacher.config
         samples = calibration_samples(*source, None, length, most, checkpoints=training.checkpoints)
-        cut = cut_to_config(teacher, smaller, PruneConfig(), samples)
+        cut = cut_to_config(teacher, smaller, samples)
         kept = ", ".join(map(str, cut.layers))
         log(f"the student is cut out of {training.teacher}: layers {kept}, {self.shape.parameters:,} parameters")
         student = SportsLLM(self.shape)  # positions beyond the teacher's context have no weights

@@ -53,17 +53,6 @@ _SAME = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class PruneConfig:
-    """Whether the kept weights are refitted, and the number of calibration samples.
-
-    None takes up to 256 samples, fewer for a large model.
-    """
-
-    refit: bool = True
-    samples: int | None = None
-
-
 class LayerRun(NamedTuple):
     """A run of layers left out on trial: its `distance` (see `Scores`), and nats a token without it."""
 
@@ -147,9 +136,7 @@ def heads_change(full: ModelConfig, smaller: ModelConfig) -> bool:
     return merged or any(getattr(full, name) != getattr(smaller, name) for name in HEADS[2:])
 
 
-def cut_to_config(
-    model: SportsLLM, config: ModelConfig, prune_config: PruneConfig, samples: Sequence[Tensor]
-) -> PrunedModel:
+def cut_to_config(model: SportsLLM, config: ModelConfig, samples: Sequence[Tensor]) -> PrunedModel:
     """The most important part of a full model that has a student's config, refitted to the full model.
 
     If the student of a mixture has no experts, the mixture is made dense first, see `compress.pruning.experts`. Heads
@@ -163,7 +150,7 @@ def cut_to_config(
     if model.config.experts is not None and config.experts is None:
         model = dense_model(model, config.intermediate_size, samples)
     scores = measure_scores(model, samples, known := KnownStates(model))
-    return prune_model(model, scores, config, samples, prune_config.refit, known=known)
+    return prune_model(model, scores, config, samples, known=known)
 
 
 def check_cut(full: ModelConfig, smaller: ModelConfig) -> None:

@@ -81,10 +81,10 @@ def feed_forwards(model: SportsLLM, changed: SportsLLM, samples: Sequence[Tensor
 
 
 @torch.no_grad()
-def reduce_experts(model: SportsLLM, smaller: ModelConfig, samples: Sequence[Tensor], refit: bool = True) -> SportsLLM:
+def reduce_experts(model: SportsLLM, smaller: ModelConfig, samples: Sequence[Tensor]) -> SportsLLM:
     """A float32 model with the experts of `smaller`, which comes from `fewer_experts`.
 
-    `samples` are calibration token ids, (B, T) each; with `refit` what is left is fitted to the whole mixture.
+    `samples` are calibration token ids, (B, T) each; what is left is fitted to the whole mixture.
     """
     reduced = _without(model, smaller, (f"mlp.{ROUTER}.", "mlp.experts."))
     unused: dict[int, list[int]] = {}
@@ -98,8 +98,7 @@ def reduce_experts(model: SportsLLM, smaller: ModelConfig, samples: Sequence[Ten
         changed.gate.load_state_dict({name: tensor[kept] for name, tensor in full.gate.state_dict().items()})
         for place, expert in enumerate(kept):
             changed.experts[place].load_state_dict(full.experts[expert].state_dict())
-        if refit:
-            fit_experts(changed, layer.changed_XD, layer.target_XD)
+        fit_experts(changed, layer.changed_XD, layer.target_XD)
     if (line := unused_line(unused)) is not None:
         log(f"calibration text: {line}")
     return reduced

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +15,6 @@ from compress.layerwise import KnownStates
 from compress.pruning.cut import (
     SAMPLE_LENGTH,
     LayerRun,
-    PruneConfig,
     PrunedModel,
     kept_layers,
     loss_per_token,
@@ -54,7 +52,7 @@ class PruneJob:
 
     Attributes:
         checkpoint, calibration: the full model, and the text for scores and refits.
-        config: of the calibration and the refit.
+        samples: of calibration text; up to 256 if None, fewer for a large model.
         scores: those of an earlier run on the same checkpoint.
         recovery: the training after the cut.
         experts: to keep, cut first, see `compress.pruning.experts`.
@@ -63,7 +61,7 @@ class PruneJob:
 
     checkpoint: Path
     calibration: Sequence[Path]
-    config: PruneConfig = field(default_factory=PruneConfig)
+    samples: int | None = None
     scores: Path | None = None
     recovery: StudentTraining | None = None
     experts: int | None = None
@@ -96,7 +94,7 @@ class PruneJob:
         return {
             "checkpoint": self.checkpoint,
             **shape.sizes(),
-            **dataclasses.asdict(self.config),
+            "samples": self.samples,
             "scores": self.scores,
             "calibration": self.calibration,
             **self.reading.record(),
@@ -159,13 +157,13 @@ class Calibration:
         valid = held_out_files(job.checkpoint) if recovery is None else recovery.left_out
         models = (job.checkpoint,) if recovery is None else recovery.checkpoints
         source = job.calibration, valid, tokenizer, model.config
-        drawn = calibration_samples(*source, job.config.samples, length, most, checkpoints=models)
+        drawn = calibration_samples(*source, job.samples, length, most, checkpoints=models)
         samples = [tokens.to(model.head_weight.device) for tokens in drawn]
         log(f"calibration on {len(samples)} samples of text, {sum(one.numel() for one in samples):,} tokens")
         with torch.no_grad():
             check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))
         if job.experts is not None:
-            model = reduce_experts(model, fewer_experts(model.config, job.experts), samples, job.config.refit)
+            model = reduce_experts(model, fewer_experts(model.config, job.experts), samples)
         return model, samples
 
     def _opened(self) -> SportsLLM:

@@ -172,12 +172,12 @@ def find_finalists(
         best.setdefault((shape.layers, shape.hidden), shape)
     chosen = dict.fromkeys([*always, *list(best.values())[: max(_REFITTED, count)]])
     cut = [Finalist(shape, losses[shape], None) for shape in chosen]
-    refitted, refit = list[Finalist](), calibration.job.config.refit
+    refitted = list[Finalist]()
     with progress_bar("refitted", len(cut)) as bar:
         for one in cut if len(cut) > count else ():
             if len(refitted) >= max(count, len(always)) and time.perf_counter() - started > 2 * seconds:
                 break
-            refitted.append(one._replace(loss_after_refit=loss_of(one.shape, refit)))
+            refitted.append(one._replace(loss_after_refit=loss_of(one.shape, refit=True)))
             bar.advance()
     found = sorted(refitted or cut, key=lambda one: one.loss_after_refit or one.loss_after_cut)
     whole, taken = loss_per_token(model, scoring), time.perf_counter() - started

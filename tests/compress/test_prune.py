@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from compress.prune import PruneResult, prune
 from compress.pruning import job as jobs
-from compress.pruning.cut import PruneConfig
 from compress.pruning.scores import SCORES_FILE, load_scores
 from compress.pruning.search import FOUND, find_finalists
 from compress.pruning.shapes import Shape
@@ -59,11 +58,11 @@ def weights(directory: Path) -> bytes:
 
 
 def test_the_result_is_an_ordinary_checkpoint(run: Pruning, tmp_path: Path) -> None:
-    result = run(tmp_path / "out", {"refit": False}, intermediate=64, layers=1)
+    result = run(tmp_path / "out", intermediate=64, layers=1)
     ours = load_checkpoint(tmp_path / "out")
     assert result.parameters == ours.config.parameters and result.out == tmp_path / "out"
     settings = read_manifest(tmp_path / "out").settings
-    assert {"intermediate": 64, "refit": False, "samples": 4}.items() <= settings.items()
+    assert {"intermediate": 64, "samples": 4}.items() <= settings.items()
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     tokens = torch.randint(0, 384, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -123,7 +122,7 @@ def test_quantized_input_and_empty_calibration_are_refused(run: Pruning, tmp_pat
         ({"params": 0.5, "search": 10}, "--search needs"),
         ({"layers": 1, "search": 0}, "--search needs"),
         ({"params": 0.5, "device": "cuda"}, "--device cuda: this PyTorch finds no CUDA GPU"),
-        ({"params": 0.5, "settings": {"refits": "false"}}, "there is no 'refits'; did you mean refit"),
+        ({"params": 0.5, "settings": {"sample": "4"}}, "there is no 'sample'; did you mean samples"),
         ({"params": 0.5, "settings": {"temperature": 2}}, "options of --recover: --set temperature"),
     ],
 )
@@ -262,7 +261,7 @@ def test_a_very_large_model_is_not_searched_without_a_recovery(
 
 def test_the_first_cut_reads_all_its_samples(run: Pruning) -> None:
     """Which layers stay is tried on fewer of them, and then known for the cuts that follow."""
-    work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], PruneConfig(samples=8)))
+    work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], samples=8))
     first, second = (work.cut(tiny_config(num_hidden_layers=1), work.samples, True).model for _ in range(2))
     assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
 
@@ -272,14 +271,14 @@ def test_a_nearly_full_disk_keeps_no_states(run: Pruning, tmp_path: Path, monkey
     cuts, usage = [], shutil.disk_usage(tmp_path)
     for free, keeps in ((usage.free, True), (0, False)):
         monkeypatch.setattr("shutil.disk_usage", lambda _path, free=free: usage._replace(free=free))
-        work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], PruneConfig(samples=8)), tmp_path)
+        work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], samples=8), tmp_path)
         cuts.append(work.cut(tiny_config(num_hidden_layers=1), work.samples, True).model.model.layers[0].read())
         assert bool(work._known._ends) == keeps
     assert all(map(torch.equal, *(cut.state_dict().values() for cut in cuts)))
 
 
 def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], PruneConfig(samples=4)))
+    work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], samples=4))
     shapes = [Shape.of(tiny_config(intermediate_size=32)), Shape.of(tiny_config(num_hidden_layers=1))]
     every = find_finalists(work, shapes, [], 2)
     assert {one.shape for one in every} == {*shapes} and not any(one.loss_after_refit for one in every)

@@ -9,7 +9,6 @@ import pytest
 
 import sportsllm
 from compress.prune import prune_checkpoint
-from compress.pruning.cut import PruneConfig
 from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from compress.quantization.config import QuantizationConfig
@@ -74,7 +73,7 @@ def test_pruned_quantized_and_over_an_int8_cache(model: Path, text: Path, tmp_pa
     shape = Shape(
         full.hidden, 2 * full.intermediate // 3, full.heads // 2, max(1, full.kv_heads // 2), 3, full.head_dim
     )
-    prune_checkpoint(PruneJob(model, [text], PruneConfig(samples=5)), shape, tmp_path / "pruned")
+    prune_checkpoint(PruneJob(model, [text], samples=5), shape, tmp_path / "pruned")
     smaller = load_config(tmp_path / "pruned")
     assert (smaller.num_hidden_layers, smaller.intermediate_size, smaller.num_attention_heads) == (
         3,

@@ -12,7 +12,6 @@ from compress.distillation.settings import DistillationConfig
 from compress.distillation.starts import Checkpoint, Cut, Fresh, choose_start, layers_of_teacher
 from compress.distillation.student import StudentTraining
 from compress.prune import prune_checkpoint
-from compress.pruning.cut import PruneConfig
 from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from sportsllm.errors import UsageError
@@ -56,7 +55,7 @@ def write(directory: Path, config: dict[str, object]) -> Path:
 
 
 def cut(source: Path, layers: int, out: Path, text: Path, recovery: StudentTraining | None = None) -> list[int]:
-    job = PruneJob(source, [text], PruneConfig(samples=4), recovery=recovery)
+    job = PruneJob(source, [text], samples=4, recovery=recovery)
     shape = dataclasses.replace(Shape.of(load_config(source)), layers=layers)
     return prune_checkpoint(job, shape, out).kept_layers
 

@@ -17,7 +17,6 @@ from compress.distillation.settings import (
 )
 from compress.distillation.student import StudentTraining
 from compress.prune import prune_checkpoint
-from compress.pruning.cut import PruneConfig
 from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError
@@ -109,7 +108,7 @@ def test_signals_are_made_once_and_serve_pruning_too(
     made = (tmp_path / "signals" / "signals.json").stat().st_mtime_ns
     recovery = StudentTraining(checkpoint, CONFIG, (corpus_file,), distillation=objective)
     shape = Shape(hidden=64, intermediate=64, heads=4, kv_heads=2, layers=1, head_dim=16)
-    job = PruneJob(checkpoint, [corpus_file], PruneConfig(samples=2), recovery=recovery)
+    job = PruneJob(checkpoint, [corpus_file], samples=2, recovery=recovery)
     result = prune_checkpoint(job, shape, tmp_path / "two")
     assert result.steps == CONFIG.steps
     assert (tmp_path / "signals" / "signals.json").stat().st_mtime_ns == made

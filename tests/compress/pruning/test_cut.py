@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compress.pruning.cut import PruneConfig, check_cut, choose_units, cut_to_config, kept_layers, slice_model
+from compress.pruning.cut import check_cut, choose_units, cut_to_config, kept_layers, slice_model
 from compress.pruning.scores import Scores, measure_scores
 from compress.pruning.shapes import Shape
 from sportsllm.errors import UsageError
@@ -29,10 +29,9 @@ def error(model: SportsLLM, full: SportsLLM) -> float:
     return float((ours - theirs).square().mean() / theirs.square().mean())
 
 
-@pytest.mark.parametrize("refit", [False, True])
-def test_the_whole_model_is_cut_to_itself(refit: bool) -> None:
+def test_the_whole_model_is_cut_to_itself() -> None:
     model = tiny_model(attention_bias=True)
-    cut = cut_to_config(model, model.config, PruneConfig(refit=refit), samples())
+    cut = cut_to_config(model, model.config, samples())
     assert cut.layers == [0, 1]
     assert error(cut.model, model) < 1e-8  # squares of float32 rounding
 
@@ -56,7 +55,7 @@ def test_what_says_nothing_is_cut_in_all_dimensions_at_once() -> None:
     smaller = model.config.with_changes(
         hidden_size=48, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8
     )
-    cut = cut_to_config(model, smaller, PruneConfig(), samples(12))
+    cut = cut_to_config(model, smaller, samples(12))
     tokens = samples(1)[0]
     with torch.inference_mode():
         ours, theirs = cut.model(tokens), model(tokens)
@@ -66,9 +65,9 @@ def test_what_says_nothing_is_cut_in_all_dimensions_at_once() -> None:
 
 def test_a_tied_head_gets_untied() -> None:
     model = tiny_model()
-    cut = cut_to_config(model, tiny_config(tie_word_embeddings=False), PruneConfig(refit=False), samples())
+    cut = cut_to_config(model, tiny_config(tie_word_embeddings=False), samples())
     assert torch.equal(cut.model.head_weight, model.model.embed_tokens.weight)
-    assert error(cut.model, model) == 0
+    assert error(cut.model, model) < 1e-8
 
 
 def test_a_mixture_is_cut_to_a_dense_model() -> None:
@@ -77,10 +76,7 @@ def test_a_mixture_is_cut_to_a_dense_model() -> None:
     with torch.no_grad():
         for block in model.model.layers:
             block.mlp.gate.weight[1] = block.mlp.gate.weight[0]
-    whole, less = (
-        cut_to_config(model, tiny_config(intermediate_size=width), PruneConfig(), samples()).model
-        for width in (192, 128)
-    )
+    whole, less = (cut_to_config(model, tiny_config(intermediate_size=width), samples()).model for width in (192, 128))
     assert whole.config == tiny_config(intermediate_size=192)
     assert error(whole, model) < 0.05 < error(less, model)
     with pytest.raises(UsageError, match="intermediate_size is 193, more than the 192 neurons of a layer"):
@@ -105,12 +101,12 @@ def test_a_mixture_is_cut_to_a_dense_model() -> None:
 )
 def test_what_no_cut_can_reach_is_named(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        cut_to_config(tiny_model(), tiny_config(**changes), PruneConfig(), samples())
+        cut_to_config(tiny_model(), tiny_config(**changes), samples())
     with pytest.raises(UsageError, match="tie_word_embeddings"):
-        cut_to_config(tiny_model(tie_word_embeddings=False), tiny_config(), PruneConfig(), samples())
+        cut_to_config(tiny_model(tie_word_embeddings=False), tiny_config(), samples())
     with pytest.raises(UsageError, match="with q/k norms cannot merge"):
         smaller = tiny_config(qk_norm=True, num_key_value_heads=1)
-        cut_to_config(tiny_model(qk_norm=True), smaller, PruneConfig(), samples())
+        cut_to_config(tiny_model(qk_norm=True), smaller, samples())
 
 
 def pruned_to(model: SportsLLM, scores: Scores, shape: Shape, layers: list[int] | None = None) -> SportsLLM:
