@@ -166,24 +166,18 @@ def as_object(data: object, where: object) -> JsonObject:
     return data
 
 
-def validate(
-    kind: type[Record],
-    data: object,
-    where: object,
-    advice: str = "correct it",
-    error_type: type[SportsLLMError] = ArtifactError,
-) -> Record:
+def validate(kind: type[Record], data: object, where: object, advice: str = "correct it") -> Record:
     """Parsed data as a typed record: a dataclass or a pydantic model. `where` names its file in errors.
 
     Raises:
-        SportsLLMError: of `error_type`: a field is missing, unknown or of the wrong type.
+        ArtifactError: a field is missing, unknown or of the wrong type.
     """
     from pydantic import TypeAdapter, ValidationError
 
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
-        raise error_type(f"{where}: {describe(error)}; {advice}") from None
+        raise ArtifactError(f"{where}: {describe(error)}; {advice}") from None
 
 
 def describe(error: ValidationError) -> str:
