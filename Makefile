@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 
-.PHONY: setup quickstart demo gpu-check test lint types docs wheels clean
+.PHONY: setup quickstart demo gpu-check serve-check test lint types docs wheels clean
 
 setup: $(KERNELS)
 
@@ -45,6 +45,17 @@ DEVICE ?= cuda
 gpu-check: $(STAMP)
 	rm -rf runs/gpu-check
 	$(BIN)/python -m benchmarks.studies.gpu_check --device $(DEVICE) --work runs/gpu-check --out benchmarks/results/gpu
+
+# Other people's tests of servers, two minutes of load and 10,000 malformed requests: about half an hour. All is fetched.
+CHECK := runs/serve-check
+serve-check: $(KERNELS)
+	test -d $(CHECK)/lib || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(CHECK)/lib \
+		langchain-openai langchain-tests llm-comply "lm-eval[api]" openai schemathesis wget
+	test -d $(CHECK)/llama.cpp || git clone --quiet --depth 1 https://github.com/ggml-org/llama.cpp $(CHECK)/llama.cpp
+	$(BIN)/python -m tests.sportsllm.serving.load
+	PYTHONPATH=$(CHECK)/lib $(BIN)/python -m tests.sportsllm.serving.llama_cpp $(CHECK)/llama.cpp/tools/server/tests
+	PYTHONPATH=$(CHECK)/lib $(BIN)/python -m pytest tests/sportsllm/serving -o markers=benchmark -o asyncio_mode=auto \
+		-o asyncio_default_test_loop_scope=session
 
 # FAST=1 leaves out the tests that take longer than ten seconds.
 test: $(KERNELS)
