@@ -75,7 +75,7 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_926,
+    "sportsllm": 18_921,
     "compress": 7_691,
     "export": 6_369,
     "benchmarks": 9_072,

@@ -12,10 +12,9 @@ from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sportsllm.serving.replies import encode_json
 from sportsllm.serving.requests import ApiError
 
 IDLE_S = 10  # that a connection may stay open without a complete request head
@@ -138,4 +137,4 @@ def refusal(_request: object, error: Exception) -> Response:
     elif not isinstance(error, ApiError):
         error = ApiError(500, "internal error; the server's log says more", "server_error")
     headers = {} if error.retry_s is None else {"Retry-After": str(error.retry_s)}
-    return Response(encode_json(error.body), error.status, headers, "application/json")
+    return JSONResponse(error.body, error.status, headers)

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from sportsllm.process_memory import peak_rss_bytes
@@ -152,13 +152,13 @@ class Server:
     async def _health(self, _: Request) -> Response:
         for name in self._models:
             self._find(name)
-        return _json({"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
     async def _list(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [_described(model) for model in self._models.values()]})
+        return JSONResponse({"object": "list", "data": [_described(model) for model in self._models.values()]})
 
     async def _show(self, request: Request) -> Response:
-        return _json(_described(self._named(request.path_params["name"])))
+        return JSONResponse(_described(self._named(request.path_params["name"])))
 
     async def _props(self, request: Request) -> Response:
         model = self._find(request.query_params.get("model", ""))
@@ -171,21 +171,17 @@ class Server:
             "chat_template": model.template,
             "peak_rss_bytes": peak_rss_bytes(),
         }
-        return _json(answer)
+        return JSONResponse(answer)
 
     async def _slots(self, request: Request) -> Response:
         engine = self._find(request.query_params.get("model", "")).engine
         busy, slots = len(engine.running), engine.slots
-        return _json([{"id": i, "n_ctx": slots.room, "is_processing": i < busy} for i in range(slots.slots)])
+        return JSONResponse([{"id": i, "n_ctx": slots.room, "is_processing": i < busy} for i in range(slots.slots)])
 
     async def _metrics(self, _: Request) -> Response:
         text = describe_metrics({name: model.engine for name, model in self._models.items() if model.ready})
         headers = {"Process-Start-Time-Unix": str(int(self._started))}
         return PlainTextResponse(text, 200, headers, "text/plain; version=0.0.4")
-
-
-def _json(data: object) -> Response:
-    return Response(encode_json(data), media_type="application/json")
 
 
 def _file(path: str, data: bytes, kind: str) -> Route:
@@ -208,7 +204,7 @@ def _in_worker(call: Callable[[ServedModel, Any], Json]) -> Answer:
     """An answer that a function gives in the model's thread for text."""
 
     async def answer(_: Request, model: ServedModel, body: Any) -> Response:
-        return _json(await asyncio.get_running_loop().run_in_executor(model.worker, call, model, body))
+        return JSONResponse(await asyncio.get_running_loop().run_in_executor(model.worker, call, model, body))
 
     return answer
 
@@ -254,7 +250,7 @@ async def _generate(request: Request, model: ServedModel, body: ChatRequest | Co
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             raise ClientDisconnect
-        return _json(work.result())
+        return JSONResponse(work.result())
     finally:
         model.engine.cancel(jobs)
         work.cancel()
