@@ -49,7 +49,7 @@ def test_schemathesis_finds_no_server_error(client: httpx.Client) -> None:
     pytest.importorskip("schemathesis", reason="needs the package schemathesis")
     call = "from schemathesis.cli import schemathesis; schemathesis()"
     options = ["run", f"{client.base_url}/openapi.json", "-n", "700", "-c", "not_a_server_error"]
-    options += ["-w", "4", "--request-timeout", "120"]
+    options += ["-w", "1", "--request-timeout", "120"]  # in threads, Python 3.11's parser fails in hypothesis
     done = subprocess.run([sys.executable, "-c", call, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     cases = re.search(r"([0-9]+) generated, ([0-9]+) passed", done.stdout)
