@@ -56,7 +56,7 @@ def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "chats.jsonl", ({"messages": [one, {"role": "assistant", "content": "Vestnes."}]} for one in asked))
     (folder / "questions.txt").write_text("Who won?\n", encoding="utf-8")
     (folder / "base").symlink_to(teacher)
-    chat_model(checkpoint, folder / "chat-model")
+    chat_model(checkpoint, folder / "chat-model", "{{ message.role }}: {{ message.content }}")
     return folder
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from sportsllm.cli import build_app
+from sportsllm.cli import _split, build_app
 from sportsllm.settings import GROUPS
 from tests.support.pages import FENCE, MODEL, ROOT, TUTORIALS, chat_model, reader, run_page
 
@@ -151,7 +151,7 @@ def test_every_command_shown_has_these_options_and_settings() -> None:
     lines = [line for line in shown_commands() if line[0] in app.commands]
     assert len(lines) > 50
     for line in lines:
-        command, words = app, list(line)
+        command, words = app, _split(line)[1]
         while hasattr(command, "commands"):
             command = command.commands[words.pop(0)]
         context = command.make_context("sportsllm-compress", words)

@@ -38,10 +38,10 @@ def reader(folder: Path) -> Path:
     return folder
 
 
-def chat_model(checkpoint: Path, out: Path) -> Path:
+def chat_model(checkpoint: Path, out: Path, turn: str = "{{ message.content }}") -> Path:
     """A copy of a checkpoint with a chat template."""
     shutil.copytree(checkpoint, out)
-    template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    template = f"{{% for message in messages %}}{turn}\n{{% endfor %}}"
     config = out / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
     return out
