@@ -150,12 +150,14 @@ def band_of(coefficients: Coefficients, figures: Sequence[Figure]) -> dict[str, 
     return {kind: round(math.exp(np.percentile(errors, 90)), 2) for kind, errors in found.items()}
 
 
-def export_untrained(config: ModelConfig, stored: ModelFormat, directory: Path, inline: bool = False) -> None:
+def export_untrained(
+    config: ModelConfig, stored: ModelFormat, directory: Path, inline: bool = False, in_half: bool = False
+) -> None:
     """Export a model with random weights, rounded to nearest, as `export` does but without its parity gate.
 
     Args:
-        stored: dense, INT8 or INT4, with a float32 or INT8 cache; one in float16 is for GPUs.
         inline: whether the graph has ONNX Runtime's operators instead of calls of this program's kernels.
+        in_half: compute and cache in float16, for GPUs.
     """
     import torch
 
@@ -187,8 +189,8 @@ def export_untrained(config: ModelConfig, stored: ModelFormat, directory: Path, 
             source = packed_to
         full = tuple(torch.full((config.num_hidden_layers, *state.shape), 0.05) for state in block_state(config))
         scales = CacheScales(full) if stored.cache == "int8" else None
-        operators, half = "standard" if stored.standard else "onnx", stored.cache == "fp16"
-        form = GraphForm(operators, half, in_half=half, scales=scales, inline=inline)
+        operators, half_cache = "standard" if stored.standard else "onnx", stored.cache == "fp16" and not in_half
+        form = GraphForm(operators, in_half, in_half, half_cache, scales, inline)
         write_graph(source, directory, form)
         shutil.copyfile(source / "config.json", directory / "config.json")
 

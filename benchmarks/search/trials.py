@@ -210,7 +210,8 @@ class Trials:
             shutil.rmtree(directory, ignore_errors=True)
             config = candidate.size.applied_to(self._config)
             with logged(self.directory / LOG):
-                export_untrained(config, candidate.format, directory / "export")
+                in_half = self.processor == "gpu"  # as `export_settings` has it
+                export_untrained(config, candidate.format, directory / "export", in_half=in_half)
         kept = directory / "figures.json"
         made = [digest(directory / "export"), self.source.threads, *([self.provider] * (self.provider != "cpu"))]
         key = hashlib.sha256(json.dumps(made).encode()).hexdigest()

@@ -38,13 +38,18 @@ def _sizes_on_disk(directory: Path) -> tuple[int, int]:
     return sum(stored.values()), unread
 
 
-OTHERS = (INT8_CACHE, ModelFormat("int4", 32), ModelFormat("int4", 128, standard=True))
+OTHERS = (INT8_CACHE, ModelFormat("int4", 32, cache="fp16"), ModelFormat("int4", 128, standard=True))
+TYPES = {"fp32": onnx.TensorProto.FLOAT, "fp16": onnx.TensorProto.FLOAT16, "int8": onnx.TensorProto.INT8}
 
 
 @pytest.mark.parametrize("stored", [*FORMATS, *OTHERS], ids=lambda stored: stored.name)
 def test_the_parts_of_a_format_are_those_of_its_graph(stored: ModelFormat, tmp_path: Path) -> None:
     directory = tmp_path / stored.name
     export_untrained(SHAPE, stored, directory, inline=True)
+    graph = onnx.load(str(directory / "model.onnx"), load_external_data=False).graph
+    pasts = {each.type.tensor_type.elem_type for each in graph.input if each.name.startswith("past_key_values")}
+    norms = {each.data_type for each in graph.initializer if each.name == "model.norm.weight"}
+    assert (pasts, norms) == ({TYPES[stored.cache]}, {onnx.TensorProto.FLOAT})  # computed in float32 in any case
     parts, (everything, by_rows) = sizes(SHAPE, stored), _sizes_on_disk(directory)
     weights = parts.layers.bytes + parts.head.bytes + parts.embedding
     assert weights == pytest.approx(everything, rel=0.01)  # tensors below 1 KiB stay in the graph
