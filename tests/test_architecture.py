@@ -79,7 +79,7 @@ MOST_LINES = {
     "compress": 7_691,
     "export": 6_369,
     "benchmarks": 9_075,
-    "tests": 25_252,
+    "tests": 25_285,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
