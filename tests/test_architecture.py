@@ -78,8 +78,8 @@ MOST_LINES = {
     "sportsllm": 18_921,
     "compress": 7_691,
     "export": 6_369,
-    "benchmarks": 9_075,
-    "tests": 25_285,
+    "benchmarks": 9_081,
+    "tests": 25_296,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -32,10 +32,11 @@ from benchmarks.measure.machine import choose_cpus, machine
 from benchmarks.reporting.charts import COLORS, Plot
 from benchmarks.reporting.plots import log_axis
 from benchmarks.runtimes.compare import Runtime, measure_against, parse_runtimes, turn_depths
-from benchmarks.runtimes.logits import RuntimeLogits
+from benchmarks.runtimes.logits import READERS, RuntimeLogits
 from benchmarks.runtimes.worker import OTHER, OURS
 from sportsllm.commands import load_command
 from sportsllm.console import log
+from sportsllm.errors import UsageError
 from sportsllm.files import atomic_write_text
 from sportsllm.formats.manifest import directory_bytes
 from sportsllm.inference.decoder import open_decoder
@@ -96,6 +97,8 @@ def make(model: Path, calibration: Sequence[Path], work: Path, llama_cpp: str) -
 def peers(texts: Sequence[str] | None) -> list[Made]:
     """Models of other programs, each with its format as label."""
     found = parse_runtimes(texts, Path())
+    if wrong := [one.name for one in found if one.kind not in (*READERS, OTHER) or "+" not in one.name]:
+        raise UsageError(f"--peer {wrong[0]}: write RUNTIME+FORMAT=PATH with one of {', '.join(READERS)}")
     return [Made(TITLES.get(one.kind, one.kind), one.name.partition("+")[2], one) for one in found]
 
 
@@ -233,7 +236,10 @@ def main() -> None:
     if given.model is not None:
         if not given.text or given.work is None:
             parser.error("a model needs --text and --work")
-        others = peers(given.peer)
+        try:
+            others = peers(given.peer)
+        except UsageError as error:
+            parser.error(str(error))
         made = make(given.model, given.calibration, given.work, given.llama_cpp) + others
         rows += measure(given.model, made, given.text, given.rounds)
     latest = {(row["tool"], row["format"]): row for row in rows}

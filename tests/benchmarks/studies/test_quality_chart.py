@@ -38,6 +38,17 @@ def test_points_lie_where_the_axes_say() -> None:
     assert f"{x4:.1f}" in ticks and ticks[f"{x4:.1f}"] == "100", "megabytes"
 
 
+@pytest.mark.parametrize("peer", ["nothing+INT4", "optimum+INT4", "genai"])
+def test_a_peer_that_cannot_be_scored_is_refused_first(
+    peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = ["--text", "text", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "x.csv")]
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path), *rest, "--peer", f"{peer}={tmp_path}"])
+    with pytest.raises(SystemExit, match="2"):
+        quality_chart.main()
+    assert peer in capsys.readouterr().err and not (tmp_path / "work").exists()
+
+
 def test_one_command_makes_measures_and_draws(
     corpus_file: Path, tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
