@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,7 +91,7 @@ def plan(
     rare, limits = parse_settings(settings, TRAINING_STEP), parse_settings(limit, LIMITS, option="--limit")
     if limits and target is None:
         raise UsageError(f"--limit {next(iter(limits))}: give --target NAME too, whose limit it replaces")
-    group_size, head_bits, kv_cache = rare.get("group_size", 32), rare.get("head_bits", 8), rare.get("kv_cache", "fp32")
+    group_size, head_bits, kv_cache = rare.get("group_size", 32), rare.get("head_bits", 8), rare.get("kv_cache")
     cached = rare.get("cache_tokens")
     optimizer, precision, price = rare.get("optimizer", "adamw"), rare.get("precision"), rare.get("price_per_hour")
     utilization, gpus = rare.get("utilization"), rare.get("gpus")
@@ -232,15 +232,19 @@ def _memory_in_use(config: ModelConfig, tokens: int, weights: Mapping[str, int])
     }
 
 
-def _predictions(config: ModelConfig, device: Device, group_size: int, head_bits: int, cache: str) -> dict[str, Any]:
+def _predictions(
+    config: ModelConfig, device: Device, group_size: int, head_bits: int, cache: str | None
+) -> dict[str, Any]:
     from benchmarks.devices.verdict import judge
     from benchmarks.model_size import ModelFormat
     from benchmarks.predict.latency import predict, predict_figures, reliability
-    from sportsllm.models.memory import PRECISIONS
+    from sportsllm.models.memory import PRECISIONS, usual_cache
 
     formats = [
-        ModelFormat(name, group_size, head_bits, zero_points=_ZERO_POINTS and name == "int4", cache=cache)
-        for name in PRECISIONS
+        replace(each, cache=cache or usual_cache(config, each.quantized))
+        for each in (
+            ModelFormat(name, group_size, head_bits, zero_points=_ZERO_POINTS and name == "int4") for name in PRECISIONS
+        )
     ]
     return {
         "device": device.name,

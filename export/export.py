@@ -75,13 +75,13 @@ def export(
         ),
     ] = None,
     kv_cache: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--kv-cache",
-            help="fp32; fp16: half the memory, the default with --dtype fp16; int8: a quarter, scales come from "
-            "calibration text.",
+            help="fp32; fp16: half the memory; int8: a quarter, scales come from calibration text.",
+            show_default="fp16 for INT4, INT8 and --dtype fp16, fp32 for other models and formats",
         ),
-    ] = "fp32",
+    ] = None,
     calibration: options.Calibration = None,
     rope_scaling: options.RopeScaling = None,
     provider: options.Provider = "cpu",
@@ -189,8 +189,8 @@ def _write_graph(
         operators=request.format,
         half=request.half,
         in_half=request.in_half,
-        half_cache=request.kv_cache == "fp16" and not request.in_half,
-        scales=cache_scales(checkpoint, request.given) if request.kv_cache == "int8" else None,
+        half_cache=request.cache == "fp16" and not request.in_half,
+        scales=cache_scales(checkpoint, request.given) if request.cache == "int8" else None,
         inline=request.inline,
         wide_inputs=wide_inputs,
     )

@@ -15,6 +15,7 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.calibration import CalibrationText
+from sportsllm.models.memory import usual_cache
 
 FORMATS = ("onnx", "web", "standard", "gguf")
 DTYPES = ("fp32", "fp16", "fp16-weights")
@@ -33,7 +34,7 @@ class ExportRequest:
     checkpoint: Path
     format: str
     dtype: str | None
-    kv_cache: str
+    kv_cache: str | None
     given: CalibrationText
     inline: bool
     threads: int | None
@@ -60,10 +61,13 @@ class ExportRequest:
         """Whether the graph computes in float16."""
         return self.dtype == "fp16" and self.format != "gguf"
 
-    @property
+    @cached_property
     def cache(self) -> str:
         """What the graph caches in."""
-        return "fp16" if self.in_half and self.kv_cache == "fp32" else self.kv_cache
+        if self.kv_cache is not None:
+            return self.kv_cache
+        packed = self.format == "onnx" and quantization_config(self.checkpoint) is not None
+        return "fp16" if self.in_half else usual_cache(load_config(self.checkpoint), packed)
 
     def settings(self, rope_scaling: str | None) -> dict[str, Any]:
         """What decides the content, for the manifest."""
@@ -89,7 +93,7 @@ def refuse(request: ExportRequest) -> None:
     for flag, value, known in (
         ("--format", request.format, FORMATS),
         ("--dtype", request.dtype or "fp32", (*DTYPES, *BLOCK_DTYPES) if request.format == "gguf" else DTYPES),
-        ("--kv-cache", request.kv_cache, CACHES),
+        ("--kv-cache", "fp32" if request.kv_cache is None else request.kv_cache, CACHES),
     ):
         if value not in known:
             raise UsageError(f"{flag} {value!r}: choose {', '.join(known[:-1])} or {known[-1]}")
@@ -106,18 +110,19 @@ def _excluded(request: ExportRequest) -> Iterator[tuple[str, bool]]:
         "--calibration is for --kv-cache int8 and GGUF's --dtype q4_k_m and the like; leave it out, or add one of them",
         bool(request.given.files) and cache != "int8" and request.mix is None,
     )
-    for flag, given in {"--kv-cache": cache != "fp32", "--provider": elsewhere, "--set": request.inline}.items():
+    for flag, given in {"--kv-cache": cache is not None, "--provider": elsewhere, "--set": request.inline}.items():
         yield f"{flag} is for ONNX graphs; leave it out, or --format gguf", given and kind == "gguf"
     yield (
         f"--format standard with --kv-cache {cache}: no standard operator reads such a cache; leave one of them out",
-        kind == "standard" and cache != "fp32",
+        kind == "standard" and cache in ("fp16", "int8"),
     )
     yield (
         "--format web with --kv-cache fp16: browsers cache in float16 if they compute in it; use --dtype fp16, or "
         "--kv-cache int8",
         kind == "web" and cache == "fp16" and not request.in_half,
     )
-    for flag, given in {"--kv-cache int8": cache == "int8", "--format standard": kind == "standard"}.items():
+    cpu = {f"--kv-cache {cache}": cache in ("fp32", "int8"), "--format standard": kind == "standard"}
+    for flag, given in cpu.items():
         yield f"--dtype fp16 with {flag}: that is for CPUs; leave one of them out", request.in_half and given
 
 
@@ -142,7 +147,7 @@ def _unfit(request: ExportRequest) -> Iterator[tuple[str, bool]]:
     )
     if kind == "gguf":
         return
-    check_kinds(config, "fp32" if request.in_half else request.kv_cache)
+    check_kinds(config, "fp32" if request.in_half else request.cache)
     latent, lstm, selected = (config.attention_kind == name for name in ("latent", "lstm", "selected"))
     experts = config.experts is not None
     for form, reason, found in (

@@ -138,7 +138,9 @@ TRAINING_STEP: Group = {
     ),
     "head_bits": Setting(int, "Bits of embedding and head at int8 and int4", "8"),
     "group_size": Setting(int, "Weights per scale at int8 and int4", "32"),
-    "kv_cache": Setting(str, "Format of the KV cache in predictions", "fp32", choices=("fp32", "fp16", "int8")),
+    "kv_cache": Setting(
+        str, "Format of the KV cache in predictions", "as in exports", choices=("fp32", "fp16", "int8")
+    ),
     "optimizer": Setting(str, "Optimizer; muon is Muon and AdamW", "adamw", choices=OPTIMIZERS),
     "precision": Setting(
         str, "Compute dtype of training", "bf16; fp32 with --shapes", choices=("auto", "fp32", "bf16", "fp16")

@@ -75,11 +75,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_921,
+    "sportsllm": 18_932,
     "compress": 7_691,
-    "export": 6_369,
-    "benchmarks": 9_081,
-    "tests": 25_296,
+    "export": 6_374,
+    "benchmarks": 9_088,
+    "tests": 25_298,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

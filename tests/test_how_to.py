@@ -5,6 +5,7 @@ Blocks marked `bash` are not run: they need a network, a GPU, a server, or other
 
 import json
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def write(file: Path, records: Iterable[object]) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """After the first tutorial, with files of one's own."""
     folder = reader(tmp_path_factory.mktemp("reader"))
     load_command("data simulate")(megabytes=0.3, questions=20, out=folder / "corpus")
@@ -62,7 +63,8 @@ def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_how_to(page: str, folder: Path) -> None:
+def test_how_to(page: str, made: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made, tmp_path / "reader", symlinks=True))
     run_page(f"../how-to/{page}.md", folder, LESS | {MODEL: str(folder / "chat-model")}, figures=False)
 
 

@@ -17,7 +17,7 @@ from benchmarks.predict.latency import predict_figures
 from compress.pruning.shapes import Shape, head_counts, hidden_sizes, shape_for_share, widths
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.memory import BLOCK_SIZES
+from sportsllm.models.memory import BLOCK_SIZES, usual_cache
 
 WHOLE = "nothing cut"
 ANCHORS = ("feed-forward", "depth", "evenly")
@@ -110,7 +110,9 @@ def formats(teacher: ModelConfig, processor: str = "cpu") -> list[ModelFormat]:
     if processor != "cpu":
         return [replace(each, cache="fp16") for each in (ModelFormat("fp16"), int8, int4, smallest)]
     return [
-        replace(each, cache=cache) for each in (ModelFormat("fp32"), int8, int4, smallest) for cache in ("fp32", "int8")
+        replace(each, cache=cache)
+        for each in (ModelFormat("fp32"), int8, int4, smallest)
+        for cache in (usual_cache(teacher, each.quantized), "int8")
     ]
 
 

@@ -41,6 +41,7 @@ from compress.pruning.shapes import Shape, widest_shapes
 from sportsllm.console import log
 from sportsllm.errors import GateError
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.memory import usual_cache
 
 EQUAL_PERCENT = 0.3
 """Losses this close count as equal, and the faster model goes first: scoring a short text is not surer."""
@@ -142,12 +143,12 @@ class Search:
         """
         whole = [one for format in self.formats if (one := self.largest(WHOLE, format, sure))]
         fitting = {one.format for one in whole}
-        whole = [one for one in whole if one.format.cache != "int8" or _float_cache(one.format) not in fitting]
+        whole = [one for one in whole if one.format.cache != "int8" or self._float_cache(one.format) not in fitting]
         lines: tuple[list[list[Candidate]], list[list[Candidate]]] = [], []
         for way in self.ways:
             line, most = list[Candidate](), 0
             for format in self.formats if way != WHOLE else ():
-                if not format.quantized or {format, _float_cache(format)} & fitting:
+                if not format.quantized or {format, self._float_cache(format)} & fitting:
                     continue
                 one = self.largest(way, format, sure)
                 if one is not None and one.parameters > _LARGER * most:
@@ -155,6 +156,10 @@ class Search:
             lines[way not in ANCHORS].append(line)
         turns = chain(zip_longest(*lines[0]), zip_longest(*lines[1]))
         return whole + [one for turn in turns for one in turn if one is not None]
+
+    def _float_cache(self, format: ModelFormat) -> ModelFormat:
+        cache = usual_cache(self.teacher, format.quantized) if format.cache == "int8" else format.cache
+        return replace(format, cache=cache)
 
     def nearest(self) -> tuple[Candidate, dict[str, float]]:
         """Of all sizes of all ways, the one whose worst limit is missed by least, and the limits it misses."""
@@ -316,10 +321,6 @@ def nothing_fits(search: Search) -> str:
         f"nothing fits {search.device.name}: {nearest.name} comes nearest, with "
         f"{', '.join(parts)} ({source}); relax {relax}, or start from a smaller teacher"
     )
-
-
-def _float_cache(format: ModelFormat) -> ModelFormat:
-    return replace(format, cache="fp32" if format.cache == "int8" else format.cache)
 
 
 def _good_enough(search: Search) -> bool:

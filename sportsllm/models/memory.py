@@ -151,6 +151,15 @@ def count_bytes(parameters: int, precision: str, block_size: int | None = None) 
     return packed + SCALE_BYTES * blocks + (-(-blocks // 2) if precision == "int4" else 0)
 
 
+def usual_cache(config: ModelConfig, quantized: bool) -> str:
+    """Precision of the cache of an ONNX export by default: float16 if its matrices are quantized.
+
+    A step then reads about as many bytes of the cache as of the matrices, and float16 costs less than the rounding of
+    the matrices' inputs to 8 bits does.
+    """
+    return "fp16" if quantized and config.attention_kind == "grouped_query" else "fp32"
+
+
 def kv_cache_bytes_per_token(config: ModelConfig) -> dict[str, int]:
     """Bytes that all layers cache for a token of one sequence, by precision of the cache."""
     return _cached_bytes(config, per_token=True)
