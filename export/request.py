@@ -66,7 +66,7 @@ class ExportRequest:
         """What the graph caches in."""
         if self.kv_cache is not None:
             return self.kv_cache
-        packed = self.format == "onnx" and quantization_config(self.checkpoint) is not None
+        packed = self.format == "onnx" and not self.inline and quantization_config(self.checkpoint) is not None
         return "fp16" if self.in_half else usual_cache(load_config(self.checkpoint), packed)
 
     def settings(self, rope_scaling: str | None) -> dict[str, Any]:
@@ -132,6 +132,8 @@ def _unfit(request: ExportRequest) -> Iterator[tuple[str, bool]]:
     packed, config = quantization_config(model) or {}, load_config(model)
     dense = not packed
     advice = "use --dtype fp16-weights, or leave --dtype out" if dense else "leave --dtype out"
+    no_half = kind == "gguf" or request.kv_cache in ("fp32", "int8")
+    other = "" if no_half else ", or use --dtype fp16 to compute in float16"
     yield (
         f"--dtype fp16: {model}: this kind of model has no graph in float16; {advice}",
         request.in_half and not computes_in_half(config),
@@ -141,8 +143,7 @@ def _unfit(request: ExportRequest) -> Iterator[tuple[str, bool]]:
         request.in_half and kind == "web" and not dense and packed.get("bits") != 4,
     )
     yield (
-        f"--dtype {dtype}: {model} is packed already and is exported as it is; leave --dtype out"
-        + (", or use --dtype fp16 to compute in float16" if kind != "gguf" and request.kv_cache != "int8" else ""),
+        f"--dtype {dtype}: {model} is packed already and is exported as it is; leave --dtype out{other}",
         dtype is not None and not dense and not request.in_half,
     )
     if kind == "gguf":

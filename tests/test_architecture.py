@@ -75,11 +75,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_932,
+    "sportsllm": 18_945,
     "compress": 7_691,
-    "export": 6_374,
+    "export": 6_364,
     "benchmarks": 9_088,
-    "tests": 25_298,
+    "tests": 25_326,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -27,7 +27,7 @@ from export.graph.builder import FLOAT, HALF, INT8, INT64, UINT8, Builder, Graph
 from export.graph.calls import KernelCalls, KernelUse
 from export.graph.feed_forward import Gated, MixtureOfExperts, Plain
 from export.graph.grouped_query import OrtGroupedQuery, StandardGroupedQuery
-from export.graph.kernel_layers import EmittedLayer, add_head, add_layer, kernels_lack
+from export.graph.kernel_layers import EmittedLayer, add_head, add_layer
 from export.graph.latent import LatentAttention
 from export.graph.layer import LayerBuilder, SublayerBuilder
 from export.graph.lstm import LSTM
@@ -47,6 +47,7 @@ from sportsllm.models.description import (
     block_state,
     cached_shape,
 )
+from sportsllm.models.memory import kernels_lack
 from sportsllm.models.sublayer import HIDDEN, Matrix
 
 _PACKED_TYPES = {ir.DataType.INT4, ir.DataType.UINT4, INT8, UINT8}

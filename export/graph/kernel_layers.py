@@ -17,6 +17,7 @@ from export.graph.layer import LayerBuilder, SublayerBuilder
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import HEAD, LAST_NORM, NORMS, OUTPUT_NORMS
 from sportsllm.models.kinds import SHARED, routed_names
+from sportsllm.models.memory import kernels_lack
 from sportsllm.models.sublayer import HIDDEN, Matrix
 
 _WHOLE_KINDS = ("swiglu", "geglu", "gelu")
@@ -71,19 +72,6 @@ def add_layer(layers: LayerBuilder, attention: SublayerBuilder, mlp: SublayerBui
         emitted.made = call.outputs["out"]
         emitted.out = emitted.out if emitted.last else emitted.made
     graph.extend(emitted.last)
-
-
-def kernels_lack(config: ModelConfig) -> list[str]:
-    """What attention, or the residual stream around it, has that no kernel computes."""
-    parts = {
-        f"attention {config.attention_kind}": config.attention_kind != "grouped_query",
-        "no norm before a sublayer": not config.input_norms,
-        "a norm of all heads together": config.joint_qk_norm,
-        "heads that are rotated in part": config.rotary_dim is not None,
-        "a parallel residual": config.parallel_residual,
-        "bounded scores": config.attention_softcap is not None,
-    }
-    return [part for part, given in parts.items() if given]
 
 
 def _attention_call(

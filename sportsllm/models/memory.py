@@ -155,9 +155,22 @@ def usual_cache(config: ModelConfig, quantized: bool) -> str:
     """Precision of the cache of an ONNX export by default: float16 if its matrices are quantized.
 
     A step then reads about as many bytes of the cache as of the matrices, and float16 costs less than the rounding of
-    the matrices' inputs to 8 bits does.
+    the matrices' inputs to 8 bits does. ONNX Runtime's own operator is slower over such a cache.
     """
-    return "fp16" if quantized and config.attention_kind == "grouped_query" else "fp32"
+    return "fp16" if quantized and not kernels_lack(config) else "fp32"
+
+
+def kernels_lack(config: ModelConfig) -> list[str]:
+    """What attention, or the residual stream around it, has that no kernel computes."""
+    parts = {
+        f"attention {config.attention_kind}": config.attention_kind != "grouped_query",
+        "no norm before a sublayer": not config.input_norms,
+        "a norm of all heads together": config.joint_qk_norm,
+        "heads that are rotated in part": config.rotary_dim is not None,
+        "a parallel residual": config.parallel_residual,
+        "bounded scores": config.attention_softcap is not None,
+    }
+    return [part for part, given in parts.items() if given]
 
 
 def kv_cache_bytes_per_token(config: ModelConfig) -> dict[str, int]:

@@ -10,9 +10,11 @@ import pytest
 
 import sportsllm
 from export.graph.decoder import WrittenGraph, write_graph
+from export.request import ExportRequest, refuse
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import verify_directory
+from sportsllm.inference.calibration import CalibrationText
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.config import Selection
 from tests.support import families
@@ -107,6 +109,32 @@ def test_forms_that_a_model_has_not_are_refused(
     with pytest.raises(UsageError, match=said) as caught:
         sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1, **options)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("bits", "changes", "options", "cache"),
+    [
+        (4, {}, {}, "fp16"),
+        (8, {"qk_norm": True}, {}, "fp16"),
+        (None, {}, {}, "fp32"),
+        (None, {}, {"dtype": "fp16"}, "fp16"),
+        (4, {}, {"kv_cache": "fp32"}, "fp32"),
+        (4, {}, WEB, "fp32"),
+        (4, {}, STANDARD, "fp32"),
+        (4, {}, {"inline": True}, "fp32"),  # slower over a float16 cache, as whatever has no kernels
+        (4, {"attention_softcap": 50.0}, {}, "fp32"),
+        (4, {"rotary_dim": 8}, {}, "fp32"),
+    ],
+)
+def test_what_an_export_caches_in_by_default(
+    bits: int | None, changes: dict[str, Any], options: dict[str, Any], cache: str, tmp_path: Path
+) -> None:
+    model = tiny_model(**changes)
+    save(tmp_path / "checkpoint", model, {**pack_model(model, bits), "bits": bits} if bits else None)
+    given = {"format": "onnx", "dtype": None, "kv_cache": None, "inline": False, "threads": 1, "provider": "cpu"}
+    request = ExportRequest(checkpoint=tmp_path / "checkpoint", given=CalibrationText(()), **given | options)
+    refuse(request)
+    assert request.cache == cache
 
 
 def test_bad_requests(checkpoint: Path, tmp_path: Path) -> None:
