@@ -79,7 +79,7 @@ MOST_LINES = {
     "compress": 7_691,
     "export": 6_364,
     "benchmarks": 9_088,
-    "tests": 25_326,
+    "tests": 25_345,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -127,15 +127,16 @@ def test_a_draft_reads_a_prompt_in_chunks_between_tokens(exports: Exports, monke
     assert sum(widths) < 60  # the beginning was held
 
 
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("with_draft", [False, True])
-def test_the_same_in_slots(with_draft: bool, exports: Exports) -> None:
+def test_the_same_in_slots(with_draft: bool, settings: dict[str, Any], exports: Exports) -> None:
     from threading import Lock, Thread
 
     from sportsllm.inference.decoder import StopSearch
     from sportsllm.serving.engine import Engine, Job, Piece
     from sportsllm.serving.sampler import Sampler
 
-    directory = exports(**SETTINGS[0]).directory
+    directory = exports(**settings).directory
     decoder, draft = OnnxDecoder(directory, 1), OnnxDecoder(directory, 1, kernels="portable") if with_draft else None
     engine = Engine(open_slots(directory, 2, None, 1), 10**6, 9, Lock(), draft)
     thread, ended = Thread(target=engine.run), list[Job]()

@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 
 import sportsllm
+from compress.quantization.config import QuantizationConfig
+from compress.quantize import quantize_checkpoint
 from sportsllm.model import LoadedModel
 
 pytest.importorskip("starlette")
@@ -187,10 +189,31 @@ def test_a_template_renders_in_a_process_that_stays(export: Path, tmp_path: Path
     renderer.close()
 
 
-def test_requests_at_once_get_what_they_get_alone(
-    client: httpx.Client, served: ServedModel, loaded: LoadedModel
-) -> None:
+@pytest.fixture(scope="module")
+def packed(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """stories260K as ONNX in INT4, which calls kernels, with a float16 cache."""
+    out = tmp_path_factory.mktemp("packed")
+    quantize_checkpoint(stories, out / "int4", QuantizationConfig(), "rtn")
+    sportsllm.export(out / "int4", out=out / "onnx", kv_cache="fp16")
+    return out / "onnx"
+
+
+@pytest.mark.parametrize("fixture", ["export", "packed"])
+def test_requests_at_once_get_what_they_get_alone(fixture: str, request: pytest.FixtureRequest) -> None:
     """Ragged prompts, more requests than slots, some abandoned on the way."""
+    directory = request.getfixturevalue(fixture)
+    served, loaded = start(directory), sportsllm.load(directory, threads=1)
+    with served_by(served) as client:
+        _ask_at_once(client, loaded)
+    engine = served.engine
+    deadline = time.monotonic() + 10
+    while (engine.running or engine.waiting) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not engine.running and not engine.waiting
+    served.stop()
+
+
+def _ask_at_once(client: httpx.Client, loaded: LoadedModel) -> None:
     prompts = [" ".join(["One day a cat saw a bird."] * (1 + number % 7)) + f" {number}" for number in range(24)]
 
     async def ask(there: httpx.AsyncClient, number: int) -> str:
@@ -211,11 +234,6 @@ def test_requests_at_once_get_what_they_get_alone(
             tokens = 5 + 3 * (number % 6)
             expected = "".join(loaded.generate(prompts[number], max_new_tokens=tokens, temperature=0))
             assert text == expected, number
-    engine = served.engine
-    deadline = time.monotonic() + 10
-    while (engine.running or engine.waiting) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not engine.running and not engine.waiting
 
 
 class _Panic(BaseException):
