@@ -232,12 +232,17 @@ def own_questions(
     """Questions that a model writes itself after the beginning of a user's turn (Magpie, arxiv.org/abs/2406.08464).
 
     Raises:
-        ArtifactError: it ends none within half of `longest` tokens.
+        ArtifactError: it ends none within half of `longest` tokens, or nothing is written before a user's message.
     """
     from sportsllm.inference.batch_sampling import NO_TEXT, OWN_DISTRIBUTION, sampled_batches
 
     (turn,) = _chat_prompts(tokenizer, [_PLACE])
     start = tokenizer.encode(turn.partition(_PLACE)[0], special=True)
+    if not start:
+        raise ArtifactError(
+            f"{tokenizer.directory}: its chat template writes nothing before a user's message, so the model cannot "
+            "make up questions; give --prompts"
+        )
     most, found = len(start) + min(QUESTION_TOKENS, longest // 2), list[str]()
     batches = sampled_batches(model, tokenizer, [start], OWN_DISTRIBUTION, most, rows, seed, tokenizer.turn_ends)
     with closing(batches):

@@ -11,6 +11,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.batch_sampling import default_rows
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.models import saved, tiny_config, tiny_model
+from tests.support.pages import chat_model
 
 
 def test_a_model_writes_a_corpus(checkpoint: Path, tmp_path: Path) -> None:
@@ -88,6 +89,9 @@ def test_prompts_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path) -
     path.write_text("\n \n", encoding="utf-8")
     with pytest.raises(ArtifactError, match="holds no text"):
         sample(checkpoint, out=tmp_path / "x", tokens=10, sequence=20, prompts=path)
+    silent = chat_model(checkpoint, tmp_path / "silent")
+    with pytest.raises(ArtifactError, match="writes nothing before a user's message"):
+        sample(silent, out=tmp_path / "x", tokens=10, sequence=20, chat=True)
     with pytest.raises(UsageError, match="context"):
         sample(checkpoint, out=tmp_path / "x", tokens=10, sequence=100_000)
     with pytest.raises(UsageError, match="--temperature is 0"):
