@@ -140,7 +140,7 @@ def export(
             report = check()
             if format != "gguf" and not report.passed and report.only_rounding_failed():
                 facts, report = _widen_inputs(request, source, directory, facts, report)
-        _require(checkpoint, report)
+        _require(checkpoint, report, request.cache == "fp16" and not request.in_half)
         parity = report.to_dict()
         write_json(directory / "parity.json", parity)
         return {
@@ -252,20 +252,22 @@ def _write_gguf(request: ExportRequest, checkpoint: Path, directory: Path) -> _W
     return facts, lambda: check_gguf(checkpoint, directory / GGUF_FILE, request.threads, rounded)
 
 
-def _require(checkpoint: Path, report: ParityReport) -> None:
+def _require(checkpoint: Path, report: ParityReport, half_cache: bool) -> None:
     """Publish nothing that missed the gate."""
     failures = report.failures()
     if not failures:
         return
     found = "; ".join(failures[:3])
+    retry = "; try --kv-cache fp32" if half_cache else ""
     if report.only_rounding_failed():
         raise GateError(
             f"{checkpoint}: rounding activations to 8 bits changes this model too much ({found}); nothing was "
-            "published; quantize it in blocks (--group-size 32) by --method balance or gptq, or export it unquantized"
+            f"published{retry}; quantize it in blocks (--group-size 32) by --method balance or gptq, or export it "
+            "unquantized"
         )
     raise GateError(
-        f"{checkpoint}: the export does not match the model ({found}); nothing was published, please report it with "
-        "this line"
+        f"{checkpoint}: the export does not match the model ({found}); nothing was published{retry}; please report it "
+        "with this line"
     )
 
 

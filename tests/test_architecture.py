@@ -77,9 +77,9 @@ LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_945,
     "compress": 7_696,
-    "export": 6_364,
+    "export": 6_366,
     "benchmarks": 9_088,
-    "tests": 25_349,
+    "tests": 25_364,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -14,6 +14,7 @@ from export.graph.decoder import write_graph
 from export.parity.check import check_parity
 from export.parity.wide_inputs import InputGroup, Remedy, choose_groups, measure_groups, round_inputs
 from export.runtime.decoder import OnnxDecoder
+from sportsllm.errors import GateError
 from sportsllm.formats.checkpoint import load_checkpoint
 from tests.support.export_models import CONTEXT, logits_of, pack_model, save, tiny_model
 
@@ -54,6 +55,20 @@ def test_without_it_the_gate_refuses(tmp_path: Path) -> None:
     assert report.only_rounding_failed() and report.excess() > 1
 
 
+def test_keys_beyond_float16_need_a_float32_cache(tmp_path: Path) -> None:
+    """A channel that does not turn and is alike in all keys adds the same to all scores."""
+    model = tiny_model(max_position_embeddings=CONTEXT, attention_bias=True, rope_theta=1e30)
+    for block in model.model.layers:
+        with torch.no_grad():
+            block.self_attn.q_proj.weight[15::16] *= 1e-4
+            block.self_attn.q_proj.bias[15::16] = 0
+            block.self_attn.k_proj.bias[15::16] = 1e5
+    checkpoint = save(tmp_path / "checkpoint", model, pack_model(model, 8))
+    with pytest.raises(GateError, match="nothing was published; try `kv_cache` fp32; "):
+        sportsllm.export(checkpoint, out=tmp_path / "out", threads=1)
+    assert sportsllm.export(checkpoint, out=tmp_path / "out", threads=1, kv_cache="fp32").parity["passed"]
+
+
 @pytest.mark.parametrize("changes", [{}, {"intermediate_size": 100, "hidden_size": 72}], ids=["whole blocks", "padded"])
 @pytest.mark.parametrize("standard", [False, True])
 def test_all_inputs_in_16_bits_are_nearly_exact(changes: dict[str, int], standard: bool, tmp_path: Path) -> None:
@@ -72,7 +87,7 @@ def test_a_model_that_passes_keeps_its_bytes(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint", model, pack_model(model, 8))
     result = sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1)
     (plain := tmp_path / "plain").mkdir()
-    write_graph(tmp_path / "checkpoint", plain)
+    write_graph(tmp_path / "checkpoint", plain, GraphForm(half_cache=True))
     assert result.wide_inputs == ["model.embed_tokens"]
     assert all((tmp_path / "out" / file.name).read_bytes() == file.read_bytes() for file in plain.iterdir())
 
