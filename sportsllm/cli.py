@@ -149,8 +149,9 @@ def _with_json(function: Command) -> Command:
         use_stderr(json_output)
         asked: _Asked = invocation.obj
         if asked.text_field is not None:
-            if "settings" not in kwargs:
-                raise UsageError(f"--text-field is for {settings.GROUPS['Text'][0]}")
+            commands = settings.GROUPS["Text"][0]
+            if invocation.command_path.partition(" ")[2] not in commands.split(", "):
+                raise UsageError(f"--text-field is for {commands}")
             kwargs["settings"] = [*(kwargs["settings"] or ()), f"text_field={asked.text_field}"]
         if max(processes.count(), asked.nproc) > 1 and function.__name__ not in _TOGETHER:
             raise UsageError(f"runs in one process; {' and '.join(_TOGETHER)} take several")

@@ -53,8 +53,11 @@ def start(number: int, words: Sequence[str]) -> int:
     config = LaunchConfig(
         1, 1, number, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
     )
+    config.local_addr = "localhost"  # the machine's name may have no address
     try:
-        elastic_launch(config, sys.executable)("-m", "sportsllm.cli", *words)
+        elastic_launch(config, sys.executable)(
+            "-P", "-m", "sportsllm.cli", *words
+        )  # -P: no modules of the working folder
     except ChildFailedError as error:
         failed = error.get_first_failure()[1]
         if failed.exitcode < 0:

@@ -84,7 +84,7 @@ CASES: list[tuple[str, int, str]] = [
     (f"export {MODEL} --out {NEW} --bits 4", USAGE, "no option --bits; quantize has it"),
     (f"eval {MODEL} --text {TEXT} --loss-on all", USAGE, "no option --loss-on; write --set loss_on=VALUE"),
     (f"eval {MODEL} --text {TEXT} --text-field", USAGE, "--text-field needs the name"),
-    ("plan small --text-field body", USAGE, "there is no 'text_field'; it is for train, distill"),
+    ("plan small --text-field body", USAGE, "--text-field is for train, distill"),
     (f"generate {MODEL} --text-field body", USAGE, "--text-field is for train, distill"),
     (f"prune {MODEL} --out {NEW} --kl-weight 1", USAGE, "no option --kl-weight; write --set kl_weight=VALUE"),
     (f"train {MODEL} --kl-weight 1", USAGE, "no option --kl-weight; distill has it"),

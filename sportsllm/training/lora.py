@@ -23,6 +23,7 @@ from sportsllm.models.kinds import ROUTER
 from sportsllm.models.language_model import SportsLLM
 
 ALPHA = 32.0
+"""The scale, divided by the rank."""
 
 
 class LoRALinear(nn.Module):

@@ -16,7 +16,6 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.settings import TRAINING, check_optimizer_bits, check_value
 
 _LEAST_TOKENS_PER_STEP, _MOST_TOKENS_PER_STEP = 1_024, 8_192
-"""LoRA's scale, divided by the rank."""
 
 
 @dataclass(frozen=True)

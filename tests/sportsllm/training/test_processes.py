@@ -176,15 +176,29 @@ def _runs(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+def _odd_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module of a library's name, on a machine whose own name has no address."""
+    for name, text in (
+        ("sitecustomize", "import socket; socket.getfqdn = lambda name='': 'machine.invalid'"),
+        ("here/numpy", "raise SystemExit('numpy of the working folder')"),
+    ):
+        path = folder / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder / "here"
+
+
 @pytest.mark.parametrize("sharded", ["false", "true"])
 def test_two_processes_take_the_steps_of_one_and_one_finishes_what_two_began(
-    cli: CommandLine, corpus_file: Path, tmp_path: Path, sharded: str
+    cli: CommandLine, corpus_file: Path, tmp_path: Path, sharded: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The order of the gradients' sums differs by float32 rounding, which 60 steps of AdamW enlarge below 1e-5."""
     one, two = tmp_path / "one", tmp_path / "two"
     assert cli(*arguments(corpus_file, one))[0] == 0
     words = [*arguments(corpus_file, two), "--set", f"shard={sharded}"]
-    start = ["-m", "sportsllm.cli", *words, "--nproc", "2"]
+    start = ["-P", "-m", "sportsllm.cli", *words, "--nproc", "2"]
+    monkeypatch.chdir(_odd_machine(tmp_path, monkeypatch))
     with process_group(*start) as run:
         wait_for(run, partial_directory(two) / "metrics.jsonl", 400)
         interrupt(run)
