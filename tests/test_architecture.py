@@ -79,7 +79,7 @@ MOST_LINES = {
     "compress": 7_696,
     "export": 6_366,
     "benchmarks": 9_088,
-    "tests": 25_378,
+    "tests": 25_388,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -16,7 +16,7 @@ const loaded = load();
 async function load() {
   const wanted = new URLSearchParams(location.search).get("device");
   const adapter = wanted === "wasm" ? null : await navigator.gpu?.requestAdapter().catch(() => null);
-  if (adapter && (wanted === "webgpu" || !adapter.info.isFallbackAdapter)) {  // software is slower than WebAssembly
+  if (adapter && (wanted === "webgpu" || !adapter.info?.isFallbackAdapter)) {  // software is slower than WebAssembly
     try {
       (await adapter.requestDevice()).destroy();  // ONNX Runtime would wait for ever if there were none
       const model = await pipeline("text-generation", ".", { device: "webgpu" });
