@@ -20,7 +20,7 @@ CACHES = ("fp32", "fp16", "int8")
 # The graph file without its weights: once, and a layer; a layer more with an INT8 cache (beside its scales) or standard
 # operators. Measured: 4,200 to 5,600 a layer, 400, ...
 GRAPH_BYTES, LAYER_GRAPH_BYTES = 4_000, 5_000
-INT8_CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES = 400, 7_600
+CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES = {"fp32": 0, "fp16": 240, "int8": 400}, 7_600
 _HEAD_FORMATS = {4: "int4", 8: "int8", 32: "fp32"}
 
 
@@ -177,7 +177,7 @@ def stored_format(directory: Path) -> ModelFormat:
 
 def _graph_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     """The decoding graph, with an INT8 cache's scale for each channel."""
-    a_layer = LAYER_GRAPH_BYTES + STANDARD_GRAPH_BYTES * stored.standard
+    a_layer = LAYER_GRAPH_BYTES + CACHE_GRAPH_BYTES[stored.cache] + STANDARD_GRAPH_BYTES * stored.standard
     if stored.cache == "int8":
-        a_layer += INT8_CACHE_GRAPH_BYTES + 4 * sum(math.prod(state.shape) for state in block_state(config))
+        a_layer += 4 * sum(math.prod(state.shape) for state in block_state(config))
     return GRAPH_BYTES + config.num_hidden_layers * a_layer

@@ -98,7 +98,7 @@ def peers(texts: Sequence[str] | None) -> list[Made]:
     """Models of other programs, each with its format as label."""
     found = parse_runtimes(texts, Path())
     if wrong := [one.name for one in found if one.kind not in (*READERS, OTHER) or "+" not in one.name]:
-        raise UsageError(f"--peer {wrong[0]}: write RUNTIME+FORMAT=PATH with one of {', '.join(READERS)}")
+        raise UsageError(f"peer {wrong[0]}: write RUNTIME+FORMAT=PATH with one of {', '.join(READERS)}")
     return [Made(TITLES.get(one.kind, one.kind), one.name.partition("+")[2], one) for one in found]
 
 
