@@ -17,8 +17,9 @@ from sportsllm.models.description import block_matrices, block_state, sublayers
 from sportsllm.models.memory import WeightFormat, matrix_parameters, weight_bytes
 
 CACHES = ("fp32", "fp16", "int8")
-# The graph file without its weights: once, and a layer; a layer more with an INT8 cache (beside its scales) or standard
-# operators. Measured: 4,200 to 5,600 a layer, 400, ...
+# The graph file without its weights: once, and a layer; a layer more with a smaller cache (beside INT8 scales) or
+# standard operators. Measured: 4,200 to 5,600 a layer, 400, ...; a float16 cache adds 2,250 for each form of layer, 240
+# to 2,250 a layer.
 GRAPH_BYTES, LAYER_GRAPH_BYTES = 4_000, 5_000
 CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES = {"fp32": 0, "fp16": 240, "int8": 400}, 7_600
 _HEAD_FORMATS = {4: "int4", 8: "int8", 32: "fp32"}

@@ -78,7 +78,7 @@ MOST_LINES = {
     "sportsllm": 18_949,
     "compress": 7_696,
     "export": 6_366,
-    "benchmarks": 9_088,
+    "benchmarks": 9_089,
     "tests": 25_388,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
