@@ -15,6 +15,7 @@ Shape suffixes: R rows, N tokens, C tokens of a chunk, V vocabulary, K stored id
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -165,7 +166,7 @@ def open_teacher_cache(training: StudentTraining, wanted: CacheInfo, directory: 
 
 
 class CachedBatches(PackedSequences):
-    """Rows 0 to `rows` - 1 of a packed corpus, over and over: batch i holds rows (i * batch_size + position) % rows."""
+    """Rows 0 to `rows` - 1 of a packed corpus, over and over."""
 
     def __init__(self, documents: TokenizedDocuments, length: int, batch_size: int, seed: int, rows: int) -> None:
         super().__init__(documents, length, batch_size, seed)
@@ -176,14 +177,9 @@ class CachedBatches(PackedSequences):
         """Tokens seen in one pass over the stored rows."""
         return self.rows * self.length
 
-    def batch(self, index: int) -> Batch:
-        """Batch number `index`."""
-        return self.gather(cached_rows(index, self.batch_size, self.rows), index)
-
-
-def cached_rows(index: int, count: int, rows: int) -> list[int]:
-    """The rows of batch `index` of `count` rows each."""
-    return [(index * count + position) % rows for position in range(count)]
+    def gather(self, numbers: Sequence[int], index: int = 0) -> Batch:
+        """A batch of the given rows, counted from 0 over all passes."""
+        return super().gather([number % self.rows for number in numbers], index)
 
 
 @dataclass(frozen=True)
@@ -240,7 +236,8 @@ class TeacherCache:
 
     def targets(self, batch: Batch) -> SparseTargets:
         """What is stored for a batch of `CachedBatches`, on the batch's device."""
-        places = [divmod(row, ROWS_PER_SHARD) for row in cached_rows(batch.index, len(batch.tokens), self.info.rows)]
+        numbers = range(batch.index * len(batch.tokens), (batch.index + 1) * len(batch.tokens))
+        places = [divmod(number % self.info.rows, ROWS_PER_SHARD) for number in numbers]
         rows = [{name: tensor[place] for name, tensor in self._shard(shard).items()} for shard, place in places]
         with torch.autocast("cpu", enabled=False):  # which cannot stack float16
             stored = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
