@@ -103,6 +103,8 @@ def choose_shape(
     elif tokens != 0:
         shapes = candidate_shapes(config, share)
         shape = next(iter(in_family(config, dict.fromkeys([shape, *shapes], 0))))
+        if job.recovery is not None:
+            job.recovery.prepare(config)  # signals for all of it: a finalist would make those of its own few tokens
         made = manifest_of(out).results.get("shape")  # refuse what another job made before the search, not after it
         there = next((one for one in shapes if one.sizes() == made), shape)
         finished = finished_manifest(out, job.stage(there))

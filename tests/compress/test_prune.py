@@ -196,6 +196,12 @@ def test_a_search_leaves_finished_stages_behind(
             run(tmp_path / "out", **given | other)
 
 
+def test_signals_are_made_for_the_whole_recovery_before_a_search(run: Pruning, tmp_path: Path) -> None:
+    settings = STEPS | {"finalists": 1, "signals": tmp_path / "signals"}
+    run(tmp_path / "out", settings, params=0.51, search=128, recover=512)
+    assert json.loads((tmp_path / "signals" / "signals.json").read_text(encoding="utf-8"))["rows"] == 512 // 64
+
+
 @pytest.mark.parametrize("kind", [{}, {"mlp_kind": "experts", "experts": Experts(4, 2), "tie_word_embeddings": False}])
 def test_a_large_model_is_cut_layer_by_layer_to_the_same_bytes(
     kind: dict[str, Any], tokenizer_directory: Path, run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
