@@ -46,7 +46,7 @@ def inspect(
     text: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Show which tokens of this text each head attends to.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Page to write: the parts, and maps.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Page to write: parts and attention.")] = None,
 ) -> InspectResult:
     """Draw a model's parts, and show its attention on a text."""
     from benchmarks.inspection.attention import attention_chart, measure_attention

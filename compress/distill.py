@@ -41,7 +41,7 @@ def distill(
     teacher: Annotated[str, typer.Option(help="A checkpoint, or PRESET for runs/PRESET."), options.BY_NAME],
     student: Annotated[
         str | None,
-        typer.Option(help="A preset, or a checkpoint.", show_default="the teacher with --select-tokens"),
+        typer.Option(help="A preset, or a checkpoint.", show_default="the teacher; required without --select-tokens"),
         options.BY_NAME,
     ] = None,
     corpus: options.Corpus = None,
@@ -53,8 +53,8 @@ def distill(
     start: Annotated[
         str | None,
         _shape(
-            help="cut: the teacher, pruned to the student's shape; fresh: random weights. Only the shape of a "
-            "checkpoint student is used then.",
+            help="cut: the teacher, pruned to the student's shape; fresh: random weights. Both use only the "
+            "shape of a checkpoint student.",
             show_default="the weights of a checkpoint student, else cut if the shape allows it",
         ),
     ] = None,
