@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from itertools import islice
+from functools import partial
+from itertools import accumulate, chain, islice
 from pathlib import Path
-from threading import Thread, Timer
+from threading import Timer
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -57,8 +58,8 @@ def find_template(directory: Path) -> tuple[str | None, JsonObject]:
             raise ArtifactError(f"{file}: not UTF-8 at byte {error.start}; copy it again") from None
     found = settings.get("chat_template")
     if isinstance(found, list):  # several by name
-        named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
-        found = named[0].get("template") if named else None
+        named = (item for item in found if isinstance(item, dict) and item.get("name") == "default")
+        found = next(named, {}).get("template")
     return found if isinstance(found, str) else None, settings
 
 
@@ -128,9 +129,10 @@ def _header(directory: Path, special: Sequence[str] | None = None) -> JsonObject
         )
     if importlib.util.find_spec("jinja2") is None:
         raise ModuleNotFoundError("jinja2", name="jinja2")
-    special_names = {key: value for key, value in settings.items() if key.endswith("_token")}
-    names = {key: each.get("content") if isinstance(each, dict) else each for key, each in special_names.items()}
-    return {"template": template, "names": names, "special": special, "seconds": _MOST_SECONDS}
+    tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
+    names = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
+    absent = dict.fromkeys(("tools", "documents"))  # defined: templates ask whether they are none
+    return {"template": template, "names": absent | names, "special": special, "seconds": _MOST_SECONDS}
 
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -161,40 +163,32 @@ class ChatRenderer:
         Those after a problem are not answered. If the child ends or takes too long, only the first conversations are,
         the very first one at least.
         """
-        child = self._child
+        child, lines = self._child, list[bytes]()
+        requests: list[object] = [[[dict(message) for message in messages] for messages in conversations]]
         if child is None or child.poll() is not None:
             pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
             own: dict[str, Any] = {"cwd": _ROOT, "start_new_session": True}  # Ctrl-C is for the parent, which saves
             child = self._child = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, stderr=nowhere, **own)
-            self._send(child, [self._header])
-        requests, lines = [[dict(message) for message in messages] for messages in conversations], list[bytes]()
+            requests.insert(0, self._header)
         late, began = Timer(_LONGEST_S, child.kill), time.monotonic()
-        sender = Thread(target=self._send, args=(child, requests))  # both pipes may be full at the same time
         late.start()
-        sender.start()
         try:
-            assert child.stdout is not None
-            for line in islice(child.stdout, len(requests)):
+            assert child.stdin is not None and child.stdout is not None
+            with suppress(BrokenPipeError):  # it reads all of a line before it answers
+                child.stdin.writelines(json.dumps(request).encode() + b"\n" for request in requests)
+                child.stdin.flush()
+            for line in islice(child.stdout, len(conversations)):
                 lines += [line] if line.endswith(b"\n") else []
                 if line.startswith(b'{"problem"'):
                     break  # callers end here: the others may take as long, or as much memory
         finally:
             late.cancel()
-            if len(lines) < len(requests):  # its pipes close before it is seen to have ended
-                child.kill()
-                sender.join()
+            if len(lines) < len(conversations):  # its pipes close before it is seen to have ended
                 self.close()
         if lines:
             return [parse_json(line, self._directory) for line in lines]
         too_long = child.returncode == -getattr(signal, "SIGXCPU", 0) or time.monotonic() - began >= _LONGEST_S
         return [{"problem": f"it takes longer than {_MOST_SECONDS} s" if too_long else "it ended its process"}]
-
-    @staticmethod
-    def _send(child: subprocess.Popen[bytes], requests: Sequence[object]) -> None:
-        with suppress(BrokenPipeError):
-            assert child.stdin is not None
-            child.stdin.writelines(json.dumps(request).encode() + b"\n" for request in requests)
-            child.stdin.flush()
 
     def close(self) -> None:
         """End the child process."""
@@ -205,23 +199,23 @@ class ChatRenderer:
 
 
 def _render_requests() -> None:
-    """In the child process: read a template and conversations, a line each, and write a line of JSON for each."""
+    """In the child process: read a template and lines of conversations, and write a line of JSON for each of them."""
     with suppress(ImportError, ValueError, OSError):  # no such limits on Windows and, for memory, macOS
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     header, template = json.loads(sys.stdin.readline()), None
-    for line in sys.stdin:
+
+    def render(messages: Messages, prompt: bool) -> str:
+        nonlocal template
+        template = template or _compiled(header["template"])
+        return _rendered(template, messages, {**header["names"], "add_generation_prompt": prompt})
+
+    for messages in chain.from_iterable(map(json.loads, sys.stdin)):
         with suppress(NameError, ValueError, OSError):
             until = math.ceil(time.process_time()) + header["seconds"]
             resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
         try:
-            template = template or _compiled(header["template"])
-            messages, names = json.loads(line), header["names"]
-
-            def render(messages: Messages, prompt: bool, template: Any = template, names: JsonObject = names) -> str:
-                return _rendered(template, messages, {**names, "add_generation_prompt": prompt})
-
             if header["special"] is None:
                 output = json.dumps({"text": render(messages, True).replace(_BEGIN, "").replace(_END, "")})
             else:
@@ -256,7 +250,7 @@ def _compiled(source: str) -> Any:
     # Hugging Face's templates are written for these settings and names.
     extensions = [Generation, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     return environment.from_string(source)
 
@@ -288,13 +282,9 @@ def _with_replies(render: Callable[[Messages, bool], str], messages: Messages, h
     """A whole conversation and its replies, see `render_conversations`."""
     whole = render(messages, False)
     if _GENERATION.search(header["template"]):
-        first, *marked = whole.split(_BEGIN)
-        text, replies = first, []
-        for piece in marked:
-            reply, _, after = piece.partition(_END)
-            replies.append((len(text), len(text) + len(reply)))
-            text += reply + after
-        return RenderedChat(text, replies)
+        parts = re.split(f"{_BEGIN}|{_END}", whole)
+        ends = [*accumulate(map(len, parts))]
+        return RenderedChat("".join(parts), [*zip(ends[::2], ends[1::2], strict=False)])
     special, replies, read = tuple(header["special"]), list[tuple[int, int]](), 0
     for place, message in enumerate(messages):
         if message["role"] not in ("user", "assistant"):

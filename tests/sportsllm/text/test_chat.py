@@ -24,7 +24,9 @@ CHATML = """{%- if not messages -%}
     {% endif %}
 {{ '<turn>' + message['role'] + '\n' + message['content'] | trim + eos_token + '\n' }}
 {% endfor %}
-{{ messages[0] | tojson }}{% if add_generation_prompt %}{{ '<turn>assistant\n' }}{% endif %}"""
+{{ messages[0] | tojson }}{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true, ensure_ascii=true) }}
+{% if tools is not none or documents is not none %}You have tools.{% endif %}
+{% if add_generation_prompt %}{{ '<turn>assistant\n' }}{% endif %}"""
 MESSAGES = [
     {"role": "user", "content": " Who won the “Cup”? "},
     {"role": "assistant", "content": "They did."},
