@@ -25,7 +25,6 @@ from sportsllm.text.packing import IGNORE, Batch
 from sportsllm.training.loop import Loss
 from sportsllm.training.loss import (
     ChunkLoss,
-    cross_entropy,
     cross_entropy_chunk,
     head_loss,
     scored_sum_,
@@ -55,20 +54,14 @@ def distillation_loss(config: DistillationConfig, teacher: SportsLLM | None, cac
     """
 
     def loss(student: SportsLLM, batch: Batch) -> Tensor:
-        weight = config.kl_weight
-        if cache is None and weight == 0.0 and not config.hidden_weight:
-            hidden = student.hidden(batch.tokens, batch.documents)
-            return cross_entropy(hidden, student.head_weight, batch.targets, softcap=student.config.logit_softcap)
         theirs: list[Tensor] | None = [] if config.hidden_weight else None
         ours: list[Tensor] | None = [] if config.hidden_weight else None
         logits = None if teacher is None else teacher_logits(teacher, batch, theirs, config.exact_logits)
         hidden = student.hidden(batch.tokens, batch.documents, states=ours)
         if cache is not None:
-            chunk_loss = cache.chunk_loss(batch, weight)
+            chunk_loss = cache.chunk_loss(batch, config.kl_weight)
         else:
-            assert logits is not None, "without a cache the teacher runs"
-            targets_N = batch.targets.flatten()
-            chunk_loss = mixed_chunk(targets_N, logits, weight, config.temperature)
+            chunk_loss = kl_chunk(batch.targets.flatten(), logits, config.kl_weight, config.temperature)
         chunk_loss = softcapped_chunk(chunk_loss, student.config.logit_softcap)
         total = head_loss(hidden.flatten(0, 1), student.head_weight, chunk_loss, exact=config.exact_logits)
         if ours and theirs:
@@ -79,32 +72,40 @@ def distillation_loss(config: DistillationConfig, teacher: SportsLLM | None, cac
     return loss
 
 
-def mixed_chunk(targets_N: Tensor, teacher: TeacherLogits, kl_weight: float, temperature: float = 1.0) -> ChunkLoss:
-    """kl_weight * `kl_chunk` + (1 - kl_weight) * cross-entropy; a weight of 1 or 0 leaves the other out."""
-    if kl_weight == 1.0:
-        return kl_chunk(targets_N, teacher, temperature)
-    entropy = cross_entropy_chunk(targets_N)
+def kl_chunk(
+    targets_N: Tensor, teacher: TeacherLogits | None, kl_weight: float = 1.0, temperature: float = 1.0
+) -> ChunkLoss:
+    """kl_weight * T^2 * KL(p || q) + (1 - kl_weight) * cross-entropy, 0 if the target is IGNORE.
+
+    At temperature 1 one softmax of the student serves both: with w = kl_weight the gradient is
+    w * (q - p) + (1 - w) * (q - onehot) = q - w * p - (1 - w) * onehot.
+
+    Args:
+        teacher: not asked if kl_weight is 0.
+        temperature: T, of the KL alone.
+    """
     if kl_weight == 0.0:
-        return entropy
-    if temperature == 1.0:
-        return _kl_and_entropy_chunk(targets_N, teacher, kl_weight)
-    return blended_chunk(kl_weight, kl_chunk(targets_N, teacher, temperature), entropy)
-
-
-def kl_chunk(targets_N: Tensor, teacher: TeacherLogits, temperature: float = 1.0) -> ChunkLoss:
-    """T^2 * KL(p || q) at temperature T, 0 where the target is IGNORE; targets only say which tokens are scored."""
+        return cross_entropy_chunk(targets_N)
+    if kl_weight < 1.0 and temperature != 1.0:
+        return blended_chunk(kl_weight, kl_chunk(targets_N, teacher, 1.0, temperature), cross_entropy_chunk(targets_N))
 
     def chunk_loss(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-        count = logits_CV.shape[0]
-        teacher_CV = teacher(start, count)
+        assert teacher is not None, "a KL has a teacher"
+        count = len(logits_CV)
+        teacher_CV, targets_C = teacher(start, count), targets_N[start : start + count]
+        index_C1 = targets_C.clamp(min=0)[:, None]
+        chosen_C1 = logits_CV.gather(1, index_C1)
         if temperature != 1.0:
             logits_CV.div_(temperature)
             teacher_CV.div_(temperature)
-        losses_C = _forward_kl(logits_CV, teacher_CV)[0]
+        losses_C, log_z_C1 = _forward_kl(logits_CV, teacher_CV, kl_weight)
+        if kl_weight < 1.0:
+            losses_C.mul_(kl_weight).add_((log_z_C1 - chosen_C1)[:, 0], alpha=1 - kl_weight)
+            logits_CV.scatter_add_(1, index_C1, torch.full_like(chosen_C1, kl_weight - 1))
         if temperature != 1.0:
             losses_C.mul_(temperature**2)
             logits_CV.mul_(temperature)
-        return scored_sum_(losses_C, logits_CV, targets_N[start : start + count]), logits_CV
+        return scored_sum_(losses_C, logits_CV, targets_C), logits_CV
 
     return chunk_loss
 
@@ -121,7 +122,7 @@ def blended_chunk(weight: float, first: ChunkLoss, second: ChunkLoss) -> ChunkLo
     return chunk_loss
 
 
-def _forward_kl(student_CV: Tensor, teacher_CV: Tensor, weight: float = 1.0) -> tuple[Tensor, Tensor]:
+def _forward_kl(student_CV: Tensor, teacher_CV: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     """KL(p || q) = sum_v p * (log p - log q), (C,), and the logarithm of the student's normaliser, (C, 1).
 
     The student's logits become q - weight * p, the gradient if the weight is 1; the teacher's are used up.
@@ -133,25 +134,6 @@ def _forward_kl(student_CV: Tensor, teacher_CV: Tensor, weight: float = 1.0) -> 
     log_ratio_CV.sub_(log_zt_C1 - log_zs_C1)
     student_CV.sub_(p_CV, alpha=weight)
     return log_ratio_CV.mul_(p_CV).sum(dim=-1), log_zs_C1
-
-
-def _kl_and_entropy_chunk(targets_N: Tensor, teacher: TeacherLogits, kl_weight: float) -> ChunkLoss:
-    """w * KL(p || q) + (1 - w) * cross-entropy at temperature 1: one softmax of the student serves both.
-
-    Gradient: w * (q - p) + (1 - w) * (q - onehot) = q - w * p - (1 - w) * onehot.
-    """
-
-    def chunk_loss(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-        count = logits_CV.shape[0]
-        targets_C = targets_N[start : start + count]
-        index_C1 = targets_C.clamp(min=0)[:, None]
-        chosen_C1 = logits_CV.gather(1, index_C1)
-        losses_C, log_z_C1 = _forward_kl(logits_CV, teacher(start, count), kl_weight)
-        losses_C.mul_(kl_weight).add_((log_z_C1 - chosen_C1)[:, 0], alpha=1 - kl_weight)
-        logits_CV.scatter_add_(1, index_C1, torch.full_like(chosen_C1, kl_weight - 1))
-        return scored_sum_(losses_C, logits_CV, targets_C), logits_CV
-
-    return chunk_loss
 
 
 def hidden_matching_loss(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compress.distillation.teacher import running_teacher
+from compress.distillation.teacher import load_teacher, teacher_logits
 from compress.distillation.teacher_cache import FORMAT, SIGNALS, CachedBatches, CacheInfo, sample_sparse, shard_name
 from sportsllm.console import ProgressBar, log, progress_bar
 from sportsllm.errors import InterruptedRun, UsageError
@@ -24,13 +24,13 @@ from sportsllm.formats.artifact import Stage, partial_directory, replace_state, 
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import directory_bytes
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.processors import training_device
 from sportsllm.text.documents import held_out_setting
-from sportsllm.text.packing import Batch
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.text.tokens import token_cache, tokenize
 
 if TYPE_CHECKING:
-    from compress.distillation.loss import TeacherLogits
     from compress.distillation.student import StudentTraining
 
 _AT_ONCE = 1_024  # tokens of a row whose distributions are in memory together
@@ -74,7 +74,7 @@ def make_teacher_cache(training: StudentTraining, info: CacheInfo, out: Path) ->
                 f"{info.rows:,} rows go through it again"
             )
         missing = _missing_shards(directory, stage.fingerprint(), info)
-        teacher = running_teacher(training.teacher, training.distillation.teacher_precision)
+        teacher = load_teacher(training.teacher, training.distillation.teacher_precision, training_device())
         with progress_bar("signals", sum(len(rows) for _, rows in missing) * info.sequence) as bar:
             for number, rows in missing:
                 try:
@@ -100,12 +100,12 @@ def make_teacher_cache(training: StudentTraining, info: CacheInfo, out: Path) ->
 
 
 def _stored_rows(
-    teacher: Callable[[Batch], TeacherLogits], batches: CachedBatches, info: CacheInfo, rows: range, bar: ProgressBar
+    teacher: SportsLLM, batches: CachedBatches, info: CacheInfo, rows: range, bar: ProgressBar
 ) -> Iterator[dict[str, Tensor]]:
     """What is stored of some rows. A row's random numbers depend on the seed and its own number only."""
     for first in range(rows.start, rows.stop, batches.batch_size):
         part = range(first, min(first + batches.batch_size, rows.stop))
-        logits = teacher(batches.gather(part))
+        logits = teacher_logits(teacher, batches.gather(part).to(teacher.device))
         for place, row in enumerate(part):
             rng, chunks = np.random.default_rng([info.seed, row]), []
             for start in range(0, info.sequence, _AT_ONCE):

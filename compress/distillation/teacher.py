@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import TensorFiles, quantization_config
 from sportsllm.models.language_model import Block, SportsLLM
 from sportsllm.models.layers import softcapped
-from sportsllm.processors import training_device
 from sportsllm.text.packing import Batch
 from sportsllm.training.loop import resolve_precision
 from sportsllm.training.loss import float32_product
@@ -131,13 +129,6 @@ def _quantize_matrices(block: Block, precision: str, dtype: torch.dtype) -> None
             layer.bias = module.bias
         parent, _, leaf = name.rpartition(".")
         setattr(block.get_submodule(parent), leaf, layer.to("cpu").eval())
-
-
-def running_teacher(directory: Path, precision: str) -> Callable[[Batch], TeacherLogits]:
-    """A teacher on the training device, as a function of a batch."""
-    device = training_device()
-    model = load_teacher(directory, precision, device)
-    return lambda batch: teacher_logits(model, batch.to(device))
 
 
 def teacher_logits(
