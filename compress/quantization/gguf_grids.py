@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.layerwise import solved
-from compress.quantization.gptq import coordinate_descent, gptq_and_refine
+from compress.quantization.gptq import coordinate_descent, gptq_and_refine, least_error
 from compress.quantization.grid import Grid, split_blocks
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.gguf.blocks import TABLE, Blocks, BlockType
@@ -285,25 +284,8 @@ def refit(weight_NK: Tensor, gram_KK: Tensor, grid: BlockGrid, levels_NK: Tensor
 
     With U the levels and V = -1, by row and block: argmin over s, m of (W - s U - m V) H (W - s U - m V)^T.
     """
-    kind, size = grid.kind, grid.kind.size
-    rows, groups = grid.scales_NG.shape
-    wanted_NK = weight_NK @ gram_KK
-    parts = [split_blocks(levels_NK * wanted_NK, size).sum(dim=2)]
-    unknowns = groups * (2 if kind.least else 1)
-    left = torch.zeros(rows, unknowns, unknowns)
-    for group in range(groups):
-        columns = slice(group * size, (group + 1) * size)
-        read_NK = levels_NK[:, columns] @ gram_KK[columns]
-        left[:, group, :groups] = split_blocks(read_NK * levels_NK, size).sum(dim=2)
-        if kind.least:
-            left[:, group, groups:] = -split_blocks(read_NK, size).sum(dim=2)
-    if kind.least:
-        left[:, groups:, :groups] = left[:, :groups, groups:].transpose(1, 2)
-        left[:, groups:, groups:] = gram_KK.view(groups, size, groups, size).sum(dim=(1, 3))
-        parts.append(-split_blocks(wanted_NK, size).sum(dim=2))
-    diagonal = left.diagonal(dim1=1, dim2=2).double()
-    ridge = torch.where(diagonal == 0, 1.0, 1e-7 * diagonal)
-    found = solved(left.double() + torch.diag_embed(ridge), torch.cat(parts, dim=1).double()[..., None])[..., 0].float()
+    kind, groups = grid.kind, grid.scales_NG.shape[1]
+    found = least_error(weight_NK, gram_KK, levels_NK, kind.size, kind.least)
     scales, least = found[:, :groups], found[:, groups:] if kind.least else grid.least_NG
     usable = scales.isfinite() & least.isfinite() & (scales != 0)
     if kind.least or kind.levels[0] == -kind.levels[1]:

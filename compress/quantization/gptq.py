@@ -39,11 +39,6 @@ def row_errors(difference_NK: Tensor, gram_KK: Tensor) -> Tensor:
     return ((difference_NK @ gram_KK) * difference_NK).sum(dim=1, dtype=torch.float64)
 
 
-def output_error(difference_NK: Tensor, gram_KK: Tensor) -> float:
-    """tr(D H D^T): the squared error of all outputs."""
-    return float(row_errors(difference_NK, gram_KK).sum())
-
-
 def gptq_weight(
     weight_NK: Tensor,
     gram_KK: Tensor,
@@ -208,7 +203,7 @@ def _invert(lower_KK: Tensor) -> None:
         lower_KK[band, band] = corner
 
 
-def coordinate_descent(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor, sweeps: int = 1) -> Tensor:
+def coordinate_descent(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor) -> Tensor:
     """Move one column after the other to the whole numbers of least error, all the others held; never worse.
 
     Args:
@@ -217,57 +212,63 @@ def coordinate_descent(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK
     """
     quants_KN, columns = _transposed(quants_NK), weight_NK.shape[1]
     scales_GN, zeros_GN = _transposed(grid.scales_NG), _transposed(grid.zeros_NG)
-    for _ in range(sweeps):
-        moved = False
-        pull_KN = gram_KK @ (weight_NK - grid.values(quants_KN.T)).T  # minus half the error's gradient
-        for start in range(0, columns, _PANEL):
-            stop = min(start + _PANEL, columns)
-            changes_KN = weight_NK.new_zeros(stop - start, len(weight_NK))
-            for column in range(start, stop):
-                group = column // grid.block_size
-                scale, zero = scales_GN[group], zeros_GN[group]
-                old = (quants_KN[column] - zero) * scale
-                wanted = old + pull_KN[column] / gram_KK[column, column]
-                quants_KN[column] = grid.nearest(wanted, scale, zero)
-                change = (quants_KN[column] - zero) * scale - old
-                pull_KN[start:stop].addr_(gram_KK[column, start:stop], change, alpha=-1)
-                changes_KN[column - start] = change
-            pull_KN[stop:].addmm_(gram_KK[stop:, start:stop], changes_KN, alpha=-1)
-            moved = moved or bool(changes_KN.any())
-        if not moved:
-            break
+    pull_KN = gram_KK @ (weight_NK - grid.values(quants_KN.T)).T  # minus half the error's gradient
+    for start in range(0, columns, _PANEL):
+        stop = min(start + _PANEL, columns)
+        changes_KN = weight_NK.new_zeros(stop - start, len(weight_NK))
+        for column in range(start, stop):
+            group = column // grid.block_size
+            scale, zero = scales_GN[group], zeros_GN[group]
+            old = (quants_KN[column] - zero) * scale
+            wanted = old + pull_KN[column] / gram_KK[column, column]
+            quants_KN[column] = grid.nearest(wanted, scale, zero)
+            change = (quants_KN[column] - zero) * scale - old
+            pull_KN[start:stop].addr_(gram_KK[column, start:stop], change, alpha=-1)
+            changes_KN[column - start] = change
+        pull_KN[stop:].addmm_(gram_KK[stop:, start:stop], changes_KN, alpha=-1)
     return _transposed(quants_KN)
 
 
 def fit_scales(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor) -> Grid:
-    """The scales of least error for given whole numbers, all blocks of a row together.
+    """The scales of least output error for given whole numbers, all blocks of a row together."""
+    levels_NK = quants_NK - grid.zeros_NG.repeat_interleave(grid.block_size, dim=1)[:, : quants_NK.shape[1]]
+    found_NG = least_error(weight_NK, gram_KK, levels_NK, grid.block_size)
+    kept = ~torch.isfinite(found_NG) | (found_NG == 0)  # a block of zeros has no equation: its scale stays
+    return dataclasses.replace(grid, scales_NG=torch.where(kept, grid.scales_NG, stored_scales(found_NG)))
 
-    With L the whole numbers less their zero points, row by row: sum over h of A[g, h] s[h] = b[g], where
-    A[g, h] = the sum over block g times block h of L H L^T, and b[g] = the sum over block g of L times (W H).
+
+def least_error(weight_NK: Tensor, gram_KK: Tensor, levels_NK: Tensor, block: int, least: bool = False) -> Tensor:
+    """The scales s of least output error for levels L, (N, G); with `least` also least values m, (N, 2G), see `refit`.
+
+    Row by row: sum over h of A[g, h] s[h] = b[g], where A[g, h] = the sum over block g times block h of L H L^T, and
+    b[g] = the sum over block g of L times (W H). Least values are scales of the level -1, and need whole blocks.
     """
-    block, columns = grid.block_size, quants_NK.shape[1]
-    levels_NK = quants_NK - grid.zeros_NG.repeat_interleave(block, dim=1)[:, :columns]
-    right_NG = split_blocks(levels_NK * (weight_NK @ gram_KK), block).sum(dim=-1)
-    rows = max(1, min(_ROWS, _EQUATIONS // right_NG.shape[1] ** 2))
-    parts = zip(*(torch.split(each, rows) for each in (levels_NK, right_NG, grid.scales_NG)), strict=True)
-    scales = [_fitted_rows(levels, right, given, gram_KK, block) for levels, right, given in parts]
-    return dataclasses.replace(grid, scales_NG=torch.cat(scales))
+    wanted_NK = weight_NK @ gram_KK
+    parts = [split_blocks(levels_NK * wanted_NK, block).sum(dim=-1)]
+    if least:
+        parts.append(-split_blocks(wanted_NK, block).sum(dim=-1))
+    right_NU = torch.cat(parts, dim=1)
+    rows = max(1, min(_ROWS, _EQUATIONS // right_NU.shape[1] ** 2))
+    split = zip(torch.split(levels_NK, rows), torch.split(right_NU, rows), strict=True)
+    return torch.cat([_solved_rows(levels, right, gram_KK, block) for levels, right in split])
 
 
-def _fitted_rows(levels_NK: Tensor, right_NG: Tensor, scales_NG: Tensor, gram_KK: Tensor, block: int) -> Tensor:
-    """`fit_scales` of some rows; a whole matrix would have G / `block` times its size in equations, of 8 bytes each."""
-    (rows, columns), groups = levels_NK.shape, scales_NG.shape[1]
-    left = levels_NK.new_empty(rows, groups, groups)
+def _solved_rows(levels_NK: Tensor, right_NU: Tensor, gram_KK: Tensor, block: int) -> Tensor:
+    """`least_error` of some rows; the equations of a whole matrix would be many times its size."""
+    (rows, columns), unknowns, groups = levels_NK.shape, right_NU.shape[1], -(-levels_NK.shape[1] // block)
+    left = levels_NK.new_empty(rows, unknowns, unknowns)
     for group in range(groups):
         start = group * block
         part = slice(start, min(start + block, columns))
         found = split_blocks((levels_NK[:, part] @ gram_KK[part, start:]) * levels_NK[:, start:], block).sum(dim=-1)
-        left[:, group, group:] = left[:, group:, group] = found
+        left[:, group, group:groups] = left[:, group:groups, group] = found
+    if unknowns > groups:
+        sums_GSH = split_blocks(gram_KK, block).sum(dim=-1).view(groups, block, groups)
+        left[:, :groups, groups:] = -torch.einsum("ngs,gsh->ngh", split_blocks(levels_NK, block), sums_GSH)
+        left[:, groups:, :groups] = left[:, :groups, groups:].mT
+        left[:, groups:, groups:] = sums_GSH.sum(dim=1)
     left = left.double()
-    # A block of zeros has no equation: its scale stays. The ridge is below what float32 sums can tell apart.
     diagonal = left.diagonal(dim1=1, dim2=2)
-    ridge = diagonal.mean(dim=1, keepdim=True) * 1e-7
-    left = left + torch.diag_embed(torch.where(diagonal == 0, torch.ones_like(diagonal), ridge.expand_as(diagonal)))
-    found = solved(left, right_NG.double()[..., None])[..., 0].float()
-    kept = (diagonal == 0) | ~torch.isfinite(found) | (found == 0)
-    return torch.where(kept, scales_NG, stored_scales(found))
+    # The ridge is below what float32 sums can tell apart.
+    diagonal.add_(torch.where(diagonal == 0, 1.0, 1e-7 * diagonal))
+    return solved(left, right_NU.double()[..., None])[..., 0].float()

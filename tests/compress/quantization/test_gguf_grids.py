@@ -10,6 +10,7 @@ from compress.quantization.gguf_grids import gptq_blocks, plain, plain_grid, ref
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, TABLE, Blocks
 from tests.support import llama_cpp
+from tests.support.training import allocated_peak
 
 
 def problem(rows: int = 32, columns: int = 512) -> tuple[Tensor, Tensor]:
@@ -64,6 +65,14 @@ def test_scales_and_least_values_are_the_least_squares_solution() -> None:
         wanted = torch.linalg.lstsq(root @ design, root @ weight[row].double()[:, None]).solution[:, 0].float()
         # Stored as float16.
         assert torch.allclose(torch.cat([found.scales_NG[row], found.least_NG[row]]), wanted, rtol=1e-3)
+
+
+def test_equations_of_few_rows_are_in_memory_together() -> None:
+    """Those of all 2,048 rows would be more than nine times the matrix, and more of wider ones."""
+    weight, gram = problem(rows=2_048, columns=256)
+    grid = plain_grid(weight, BLOCK_TYPES["Q4_1"])
+    levels = grid.round(weight)
+    assert allocated_peak(lambda: refit(weight, gram, grid, levels)) < 4 * weight.nbytes
 
 
 def test_q8_0_is_never_minus_128_and_has_no_negative_scale() -> None:
