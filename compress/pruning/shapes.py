@@ -95,6 +95,7 @@ class Shape:
             raise UsageError(f"--head-dim is {self.head_dim}; rotary embedding needs an even number")
         if self.merges_kv_heads(config) and not can_merge_kv_heads(config):
             kind = f"{config.attention_kind} attention" + " with q/k norms" * config.qk_norm
+            kind += " that rotates a part of each head" * (config.rotary_size != config.head_dim)
             raise UsageError(f"--kv-heads: {kind} cannot merge key/value heads; cut --heads as much as --kv-heads")
         if self.layers <= config.dense_layers:
             raise UsageError(
@@ -119,8 +120,9 @@ def dense_width(config: ModelConfig, intermediate: int) -> int:
 
 
 def can_merge_kv_heads(config: ModelConfig) -> bool:
-    """Whether key/value heads may be merged: norms of queries and keys do not commute with it."""
-    return config.attention_kind == "grouped_query" and not config.qk_norm
+    """Whether key/value heads may be merged: their norms do not commute with it, and it takes whole rotary pairs."""
+    whole = config.rotary_size == config.head_dim
+    return config.attention_kind == "grouped_query" and not config.qk_norm and whole
 
 
 def fewer_experts(config: ModelConfig, count: int) -> ModelConfig:

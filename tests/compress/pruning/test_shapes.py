@@ -74,6 +74,8 @@ def test_heads_that_cannot_be_merged_are_refused_before_anything_is_read(monkeyp
     config = tiny_config(qk_norm=True)
     with pytest.raises(UsageError, match="grouped_query attention with q/k norms cannot merge"):
         shape.applied_to(config)
+    with pytest.raises(UsageError, match="that rotates a part of each head cannot merge"):
+        shape.applied_to(tiny_config(rotary_dim=8))
     monkeypatch.setitem(ATTENTION, "other", grouped_query)
     with pytest.raises(UsageError, match="--kv-heads: other attention cannot merge"):
         shape.applied_to(tiny_config(attention_kind="other"))
