@@ -76,10 +76,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_939,
-    "compress": 7_695,
+    "compress": 7_653,
     "export": 6_366,
     "benchmarks": 9_089,
-    "tests": 25_396,
+    "tests": 25_401,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
