@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from numbers import Real
 
 from sportsllm.errors import UsageError
 from sportsllm.models import description
@@ -35,8 +36,12 @@ _BOUNDS = {
     "max_position_embeddings": (2, 2**24),
     "num_hidden_layers": (1, MOST_LAYERS),
     "dense_layers": (0, MOST_LAYERS),
+    "sliding_window": (1, 2**24),
+    "bos_token_id": (0, 2**24),
+    "eos_token_id": (-1, 2**24),  # some models without such a token have -1
+    "pad_token_id": (-1, 2**24),
 }
-"""Least and most of a size, 1 to 2**20 if not given, so that a damaged file ends in a line and not in a full memory."""
+"""Least and most of a whole number, 1 to 2**20 if not given: a damaged file ends in a line and not in a full memory."""
 _ROTARY_NUMBERS = 2**29  # of the cosine and sine tables together
 _WHOLE = {"layer_types": None, "rotary_dim": None, "attention_softcap": None}
 _PLAIN = {"qk_norm": False, "attention_bias": False, "attention_output_bias": False, **_WHOLE}
@@ -55,6 +60,32 @@ def check_size(name: str, value: object, least: int = 1, most: int = 2**20) -> N
     """Refuse what is no whole number in a range."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise UsageError(f"config: {name} is {value!r}; it must be a whole number from {least} to {most:,}")
+
+
+def _check_field(name: str, value: object, declared: str) -> None:
+    """Refuse a value of a field that is not of the type that it is declared as."""
+    kind = declared.removesuffix(" | None")
+    if value is None and kind != declared:
+        return
+    if kind.startswith("int"):
+        for each in value if isinstance(value, tuple) and "tuple" in kind else (value,):
+            check_size(name, each, *_BOUNDS.get(name, (1, 2**20)))
+        return
+    match kind:
+        case "bool":
+            fits, words = isinstance(value, bool), "true or false"
+        case "float":
+            fits = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+            words = "a finite number"
+        case "str":
+            fits, words = isinstance(value, str), "a text"
+        case "tuple[str, ...]":
+            fits = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+            words = "a list of texts"
+        case _:  # a record, which checks itself
+            return
+    if not fits:
+        raise UsageError(f"config: {name} is {value!r}; it must be {words}")
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> None:
@@ -229,15 +260,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int":  # a size
-                check_size(field.name, value, *_BOUNDS.get(field.name, (1, 2**20)))
-            elif field.type == "bool" and not isinstance(value, bool):
-                raise UsageError(f"config: {field.name} is {value!r}; it must be true or false")
-            elif not isinstance(value, Hashable) or (
-                isinstance(value, tuple) and not all(isinstance(item, str | int) for item in value)
-            ):
-                raise UsageError(f"config: {field.name} is {value!r}; it cannot be a list or an object")
+            _check_field(field.name, getattr(self, field.name), str(field.type))
         if self.max_position_embeddings * self.head_dim > _ROTARY_NUMBERS:
             raise UsageError(
                 f"config: max_position_embeddings is {self.max_position_embeddings:,}; with head_dim {self.head_dim} "
@@ -252,11 +275,9 @@ class ModelConfig:
             raise UsageError(f"config: head_dim is {self.head_dim}; rotary embedding needs an even number")
         if not 0.0 <= self.dropout < 1.0:
             raise UsageError(f"config: dropout is {self.dropout}; it must be in [0, 1)")
-        if not (0 < self.rms_norm_eps < math.inf and 0 < self.rope_theta < math.inf):
-            raise UsageError("config: rms_norm_eps and rope_theta must be greater than 0")
-        for name in ("attention_softcap", "logit_softcap"):
-            if (cap := getattr(self, name)) is not None and not 0 < cap < math.inf:
-                raise UsageError(f"config: {name} is {cap}; it must be greater than 0, or null")
+        for name in ("rms_norm_eps", "rope_theta", "rope_local_theta", "attention_softcap", "logit_softcap"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise UsageError(f"config: {name} is {value}; it must be greater than 0")
         known = {"attention_kind": tuple(ATTENTION), "mlp_kind": tuple(FEED_FORWARD)}
         for name in ("attention_kind", "mlp_kind", "norm_kind", "position_kind"):
             check_choice(name, getattr(self, name), (known | _CHOICES)[name])
@@ -269,8 +290,8 @@ class ModelConfig:
             raise UsageError(f"config: layer_types has {len(types)} entries for {self.num_hidden_layers} layers")
         if set(types) - set(LAYER_TYPES):
             raise UsageError(f"config: layer_types has {sorted(set(types))}; use {', '.join(LAYER_TYPES)}")
-        if SLIDING in types and (self.sliding_window is None or self.sliding_window < 1):
-            raise UsageError(f"config: sliding_window is {self.sliding_window}; sliding layers need at least 1")
+        if SLIDING in types and self.sliding_window is None:
+            raise UsageError("config: sliding_window is None; sliding layers need one")
         if self.dense_layers or self.dense_intermediate_size is not None:
             most = self.num_hidden_layers - 1
             if self.experts is None or not 1 <= self.dense_layers <= most:

@@ -62,11 +62,12 @@ class RopeScaling:
             raise UsageError(f"rope_scaling type {self.rope_type!r} is not supported; use none or {known}")
         if not 1 <= self.factor < math.inf:
             raise UsageError(f"rope_scaling: factor is {self.factor}; it must be at least 1")
-        if self.original_max_position_embeddings < 1:
-            raise UsageError("rope_scaling: original_max_position_embeddings must be at least 1")
+        if self.original_max_position_embeddings < 2:  # as of every context; longrope divides by its logarithm
+            raise UsageError("rope_scaling: original_max_position_embeddings must be at least 2")
         if not 0 < self.beta_slow < self.beta_fast or not 0 < self.low_freq_factor < self.high_freq_factor:
             raise UsageError("rope_scaling: needs 0 < beta_slow < beta_fast and 0 < low_freq_factor < high_freq_factor")
-        if any(value is not None and value <= 0 for value in (self.attention_factor, self.mscale, self.mscale_all_dim)):
+        factors = self.attention_factor, self.mscale, self.mscale_all_dim
+        if any(value is not None and not 0 < value < math.inf for value in factors):
             raise UsageError("rope_scaling: attention_factor, mscale and mscale_all_dim must be above 0")
         divisors = self.short_factor, self.long_factor
         if self.rope_type == "longrope" and not (divisors[0] and len(divisors[0]) == len(divisors[1])):

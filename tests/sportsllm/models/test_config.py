@@ -76,6 +76,29 @@ def test_a_value_of_the_wrong_kind_is_one_line(change: dict[str, object]) -> Non
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("attention_scale", value) for value in ("0.3", float("nan"), True)),
+        ("embedding_scale", float("inf")),
+        ("rope_local_theta", 0),
+        *(("sliding_window", value) for value in (1.5, True, 0)),
+        *(("bos_token_id", value) for value in ("x", -1, 1.5)),
+        ("eos_token_id", ["x"]),
+        ("q_lora_rank", "x"),
+        ("layer_types", 5),
+        ("layer_types", [1, 2]),
+        ("mlp_kind", 1),
+    ],
+    ids=str,
+)
+def test_a_value_of_the_wrong_type_is_named(name: str, value: object) -> None:
+    own = to_hf(tiny_config(layer_types=("sliding", "unrotated"), sliding_window=4))
+    assert own["model_type"] == "sportsllm"  # which has every field
+    with pytest.raises(ArtifactError, match=rf"^config\.json: .*{name}"):
+        config_from_hf(own | {name: value})
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "expected"),
     [
         ("small", {}, {}),

@@ -252,7 +252,7 @@ def test_a_missing_tensor_is_named_as_in_the_file(name: str, tensor: str, said: 
         ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True"),
         ("stablelm", {"partial_rotary_factor": 0.2}, "rotary_dim is 3; give an even number up to 16"),
-        ("gpt-neox", {"rotary_pct": 0.0}, "rotary_dim is 0; give"),
+        ("gpt-neox", {"rotary_pct": 0.0}, "rotary_dim is 0; it must be"),
         ("gpt-neox", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "layer_types has 2 entries for 4 layers"),
