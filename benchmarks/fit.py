@@ -175,7 +175,7 @@ def run_fit(
     from benchmarks.search.trials import Clock, Trials
     from sportsllm.files import atomic_write_text
     from sportsllm.formats.huggingface import load_config
-    from sportsllm.formats.safetensors import quantization_config
+    from sportsllm.formats.packed import quantization_config
 
     clock = Clock(effort.minutes)
     device = load_target(target.device, target.limits)

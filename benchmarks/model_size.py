@@ -8,9 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from sportsllm.errors import UsageError
-from sportsllm.files import read_json
-from sportsllm.formats.huggingface import packed_by_bitsandbytes
 from sportsllm.formats.manifest import GGUF_RECORD, directory_bytes, manifest_of
+from sportsllm.formats.packed import bitsandbytes_kind, quantization_config
 from sportsllm.models import description
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import block_matrices, block_state, sublayers
@@ -155,21 +154,24 @@ def layer_activations(config: ModelConfig) -> int:
 
 
 def stored_format(directory: Path) -> ModelFormat:
-    """How a directory stores its model. Matrices of mixed bits count as the bits that most of them have."""
-    packed = read_json(directory / "config.json").get("quantization_config") or {}
-    settings = manifest_of(directory).settings
+    """How a directory stores its model. Matrices of mixed bits count as the bits that most of them have.
+
+    Raises:
+        ArtifactError: another method quantized it.
+    """
+    packed, settings = quantization_config(directory), manifest_of(directory).settings
     cache = settings.get("kv_cache") or "fp32"
-    if packed_by_bitsandbytes(packed) is not None or (directory / GGUF_RECORD).exists():
+    if bitsandbytes_kind(directory) is not None or (directory / GGUF_RECORD).exists():
         return ModelFormat("fp32", cache=cache)  # read as dense: the file's size says nothing of what is moved
     size, standard = directory_bytes(directory) or None, settings.get("format") == "standard"
-    if not packed:
+    if packed is None:
         precision = "fp16" if settings.get("dtype") == "fp16" else "fp32"
         return ModelFormat(precision, cache=cache, file_bytes=size, standard=standard)
     return ModelFormat(
-        precision=f"int{packed['bits']}",
-        block_size=int(packed.get("block_size", 32)),
-        head_bits=int(packed.get("head_bits", packed["bits"])),
-        zero_points=not packed.get("symmetric", True),
+        precision=f"int{packed.bits}",
+        block_size=packed.block_size,
+        head_bits=packed.head_bits,
+        zero_points=not packed.symmetric,
         cache=cache,
         file_bytes=size,
         standard=standard,

@@ -184,7 +184,8 @@ def quantize_checkpoint(
     from compress.quantization.plan import METHODS, plan_quantization
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.checkpoint import write_config
-    from sportsllm.formats.safetensors import TensorFiles, bitsandbytes_kind
+    from sportsllm.formats.packed import bitsandbytes_kind
+    from sportsllm.formats.safetensors import TensorFiles
     from sportsllm.inference.calibration import CalibrationText
 
     config, text = config or QuantizationConfig(), text or CalibrationText()

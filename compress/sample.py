@@ -96,7 +96,7 @@ def sample(
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.checkpoint import load_checkpoint
     from sportsllm.formats.huggingface import load_config
-    from sportsllm.formats.safetensors import quantization_config
+    from sportsllm.formats.packed import quantization_config
     from sportsllm.inference.batch_sampling import NO_TEXT, default_rows, sampled_batches
     from sportsllm.inference.decoder import Sampling
     from sportsllm.processors import set_threads, training_device

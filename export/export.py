@@ -175,7 +175,7 @@ def _write_graph(
     from export.web_page import write_page
     from sportsllm.console import log
     from sportsllm.formats.huggingface import load_config
-    from sportsllm.formats.safetensors import bitsandbytes_kind
+    from sportsllm.formats.packed import bitsandbytes_kind
 
     stored_as = bitsandbytes_kind(checkpoint)
     if stored_as is not None:

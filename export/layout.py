@@ -152,7 +152,7 @@ def write_loader_files(
         ArtifactError: config.json is missing or describes a model that is not supported.
     """
     from sportsllm.formats.checkpoint import TOKENIZER_FILES, write_generation_config
-    from sportsllm.formats.safetensors import quantization_config
+    from sportsllm.formats.packed import quantization_config
 
     config = load_config(checkpoint)
     for name in ("config.json", *TOKENIZER_FILES):

@@ -13,7 +13,7 @@ from export.runtime.providers import find_provider
 from export.web_page import library_files
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.safetensors import quantization_config
+from sportsllm.formats.packed import quantization_config
 from sportsllm.inference.calibration import CalibrationText
 from sportsllm.models.memory import usual_cache
 
@@ -129,8 +129,8 @@ def _excluded(request: ExportRequest) -> Iterator[tuple[str, bool]]:
 def _unfit(request: ExportRequest) -> Iterator[tuple[str, bool]]:
     """What the checkpoint has no form for: what to say, and whether it is asked for."""
     model, kind, dtype = request.checkpoint, request.format, request.dtype
-    packed, config = quantization_config(model) or {}, load_config(model)
-    dense = not packed
+    packed, config = quantization_config(model), load_config(model)
+    dense = packed is None
     advice = "use --dtype fp16-weights, or leave --dtype out" if dense else "leave --dtype out"
     no_half = kind == "gguf" or request.kv_cache in ("fp32", "int8")
     other = "" if no_half else ", or use --dtype fp16 to compute in float16"
@@ -140,7 +140,7 @@ def _unfit(request: ExportRequest) -> Iterator[tuple[str, bool]]:
     )
     yield (
         f"--dtype fp16 with --format web: transformers.js opens 4-bit matrices there, not those of {model}",
-        request.in_half and kind == "web" and not dense and packed.get("bits") != 4,
+        request.in_half and kind == "web" and packed is not None and packed.bits != 4,
     )
     yield (
         f"--dtype {dtype}: {model} is packed already and is exported as it is; leave --dtype out{other}",

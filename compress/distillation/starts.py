@@ -17,7 +17,7 @@ from sportsllm.files import JsonObject, require_directory
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import GGUF_RECORD, Ancestor, ancestors, manifest_of
-from sportsllm.formats.safetensors import quantization_config
+from sportsllm.formats.packed import quantization_config
 from sportsllm.inference.calibration import calibration_samples, usual_samples
 from sportsllm.inference.decoder import is_onnx_directory
 from sportsllm.models.config import ModelConfig

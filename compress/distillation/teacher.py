@@ -14,7 +14,8 @@ from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_block, load_checkpoint, read_ends
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.safetensors import TensorFiles, quantization_config
+from sportsllm.formats.packed import quantization_config
+from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.language_model import Block, SportsLLM
 from sportsllm.models.layers import softcapped
 from sportsllm.text.packing import Batch

@@ -29,7 +29,7 @@ from sportsllm.files import JsonObject
 from sportsllm.formats.artifact import Stage
 from sportsllm.formats.checkpoint import load_checkpoint, open_layers
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.safetensors import quantization_config
+from sportsllm.formats.packed import quantization_config
 from sportsllm.inference.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar, usual_samples
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM

@@ -38,7 +38,7 @@ from sportsllm.files import JsonObject, read_json
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.safetensors import quantization_config
+from sportsllm.formats.packed import quantization_config
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.description import EMBEDDING, HEAD

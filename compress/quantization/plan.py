@@ -13,7 +13,7 @@ from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.safetensors import bitsandbytes_kind, quantization_config
+from sportsllm.formats.packed import bitsandbytes_kind, quantization_config
 from sportsllm.inference.calibration import CalibrationText
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.documents import held_out_setting, left_out, manifest_setting, tokens_per_parameter

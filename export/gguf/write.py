@@ -170,7 +170,7 @@ def _stored(
     if rounded is not None and parameter.name in rounded.matrices:
         values, stored = rounded.matrices[parameter.name].data, Format[rounded.matrices[parameter.name].kind]
     elif part == "weight" and f"{module}.weight_packed" in tensors:
-        weight = read_packed(tensors, module, parameter.shape, tensors.directory)
+        weight = read_packed(tensors, module, parameter.shape)
         if weight.in_features % BLOCK:
             odd.append(module)
             values, stored = dense(weight.dequantize(), half=True)

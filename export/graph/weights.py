@@ -60,7 +60,7 @@ class Weights:
         if module not in self._packings:
             found = None
             if f"{module}.weight_packed" in self._tensors:
-                weight = read_packed(self._tensors, module, shape, self._directory)
+                weight = read_packed(self._tensors, module, shape)
                 found = Packing(weight.bits, weight.block_size, f"{module}.weight_zero_point" in self._tensors)
             self._packings[module] = found
         return self._packings[module]
@@ -82,7 +82,7 @@ class Weights:
         """A matrix's numbers, packed or dense, (N, K) float32."""
         if f"{module}.weight_packed" not in self._tensors:
             return self.read(f"{module}.weight", shape)
-        return read_packed(self._tensors, module, shape, self._directory).dequantize()
+        return read_packed(self._tensors, module, shape).dequantize()
 
     def read_stacked(self, shapes: Mapping[str, tuple[int, int]], half: bool) -> Array:
         """Dense matrices, given as (N, K) by module with equal K, one under the other."""

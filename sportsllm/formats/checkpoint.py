@@ -23,15 +23,9 @@ from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, write_json
 from sportsllm.formats.huggingface import load_config, to_hf
 from sportsllm.formats.layouts import parts_of, to_layout
+from sportsllm.formats.packed import QUANT_METHOD
 from sportsllm.formats.packed_modules import QuantizedEmbedding, QuantizedLinear, read_packed
-from sportsllm.formats.safetensors import (
-    QUANT_METHOD,
-    WEIGHTS,
-    StreamedTensors,
-    TensorFiles,
-    check_shape,
-    quantization_config,
-)
+from sportsllm.formats.safetensors import WEIGHTS, StreamedTensors, TensorFiles, check_shape
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import EMBEDDING, LAST_NORM, POSITIONS, parameters
 from sportsllm.models.language_model import Block, SportsLLM
@@ -102,7 +96,6 @@ def load_checkpoint(directory: Path) -> SportsLLM:
     """
     config = load_config(directory)
     tensors = TensorFiles(directory)
-    quantization_config(directory)  # refuses the formats of others
     names = _model_names(config, tensors)
     with torch.device("meta"):
         model = SportsLLM(config)
@@ -141,7 +134,7 @@ def load_table(tensors: TensorFiles, config: ModelConfig, module: str) -> Tensor
     """The embedding's or the head's matrix, packed or not, (V, D) float32."""
     shape = (config.vocab_size, config.hidden_size)
     if f"{module}.weight_packed" in tensors:
-        return torch.from_numpy(read_packed(tensors, module, shape, tensors.directory).dequantize())
+        return torch.from_numpy(read_packed(tensors, module, shape).dequantize())
     return read_tensor(tensors, f"{module}.weight", shape)
 
 
@@ -213,7 +206,7 @@ def _fill(model: nn.Module, tensors: TensorFiles, prefix: str = "") -> None:
         if not isinstance(module, nn.Linear | nn.Embedding) or f"{prefix}{name}.weight_packed" not in tensors:
             continue
         shape = tuple(module.weight.shape)
-        quantized = read_packed(tensors, prefix + name, shape, tensors.directory)
+        quantized = read_packed(tensors, prefix + name, shape)
         if isinstance(module, nn.Embedding):
             put(name, QuantizedEmbedding(quantized, tied=getattr(model, "lm_head", None) is None))
         else:

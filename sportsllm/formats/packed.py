@@ -5,17 +5,66 @@ float16 scale and one zero point:  w[n, k] = (q[n, k] - zero_point[n, g]) * scal
 Source: ONNX Runtime contrib operators, MatMulNBits. Algorithms that choose q live in `compress`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from sportsllm.errors import ArtifactError
+from sportsllm.files import as_object, read_json, validate
+from sportsllm.formats.huggingface import packed_by_bitsandbytes
 from sportsllm.models.memory import SCALE_BYTES
 
 ByteArray = npt.NDArray[np.uint8]
 FloatArray = npt.NDArray[np.float32]
 
+QUANT_METHOD = "sportsllm-nbits"
 BITS = (4, 8)
+
+
+@dataclass(frozen=True)
+class PackedModule:
+    """Bits of a module's matrix."""
+
+    bits: Literal[4, 8]
+
+
+@dataclass(frozen=True)
+class QuantizationRecord:
+    """The quantization_config of a checkpoint that this program quantized.
+
+    `bits` and `block_size` are those of most matrices in the layers, `head_bits` those of embedding and head.
+    """
+
+    bits: Literal[4, 8] = 4
+    block_size: int = 32
+    head_bits: Literal[4, 8, 32] = 8
+    symmetric: bool = True
+    modules: dict[str, PackedModule] = field(default_factory=dict)
+
+
+def bitsandbytes_kind(directory: Path) -> str | None:
+    """`NF4`, `FP4` or `INT8` where bitsandbytes packed a checkpoint's matrices, else None."""
+    return packed_by_bitsandbytes(read_json(directory / "config.json").get("quantization_config"))
+
+
+def quantization_config(directory: Path) -> QuantizationRecord | None:
+    """How this program quantized a checkpoint; None for dense ones and for bitsandbytes', which read as dense.
+
+    Raises:
+        ArtifactError: another method quantized it, or the record is damaged.
+    """
+    path = directory / "config.json"
+    data = read_json(path).get("quantization_config")
+    if data is None or bitsandbytes_kind(directory) is not None:
+        return None
+    where = f"{path}: quantization_config"
+    method = as_object(data, where).get("quant_method")
+    if method != QUANT_METHOD:
+        raise ArtifactError(f"{path}: quant_method {method!r} is not supported; use the unquantized checkpoint")
+    return validate(QuantizationRecord, data, where, "quantize the checkpoint again")
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ A module holds the packed bytes, which are saved, and for speed the dequantized 
 exported graph is compared with.
 """
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
+from itertools import product
 from typing import Self
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.packed import BITS, QuantizedWeight
-from sportsllm.formats.safetensors import check_shape, quantization_config
+from sportsllm.formats.safetensors import TensorFiles, check_shape
 from sportsllm.models.memory import BLOCK_SIZES
 
 
@@ -80,39 +80,32 @@ class QuantizedEmbedding(QuantizedMatrix):
         return torch.from_numpy(rows).view(*tokens.shape, self.in_features).to(self.weight)
 
 
-def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], directory: Path) -> QuantizedWeight:
+def read_packed(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> QuantizedWeight:
     """The packed matrix of the module `name`, of the shape (N, K) that the config asks for.
 
     Bits and block size follow from the shapes of its tensors weight_packed, weight_scale and weight_zero_point.
     """
+    directory, record = tensors.directory, tensors.quantization
     packed = tensors[f"{name}.weight_packed"]
     if f"{name}.weight_scale" not in tensors:
         raise ArtifactError(f"{directory}: {name}.weight_scale is missing beside the packed matrix")
     scales = tensors[f"{name}.weight_scale"]
     zero = tensors.get(f"{name}.weight_zero_point")
-    record = quantization_config(directory)
     if record is None:
         raise ArtifactError(f"{directory}: {name} is packed but config.json has no quantization_config")
-    if record.get("per_row"):
-        raise ArtifactError(
-            f"{directory}: INT8 with one scale a row, made by an older version, is no longer read; quantize the "
-            "unquantized checkpoint again"
-        )
-    recorded = record.get("modules", {}).get(name, {}).get("bits")
-    for bits in BITS:
-        if recorded not in (None, bits):
-            continue
-        block = packed.shape[-1] * 8 // bits
-        groups = -(-shape[1] // block)
-        fits = block in BLOCK_SIZES and tuple(packed.shape[:2]) == (shape[0], groups)
-        if fits and tuple(scales.shape) == (shape[0], groups) and packed.dtype == torch.uint8:
-            if scales.dtype != torch.float16:
-                raise ArtifactError(
-                    f"{directory}: {name}.weight_scale is {str(scales.dtype).removeprefix('torch.')}, scales are "
-                    "float16; quantize the checkpoint again"
-                )
+    parts = {"weight_packed": packed, "weight_scale": scales, "weight_zero_point": zero}
+    for part, tensor in parts.items():
+        kind = torch.float16 if part == "weight_scale" else torch.uint8
+        if tensor is not None and tensor.dtype != kind:
+            found, wanted = (str(each).removeprefix("torch.") for each in (tensor.dtype, kind))
+            raise ArtifactError(f"{directory}: {name}.{part} is {found}, not {wanted}; quantize the checkpoint again")
+    rows, columns = shape
+    known = [record.modules[name].bits] if name in record.modules else BITS
+    for bits, block in product(known, BLOCK_SIZES):
+        groups = -(-columns // block)
+        if packed.shape == (rows, groups, block * bits // 8) and scales.shape == (rows, groups):
             if zero is not None:
-                check_shape(zero, (shape[0], -(-groups * bits // 8)), f"{name}.weight_zero_point", directory)
+                check_shape(zero, (rows, -(-groups * bits // 8)), f"{name}.weight_zero_point", directory)
             zeros = None if zero is None else zero.numpy()
-            return QuantizedWeight(packed.numpy(), scales.float().numpy(), zeros, bits, block, shape[1])
+            return QuantizedWeight(packed.numpy(), scales.float().numpy(), zeros, bits, block, columns)
     raise ArtifactError(f"{directory}: packed tensor of {name!r} does not fit shape {shape}; make it again")

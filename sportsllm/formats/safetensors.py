@@ -19,15 +19,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
-from sportsllm.files import JsonObject, adapter_hint, as_object, clip, read_json, require_directory, validate
+from sportsllm.files import JsonObject, adapter_hint, clip, read_json, require_directory, validate
 from sportsllm.formats.bitsandbytes import companions, read_dense
-from sportsllm.formats.huggingface import load_config, packed_by_bitsandbytes
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.layouts import LAYOUTS, Part, UnlikeTensor, is_buffer, layout_name, parts_of
 from sportsllm.formats.manifest import GGUF_RECORD, MANIFEST, link_problem, linked_gguf, read_manifest
+from sportsllm.formats.packed import bitsandbytes_kind, quantization_config
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-QUANT_METHOD = "sportsllm-nbits"
 REOPEN_BYTES = 64_000_000
 _LONGEST_NAME = 200
 
@@ -114,7 +114,12 @@ class TensorFiles(Mapping[str, Tensor]):
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        """Open the files.
+
+        Raises:
+            ArtifactError: a file is missing or damaged, or another method quantized the checkpoint.
+        """
+        self.directory, self.quantization = directory, quantization_config(directory)
         self._in_gguf = (directory / GGUF_RECORD).exists()
         self._files = {path: _open(path, self._in_gguf) for path in _weight_files(directory)}
         self._where = {name: path for path, file in self._files.items() for name in list(file.keys())}
@@ -124,7 +129,7 @@ class TensorFiles(Mapping[str, Tensor]):
         stored = [name for name in self._where if name not in self._beside]
         self._names, self._layout = dict.fromkeys(stored), dict[str, Part]()
         data = read_json(directory / "config.json")
-        if data.get("model_type") in LAYOUTS and not self._in_gguf and quantization_config(directory) is None:
+        if data.get("model_type") in LAYOUTS and not self._in_gguf and self.quantization is None:
             layout = layout_name(data)
             self._layout = parts_of(layout, load_config(directory), stored, data)
             used = {part.stored for part in self._layout.values()}
@@ -233,27 +238,6 @@ def _weight_files(directory: Path) -> list[Path]:
     advice = f"rename {others[0]}" if others else "give a finished checkpoint, not an export"
     advice = adapter_hint(directory) or advice
     raise ArtifactError(f"{directory}: no {WEIGHTS}; {advice}")
-
-
-def quantization_config(directory: Path) -> JsonObject | None:
-    """How this program quantized a checkpoint; None for dense ones and for bitsandbytes', which read as dense.
-
-    Raises:
-        ArtifactError: another method quantized it.
-    """
-    path = directory / "config.json"
-    data = read_json(path).get("quantization_config")
-    if data is None or packed_by_bitsandbytes(data) is not None:
-        return None
-    method = as_object(data, f"{path}: quantization_config").get("quant_method")
-    if method != QUANT_METHOD:
-        raise ArtifactError(f"{path}: quant_method {method!r} is not supported; use the unquantized checkpoint")
-    return as_object(data, path)
-
-
-def bitsandbytes_kind(directory: Path) -> str | None:
-    """`NF4`, `FP4` or `INT8` where bitsandbytes packed a checkpoint's matrices, else None."""
-    return packed_by_bitsandbytes(read_json(directory / "config.json").get("quantization_config"))
 
 
 def check_shape(tensor: Tensor, expected: tuple[int, ...], name: str, directory: Path) -> None:

@@ -177,7 +177,7 @@ def _start(
 ) -> str | None:
     """The model to train from scratch, None if a checkpoint is fine-tuned; refuses options that do not go together."""
     from sportsllm.files import require_directory
-    from sportsllm.formats.safetensors import quantization_config
+    from sportsllm.formats.packed import quantization_config
     from sportsllm.models.presets import DEFAULT_PRESET, preset
 
     if checkpoint is None and model is None and changes:

@@ -10,8 +10,9 @@ import pytest
 from benchmarks.measure.summary import bytes_read_per_token
 from benchmarks.model_size import ModelFormat, file_bytes, layer_activations, mixing_macs, sizes, stored_format
 from benchmarks.predict.calibrate import FORMATS, INT8_CACHE, export_untrained
-from sportsllm.errors import UsageError
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface import to_hf
+from sportsllm.formats.packed import QUANT_METHOD
 from sportsllm.models.config import Experts
 from sportsllm.models.presets import PRESETS
 from tests.support.models import tiny_config
@@ -88,13 +89,17 @@ def test_the_stored_format_follows_the_configuration(tmp_path: Path) -> None:
     config = to_hf(SHAPE)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert stored_format(tmp_path).precision == "fp32"
-    config["quantization_config"] = {"bits": 4, "block_size": 64, "head_bits": 8, "symmetric": False}
+    config["quantization_config"] = {"quant_method": QUANT_METHOD, "bits": 4, "block_size": 64, "symmetric": False}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     stored = stored_format(tmp_path)
     assert (stored.precision, stored.block_size, stored.head_bits, stored.zero_points) == ("int4", 64, 8, True)
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert stored_format(tmp_path).precision == "fp32"
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="quant_method 'fp8' is not supported"):
+        stored_format(tmp_path)
     assert stored.name == "int4-b64-asym" and dataclasses.replace(stored, cache="int8").name == "int4-b64-asym-kv8"
     assert ModelFormat("int4", head_bits=4).name == "int4-b32-h4" and ModelFormat("int4").name == "int4-b32"
 

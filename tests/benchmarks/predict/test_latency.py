@@ -27,6 +27,7 @@ from benchmarks.predict.latency import (
 )
 from export.runtime.decoder import PREFILL_CHUNK
 from sportsllm.formats.huggingface import to_hf
+from sportsllm.formats.packed import QUANT_METHOD
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.memory import PRECISIONS
 from sportsllm.models.presets import PRESETS
@@ -202,7 +203,7 @@ def test_a_row_has_the_band_of_the_coefficients() -> None:
 
 
 def test_a_directory_is_predicted_as_it_is_stored(tmp_path: Path) -> None:
-    packed = {"bits": 4, "block_size": 128, "head_bits": 8, "method": "gptq"}
+    packed = {"quant_method": QUANT_METHOD, "bits": 4, "block_size": 128, "head_bits": 8, "method": "gptq"}
     config = {**to_hf(SMALL), "quantization_config": packed}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (tmp_path / "model.onnx.data").write_bytes(bytes(50_000_000))

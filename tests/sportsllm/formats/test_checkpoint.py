@@ -225,11 +225,43 @@ def test_a_packed_table_is_dense_only_if_it_is_the_head_too(bits: int, asymmetri
         assert torch.equal(table.bfloat16()(tokens), dense[tokens].bfloat16())  # of a teacher, rounded once
 
 
-def test_one_scale_a_row_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(checkpoint, tmp_path / "rows", QuantizationConfig(bits=8), "rtn")
-    config = json.loads((tmp_path / "rows" / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"]["per_row"] = True
-    (tmp_path / "rows" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (tmp_path / "rows" / "manifest.json").unlink()
-    with pytest.raises(ArtifactError, match="INT8 with one scale a row, made by an older version"):
-        load_checkpoint(tmp_path / "rows")
+_PACKED = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor", "said"),
+    [
+        ("packed", torch.tensor(1, dtype=torch.uint8), "does not fit shape"),
+        ("packed", torch.zeros(0, 0, 0, dtype=torch.uint8), "does not fit shape"),
+        ("packed", torch.zeros(64, 2, 16, dtype=torch.int8), "weight_packed is int8, not uint8"),
+        ("scale", torch.ones(64, 2), "weight_scale is float32, not float16"),
+        ("zero_point", torch.ones(64, 1), "weight_zero_point is float32, not uint8"),
+        ("zero_point", torch.ones(64, 2, dtype=torch.uint8), r"weight_zero_point' has shape \(64, 2\)"),
+    ],
+)
+def test_damaged_packed_tensors_are_refused(
+    int4: Path, tmp_path: Path, part: str, tensor: torch.Tensor, said: str
+) -> None:
+    directory = shutil.copytree(int4, tmp_path / "copy", ignore=shutil.ignore_patterns("manifest.json"))
+    edit(directory, f"{_PACKED}_{part}", tensor)
+    refused(directory, said)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("quant_method", "fp8", "quant_method 'fp8' is not supported"),
+        ("bits", 3, "bits: Input should be 4 or 8, not 3"),
+        ("modules", [], "modules: Input should be a valid dictionary"),
+        ("modules", {_PACKED.removesuffix(".weight"): "x"}, "modules.model.layers.0.self_attn.q_proj"),
+        ("modules", {_PACKED.removesuffix(".weight"): {"bits": 8}}, "does not fit shape"),
+    ],
+)
+def test_damaged_records_of_quantization_are_refused(
+    int4: Path, tmp_path: Path, field: str, value: object, said: str
+) -> None:
+    directory = shutil.copytree(int4, tmp_path / "copy", ignore=shutil.ignore_patterns("manifest.json"))
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"][field] = value
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    refused(directory, said)
