@@ -225,5 +225,4 @@ def _predictions(result: Mapping[str, Any]) -> Iterator[Table]:
 def _judged(limit: Mapping[str, Any]) -> str:
     if limit["value"] is None:
         return "?"
-    value = band(limit["low"], limit["high"]) if limit["source"] == "predicted" else f"{limit['value']:,.4g}"
-    return {"fail": "!", "uncertain": "?"}.get(limit["verdict"], "") + value
+    return {"fail": "!", "uncertain": "?"}.get(limit["verdict"], "") + band(limit["low"], limit["high"])

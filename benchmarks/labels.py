@@ -88,7 +88,7 @@ def interval(low: float | None, high: float | None, scale: float = 1.0) -> str:
 
 def band(low: float, high: float) -> str:
     """The two ends of a prediction, such as 0.41-0.62; one number if they are equal."""
-    ends = [f"{value:,.0f}" if value >= 100 else f"{value:.2g}" for value in (low, high)]
+    ends = [f"{value:,.0f}" if value >= 99.5 else f"{value:.2g}" for value in (low, high)]
     return ends[0] if ends[0] == ends[1] else "-".join(ends)
 
 

@@ -101,7 +101,7 @@ def plan(
         raise UsageError(f"{', '.join(given)}: belongs to --training; add it, or leave it out")
     count = parameter_count(model)
     if count is not None and model not in PLANNED and not Path(model).is_dir():
-        if target or training or shapes or precision or sequence or cached or (batch_size, optimizer) != (4, "adamw"):
+        if target or training or shapes or sequence or batch_size != 4 or rare.keys() - {"group_size"}:
             named = f"; {model.lower()!r} is one" if model.lower() in PLANNED else ""
             raise UsageError(
                 f"model {model!r}: a number of parameters has weights only; for the rest give a shape{named}"

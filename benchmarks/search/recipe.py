@@ -236,7 +236,7 @@ def export_settings(
 
 def recovery_tokens(teacher: Path) -> int:
     """5% of the tokens that the teacher was trained on, as its manifest says; else a million."""
-    trained = manifest_of(teacher).results.get("tokens")
+    trained = manifest_of(teacher).figure("tokens")
     tokens = round(_SHARE_OF_TEACHER * trained) if trained else _UNKNOWN_TOKENS
     why = "5% of the teacher's" if trained else "the teacher's own are not known"
     log(f"no --tokens given: the winner is recovered on {tokens:,} tokens ({why})")

@@ -315,12 +315,17 @@ def nothing_fits(search: Search) -> str:
     parts = []
     for name, share in sorted(missed.items(), key=lambda item: -item[1]):
         limit = getattr(search.device.limits, name)
-        parts.append(f"{name} {limit * share:.4g} of {limit:g} {LIMITS[name].unit}")
-    relax = " and ".join(f"{name} to {1.005 * nearest.predicted[name]:.3g}" for name in missed)
+        parts.append(f"{name} {_digits(limit * share, 4)} of {limit:g} {LIMITS[name].unit}")
+    relax = " and ".join(f"{name} to {_digits(1.005 * nearest.predicted[name], 3)}" for name in missed)
     return (
         f"nothing fits {search.device.name}: {nearest.name} comes nearest, with "
         f"{', '.join(parts)} ({source}); relax {relax}, or start from a smaller teacher"
     )
+
+
+def _digits(value: float, count: int) -> str:
+    """Significant digits without an exponent, as `--limit` takes them."""
+    return f"{float(f'{value:.{count}g}'):.10g}"
 
 
 def _good_enough(search: Search) -> bool:

@@ -157,6 +157,7 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
             if not (partial / STATE_DIRECTORY).exists():
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+        _publish(partial, out)
     finally:
         lock.release()
         Path(lock.lock_file).unlink(missing_ok=True)
@@ -238,6 +239,7 @@ def run_together(out: Path, stage: Stage, make: Callable[[Path], JsonObject], re
 
 
 def _finish(partial: Path, out: Path, stage: Stage) -> None:
+    """Write card and manifest."""
     manifest = Manifest(
         command=stage.command,
         settings=_as_json(stage.settings),
@@ -260,8 +262,11 @@ def _finish(partial: Path, out: Path, stage: Stage) -> None:
             _fsync(path)
             files[str(path.relative_to(partial))] = FileEntry(file_sha256(path), path.stat().st_size)
     replace(manifest, files=files).write(partial)
+
+
+def _publish(partial: Path, out: Path) -> None:
     if out.exists():
-        if any(out.iterdir()):  # it was empty when the run began
+        if not out.is_dir() or any(out.iterdir()):  # it was empty when the run began
             raise ConflictError(f"{out}: appeared during the run; the result is in {partial}")
         out.rmdir()
     shutil.rmtree(partial / STATE_DIRECTORY, ignore_errors=True)

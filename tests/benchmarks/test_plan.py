@@ -56,7 +56,7 @@ def test_a_budget_of_nine_limits_is_not_wrapped_at_80_columns(
 
 def test_a_band_is_shown_by_its_ends() -> None:
     assert band(0.41234, 0.6189) == "0.41-0.62" and band(8.77, 19.7) == "8.8-20" and band(52.4, 52.41) == "52"
-    assert band(95.2, 1_234.5) == "95-1,234"
+    assert band(95.2, 1_234.5) == "95-1,234" and band(99.4, 99.6) == "99-100"
 
 
 def test_every_depth_leaves_room_for_the_steps_that_time_it() -> None:
@@ -153,7 +153,8 @@ def test_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fp16, bf16 14,000" in " ".join(capsys.readouterr().out.split())
     assert plan(shape="1.5b")["parameters"] == 1_500_000_000 and plan(shape="162.4M")["parameters"] == 162_400_000
     assert "`70b` is a shape" in (plan(shape="70B"), capsys.readouterr().out)[1]
-    for flags in ({"device": "rtx-3060"}, {"training": True}, {"shapes": True}, {"cache_tokens": 5}):
+    useless = [{"device": "rtx-3060"}, {"training": True}, {"shapes": True}, {"cache_tokens": 5}, {"head_bits": 4}]
+    for flags in useless:
         with pytest.raises(UsageError, match="a number of parameters has weights only"):
             plan(shape="7B", **flags)
     with pytest.raises(UsageError, match="has no parameters"):

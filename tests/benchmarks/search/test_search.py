@@ -168,11 +168,12 @@ def test_a_budget_that_only_a_shorter_cache_can_meet_gets_one() -> None:
     assert {one.format.cache for one in planned if one.way == WHOLE} == {"int8"}
 
 
-def test_nothing_fits_names_the_nearest_miss_and_what_to_relax() -> None:
-    with pytest.raises(
-        GateError, match=r"nothing fits laptop-x86: .* file_mb .* of 0.01 MB \(predicted\); relax file_mb"
-    ):
-        started(with_limits(file_mb=0.01))
+@pytest.mark.parametrize("vocab_size", [TEACHER.vocab_size, 2**24])
+def test_nothing_fits_names_the_nearest_miss_and_what_to_relax(vocab_size: int) -> None:
+    """Numbers that `--limit` takes, also beyond a thousand."""
+    said = r"nothing fits laptop-x86: .* file_mb [\d.]+ of 0.01 MB \(predicted\); relax file_mb to [\d.]+, or start"
+    with pytest.raises(GateError, match=said):
+        started(with_limits(file_mb=0.01), TEACHER.with_changes(vocab_size=vocab_size))
 
 
 def test_what_is_measured_corrects_those_alike() -> None:

@@ -77,6 +77,16 @@ def test_saved_state_survives_and_needs_resume(tmp_path: Path, capsys: pytest.Ca
     assert not (out / STATE_DIRECTORY).exists() and verify_directory(out)[1] == []
 
 
+def test_a_result_is_kept_if_something_appears_in_its_place(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConflictError, match="appeared during the run; the result is in"),
+        output_directory(tmp_path / "out", Stage("train", {})) as partial,
+    ):
+        (partial / "result").write_text("x", encoding="utf-8")
+        (tmp_path / "out").write_text("mine", encoding="utf-8")
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "mine" and verify_directory(partial) == (1, [])
+
+
 def test_another_run_holds_the_output(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with (
