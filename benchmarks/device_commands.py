@@ -186,9 +186,9 @@ def _print_device(device: Device) -> None:
 
 
 def _coefficients(coefficients: Mapping[str, Any]) -> Table:
-    from benchmarks.labels import Table
+    from benchmarks.labels import Table, number
 
-    rows = [(name, f"{value:,.3g}") for name, value in coefficients.items() if isinstance(value, float | int)]
+    rows = [(name, number(value)) for name, value in coefficients.items() if isinstance(value, float | int)]
     return Table("coefficients of predictions", ("coefficient", "value"), rows)
 
 

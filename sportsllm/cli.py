@@ -161,15 +161,15 @@ def _with_json(function: Command) -> Command:
         try:
             with silenced(processes.rank() > 0):
                 result = function(*args, **kwargs)
+            assert isinstance(result, Result)
+            if json_output and processes.rank() == 0:
+                sys.stdout.write(json.dumps(result.to_json(), default=str) + "\n")
+            sys.stdout.flush()
         except KeyboardInterrupt:
             raise InterruptedRun("interrupted" + "; nothing was published" * ("out" in kwargs)) from None
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
-        assert isinstance(result, Result)
-        if json_output and processes.rank() == 0:
-            sys.stdout.write(json.dumps(result.to_json(), default=str) + "\n")
-            sys.stdout.flush()
         if result.complaint:
             _complain(result.complaint)
         if result.exit_code:
@@ -273,7 +273,7 @@ def _usage(error: TyperException, arguments: list[str]) -> str:
         setting = str(given).lstrip("-").replace("-", "_")
         command = context.command_path.partition(" ")[2]
         accepted = (group for owners, group in settings.GROUPS.values() if command in re.split(" --[a-z]+|, ", owners))
-        if any(setting in group for group in accepted):
+        if command and any(setting in group for group in accepted):
             near = f"write {'--limit' if setting in settings.LIMITS else '--set'} {setting}=VALUE"
         message = f"no option {given}" + (f"; {near}" if near else _owners(str(given)))
     where = context.command_path if context is not None else "sportsllm-compress"

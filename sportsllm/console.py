@@ -62,13 +62,19 @@ def logged(path: Path) -> Iterator[None]:
         _log = before
 
 
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        """The reader has enough: rich's own answer is exit code 1."""
+        raise BrokenPipeError
+
+
 def output() -> Console:
     """Console for results: standard output, or standard error under `--json`."""
     stream = sys.stderr if _to_stderr else sys.stdout
     if _silent:
         return Console(quiet=True)
     width = None if stream.isatty() else 120
-    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    return _Output(file=stream, width=width, highlight=False, soft_wrap=False)
 
 
 def typed_line(prompt: str) -> str:

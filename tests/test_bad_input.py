@@ -86,6 +86,7 @@ CASES: list[tuple[str, int, str]] = [
     (f"eval {MODEL} --text {TEXT} --text-field", USAGE, "--text-field needs the name"),
     ("plan small --text-field body", USAGE, "--text-field is for train, distill"),
     (f"generate {MODEL} --text-field body", USAGE, "--text-field is for train, distill"),
+    ("--loss-on all", USAGE, "no option --loss-on (see sportsllm-compress --help)"),
     (f"prune {MODEL} --out {NEW} --kl-weight 1", USAGE, "no option --kl-weight; write --set kl_weight=VALUE"),
     (f"train {MODEL} --kl-weight 1", USAGE, "no option --kl-weight; distill has it"),
     (f"plan {MODEL} --file-mb 60", USAGE, "no option --file-mb; write --limit file_mb=VALUE"),

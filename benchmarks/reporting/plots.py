@@ -184,7 +184,7 @@ def _points_trace(points: Sequence[Point], axis: str, state: bool | None) -> Plo
             "symbol": ["circle-open" if each else "circle" for each in hollow],
             "line": {"color": shade, "width": 1.5},
         },
-        "hovertemplate": f"%{{text}} %{{customdata}}: %{{x:.3g}} {_AXES[axis][1]}, %{{y:.4f}} bits/byte<extra></extra>",
+        "hovertemplate": f"%{{text}} %{{customdata}}: %{{x:.3r}} {_AXES[axis][1]}, %{{y:.4f}} bits/byte<extra></extra>",
     }
 
 

@@ -141,7 +141,7 @@ def render_card(
     )
     shown = [each for each in results if any(each.is_of(one.directory) for one in chain)]
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters.update(cell=_cell, texts=_texts, file=lambda path: PurePath(str(path)).name)
+    environment.filters.update(cell=_cell, texts=_texts, digits=_digits, file=lambda path: PurePath(str(path)).name)
     template = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
     return environment.from_string(template).render(
         card_data=card_data.to_yaml(),
@@ -173,6 +173,11 @@ def _packed_bits(data: JsonObject) -> int | None:
 
 def _cell(text: object) -> str:
     return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    return f"{float(f'{value:.3g}'):,g}"
 
 
 def _texts(paths: Sequence[str] | str) -> str:

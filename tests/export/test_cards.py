@@ -25,7 +25,7 @@ from tests.support.training import options_of
 BENCH: dict[str, Any] = {
     "runtime": "onnxruntime",
     "threads": 2,
-    "ttft_ms": {"128": 4.5, "512": 20.25},
+    "ttft_ms": {"128": 4.5, "512": 2025.0},
     "tpot_ms": {"32": {"p50": 0.5}, "512": {"p50": 0.75}},
     "peak_rss_bytes": 80_000_000,
     "clean": False,
@@ -128,7 +128,7 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dic
     fields = write_card(onnx, [bench, scored], license="mit", base_model="me/mine", language=["en"])
     assert (fields["license"], fields["base_model"], fields["language"]) == ("mit", "me/mine", ["en"])
     card = (onnx / "README.md").read_text(encoding="utf-8")
-    assert "| A Processor | 4.5 | 20.2 | 0.5 | 0.75 | 80 |" in card and "other programs disturbed it" in card
+    assert "| A Processor | 4.5 | 2,020 | 0.5 | 0.75 | 80 |" in card and "other programs disturbed it" in card
     assert (
         "| `measured` | 1.2500 | `wiki/valid.jsonl` |" in card and "| `large` | 1.2000 | `wiki/valid.jsonl` |" in card
     )
@@ -144,7 +144,7 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dic
     bench.write_text(json.dumps({**BENCH, "directory": str(onnx), "budget": None}), encoding="utf-8")
     result = sportsllm.report([onnx, line["int4"], bench], tmp_path / "report.md", cards=True)
     assert result.cards == [onnx / "README.md"]
-    assert "| A Processor | 4.5 | 20.2 | 0.5 | 0.75 | 80 |" in (onnx / "README.md").read_text(encoding="utf-8")
+    assert "| A Processor | 4.5 | 2,020 | 0.5 | 0.75 | 80 |" in (onnx / "README.md").read_text(encoding="utf-8")
     assert verify_directory(onnx)[1] == [] and digest(onnx) == before
 
 

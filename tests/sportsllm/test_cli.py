@@ -188,9 +188,11 @@ def test_a_tokenizer_keeps_its_own_special_tokens(
     assert (config["bos_token_id"], config["eos_token_id"], config["vocab_size"]) == (1, 2, 512)
 
 
-def test_a_closed_pipe_is_no_bug(checkpoint: Path) -> None:
-    command = f"{' '.join(CLI)} generate {checkpoint} --max-new-tokens 100 --temperature 0"
-    script = f"set -o pipefail; {command} | head -c 1 >/dev/null"
+@pytest.mark.parametrize(
+    "words", ["generate MODEL --max-new-tokens 100", "devices list", "plan small --json 2>/dev/null"]
+)
+def test_a_closed_pipe_is_no_bug(words: str, checkpoint: Path) -> None:
+    script = f"set -o pipefail; {' '.join(CLI)} {words.replace('MODEL', str(checkpoint))} | true"
     piped = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=ENVIRONMENT)
     assert piped.returncode == 0 and piped.stderr == ""
 
