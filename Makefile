@@ -46,14 +46,16 @@ gpu-check: $(STAMP)
 	rm -rf runs/gpu-check
 	$(BIN)/python -m benchmarks.studies.gpu_check --device $(DEVICE) --work runs/gpu-check --out benchmarks/results/gpu
 
-# Other people's tests of servers, two minutes of load and 10,000 malformed requests: about half an hour. All is fetched.
-CHECK := runs/serve-check
+# Other people's tests of servers, two minutes of load and 10,000 malformed requests: about half an hour. All is fetched;
+# LLAMA_CPP=FOLDER takes llama.cpp from a folder.
+CHECK     := runs/serve-check
+LLAMA_CPP ?= $(CHECK)/llama.cpp
 serve-check: $(KERNELS)
 	test -d $(CHECK)/lib || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(CHECK)/lib \
 		langchain-openai langchain-tests llm-comply "lm-eval[api]" openai schemathesis wget
-	test -d $(CHECK)/llama.cpp || git clone --quiet --depth 1 https://github.com/ggml-org/llama.cpp $(CHECK)/llama.cpp
+	test -d $(LLAMA_CPP) || git clone --quiet --depth 1 https://github.com/ggml-org/llama.cpp $(LLAMA_CPP)
 	$(BIN)/python -m tests.sportsllm.serving.load
-	PYTHONPATH=$(CHECK)/lib $(BIN)/python -m tests.sportsllm.serving.llama_cpp $(CHECK)/llama.cpp/tools/server/tests
+	PYTHONPATH=$(CHECK)/lib $(BIN)/python -m tests.sportsllm.serving.llama_cpp $(LLAMA_CPP)/tools/server/tests
 	PYTHONPATH=$(CHECK)/lib $(BIN)/python -m pytest tests/sportsllm/serving -o markers=benchmark -o asyncio_mode=auto \
 		-o asyncio_default_test_loop_scope=session
 
