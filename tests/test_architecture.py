@@ -78,8 +78,8 @@ MOST_LINES = {
     "sportsllm": 18_996,
     "compress": 7_655,
     "export": 6_366,
-    "benchmarks": 9_095,
-    "tests": 25_483,
+    "benchmarks": 9_210,
+    "tests": 25_502,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

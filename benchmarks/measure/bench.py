@@ -36,6 +36,7 @@ STEPS = 128  # as llama-bench's tg128
 WARM_UP_STEPS = TIMED_STEPS - STEPS
 REPEATS = 4  # at least 12 prompts over the rounds
 SECONDS_PER_FIGURE = 0.25
+SECONDS_PER_TEXT = 1.0
 MEMORY_CONTEXT_TOKENS = 1024
 MEMORY_STEPS = 16
 LARGEST_WORKING_SET_BYTES = 512 * 2**20  # beyond every cache; more would only cost memory
@@ -82,6 +83,7 @@ def run_bench(
         "warm_up_steps": WARM_UP_STEPS,
         "repeats": max(REPEATS, -(-12 // check_after_rounds[0])),
         "seconds_per_figure": SECONDS_PER_FIGURE,
+        "seconds_per_text": SECONDS_PER_TEXT,
         "context_tokens": min(MEMORY_CONTEXT_TOKENS, context),
         "memory_steps": MEMORY_STEPS,
         "working_set_bytes": min(per_token, LARGEST_WORKING_SET_BYTES),
@@ -91,6 +93,8 @@ def run_bench(
     timed = [worker_turn(settings, "speed"), worker_turn(settings, "bandwidth")]
     raw = take_turns(title, timed, check_after_rounds, is_steady, timeout_s)
     raw |= take_turns(title, [worker_turn(settings, "memory")], [MEMORY_ROUNDS], lambda _: True, timeout_s)
+    if raw["speed"][0]["pass_ms"] and (directory / "tokenizer.json").exists():
+        raw |= {"texts": [run_child(worker_turn(settings, "texts"), timeout_s)]}
     figures: dict[str, Any] = {
         "directory": str(directory),
         "runtime": raw["speed"][0]["runtime"],
@@ -101,6 +105,7 @@ def run_bench(
         "context_length": context,
         "threads": settings["threads"],
         **summarise(raw),
+        "texts": raw["texts"][0]["texts"] if "texts" in raw else {},
         "file_bytes": directory_bytes(directory),
         **bandwidth_bound(read, raw["bandwidth"], depths),
     }

@@ -20,7 +20,17 @@ import numpy as np
 
 from benchmarks.measure.probes import measure_bandwidth, read_sensors
 from sportsllm.errors import ResourceError, SportsLLMError
-from sportsllm.inference.decoder import Decoder, Verifier, is_onnx_directory, kernels_of, open_decoder, placement_of
+from sportsllm.inference.decoder import (
+    Decoder,
+    Logits,
+    Sampling,
+    Verifier,
+    generate,
+    is_onnx_directory,
+    kernels_of,
+    open_decoder,
+    placement_of,
+)
 from sportsllm.process_memory import peak_rss_bytes
 
 STABLE_WITHIN = 0.10  # warm-up ends when the last three times agree this well
@@ -28,6 +38,7 @@ WARM_UP_CALLS, WARM_UP_S = 8, 1.5
 LONGEST_S = 4.0  # a slow model gets fewer repeats rather than more time than this for one figure
 LEAST_STEPS, MOST_SWEEPS = 16, 4
 PASSES = (1, 2, 4, 8)  # tokens that prompt lookup reads at once
+FOLLOWED, MOST_TURNS = 128, 5  # tokens of each kind of text, with and without prompt lookup
 WINDOWS, LEAST_WINDOW_S, MOST_WINDOW_S = 30, 1.0, 30.0  # of a sustained run
 Specification = Mapping[str, Any]
 StepSweeps = list[list[float]]
@@ -79,11 +90,27 @@ def measure_sustained(asked: Specification) -> dict[str, Any]:
     return {**loaded, "windows": decode_windows(decoder, tokens, asked)}
 
 
+def measure_texts(asked: Specification) -> dict[str, Any]:
+    """Load, then `time_text` of each kind: a match report again, the one behind it, and the model's own text."""
+    from sportsllm.simulator import simulate
+    from sportsllm.text.tokenizer import load_tokenizer
+
+    decoder, loaded = _open(asked)
+    tokenizer = load_tokenizer(Path(asked["directory"]), decoder.config)
+    begin, count = [tokenizer.begin_id], min(FOLLOWED, (decoder.config.max_position_embeddings - 1) // 2)
+    reports = tokenizer.encode("\n\n".join(simulate(asked["seed"], index).text for index in range(8)))
+    first, second = reports[:count], reports[count : 2 * count]
+    own = list(generate(decoder, begin, count, Sampling(seed=asked["seed"])))
+    kinds = {"copying": (begin + first, first), "match reports": (begin + first, second), "open text": (begin, own)}
+    return {**loaded, "texts": {kind: time_text(cast(Verifier, decoder), *text, asked) for kind, text in kinds.items()}}
+
+
 MODES: dict[str, Callable[[Specification], dict[str, Any]]] = {
     "speed": measure_speed,
     "memory": measure_memory,
     "bandwidth": lambda asked: measure_bandwidth(asked["threads"], asked["working_set_bytes"]),
     "sustained": measure_sustained,
+    "texts": measure_texts,
 }
 
 
@@ -187,6 +214,63 @@ def time_passes(decoder: Decoder, tokens: Sequence[int], depth: int, asked: Spec
             samples.append(milliseconds(functools.partial(read, tokens[depth : depth + count])))
             verifier.rewind(count)
     return times
+
+
+class Follower:
+    """A decoder whose likeliest tokens are those of a given text, so that greedy generation writes it.
+
+    Attributes:
+        exact_rows: tokens that it lets prompt lookup read at once; 1 switches that off.
+        passes, proposed: passes behind the prompt, and the proposed tokens that these read.
+    """
+
+    def __init__(self, decoder: Verifier, text: Sequence[int], exact_rows: int) -> None:
+        self._decoder, self._text, self._written = decoder, text, 0
+        self.config, self.exact_rows = decoder.config, exact_rows
+        self.passes = self.proposed = 0
+        self.score, self.stream_logits = decoder.score, decoder.stream_logits
+
+    def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None) -> Logits:
+        return self._lead(self._decoder.prefill(rows, max_length))
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        self.passes += 1
+        return self._lead(self._decoder.step(tokens))
+
+    def read(self, tokens: Sequence[int]) -> Logits:
+        self.passes, self.proposed = self.passes + 1, self.proposed + len(tokens) - 1
+        return self._lead(self._decoder.read(tokens))
+
+    def rewind(self, count: int) -> None:
+        self._written -= count
+        self._decoder.rewind(count)
+
+    def _lead(self, logits_TV: Logits) -> Logits:
+        for logits_V in logits_TV:
+            logits_V[self._text[self._written]] = np.inf
+            self._written += 1
+        return logits_TV
+
+
+def time_text(decoder: Verifier, prompt: Sequence[int], text: Sequence[int], asked: Specification) -> dict[str, Any]:
+    """Speed of writing `text` with and without prompt lookup, in turns, and what became of the proposals."""
+    speeds: dict[int, list[float]] = {decoder.exact_rows: [], 1: []}
+    started, made = time.perf_counter(), len(text) - 1  # the prompt's pass gives the first token
+    while not speeds[1] or (len(speeds[1]) < MOST_TURNS and time.perf_counter() - started < asked["seconds_per_text"]):
+        for exact_rows, samples in reversed(speeds.items()):
+            follower = Follower(decoder, text, exact_rows)
+            written = generate(follower, prompt, len(text), Sampling(temperature=0))
+            next(written)
+            samples.append(made * 1000 / milliseconds(functools.partial(list, written)))
+    accepted = made - follower.passes  # of the last turn, which had proposals
+    return {
+        "tokens": made,
+        "proposed": follower.proposed,
+        "accepted": accepted,
+        "tokens_per_pass": made / follower.passes,
+        "tokens_per_s": float(np.median(speeds[decoder.exact_rows])),
+        "plain_tokens_per_s": float(np.median(speeds[1])),
+    }
 
 
 def decode_for(decoder: Decoder, tokens: Sequence[int], depth: int, room: int, least_s: float) -> tuple[int, float]:

@@ -130,6 +130,7 @@ def bench_tables(bench: Bench) -> list[Table]:
         _figures(bench),
         _depths(bench),
         _passes(bench),
+        _texts(bench),
         _sustained(bench),
         _peers(bench),
         _tasks(bench),
@@ -193,6 +194,19 @@ def _passes(bench: Bench) -> Table:
         rows.append((tokens, *map(number, (time_ms, *(1000 * each / time_ms if time_ms else None for each in made)))))
     headers = ("tokens read at once", "ms", *(f"tokens/s at {chance:.0%} accepted" for chance in chances))
     return Table("Reading ahead (prompt lookup)", headers, rows, ())
+
+
+def _texts(bench: Bench) -> Table:
+    rows = [
+        (
+            kind,
+            with_unit(100 * text.accepted / text.proposed if text.proposed else None, "%"),
+            *map(number, (text.tokens_per_pass, text.tokens_per_s, text.plain_tokens_per_s)),
+        )
+        for kind, text in bench.texts.items()
+    ]
+    headers = ("text", "accepted", "tokens per pass", "tokens/s", "tokens/s without")
+    return Table("Prompt lookup by kind of text", headers, rows)
 
 
 def _sustained(bench: Bench) -> Table:

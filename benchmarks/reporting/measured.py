@@ -51,6 +51,17 @@ class MemoryFloor:
 
 
 @dataclass(frozen=True)
+class WrittenText:
+    """A kind of text written with prompt lookup: proposed and accepted tokens, and the speed, also without lookup."""
+
+    proposed: int
+    accepted: int
+    tokens_per_pass: Figure = None
+    tokens_per_s: Figure = None
+    plain_tokens_per_s: Figure = None
+
+
+@dataclass(frozen=True)
 class Sustained:
     """Decoding for minutes: figures of each window, and what the last one lost against the first."""
 
@@ -106,6 +117,7 @@ class Bench:
     ttft_ms: ByTokens = field(default_factory=dict)
     decode_tokens_per_s: ByTokens = field(default_factory=dict)
     pass_ms: ByTokens = field(default_factory=dict)
+    texts: dict[str, WrittenText] = field(default_factory=dict)
     memory_floor: MemoryFloor = field(default_factory=lambda: MemoryFloor({}))
     prefill_tokens_per_s: Figure = None
     load_s: Figure = None

@@ -1,15 +1,18 @@
 """Prompt lookup over native kernels: the same tokens, in fewer passes."""
 
 import dataclasses
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.measure.worker import time_passes
+from benchmarks.labels import MISSING
+from benchmarks.measure.worker import measure_texts, time_passes
 from benchmarks.reporting.bench_tables import bench_tables
 from benchmarks.reporting.measured import as_bench
 from export.kernels import library as built
@@ -20,6 +23,7 @@ from sportsllm.inference import lookup
 from sportsllm.inference.decoder import Sampling, generate
 from sportsllm.inference.lookup import DraftLookup, PromptLookup
 from tests.support.export_models import TINY, Exports
+from tests.support.models import STORIES
 
 PATTERN = [5, 9, 2, 7, 7, 1, 3]
 SETTINGS: list[dict[str, Any]] = [
@@ -236,3 +240,18 @@ def test_bench_times_passes_and_says_what_they_would_gain(exports: Exports) -> N
     bench = as_bench({"directory": "x", "tpot_ms": {}, "pass_ms": {"1": 2.0, "4": 4.0}})
     (table,) = (table for table in bench_tables(bench) if "prompt lookup" in table.title)
     assert table.rows == [("1", "2.00", "500", "500", "500"), ("4", "4.00", "469", "738", "1,000")]
+
+
+def test_bench_writes_kinds_of_text_with_and_without_lookup(exports: Exports, tmp_path: Path) -> None:
+    shutil.copytree(exports(bits=4, vocab_size=512).directory, tmp_path, dirs_exist_ok=True)
+    shutil.copy(STORIES / "tokenizer.json", tmp_path)
+    found = measure_texts({"directory": str(tmp_path), "threads": 1, "seed": 0, "seconds_per_text": 0.0})["texts"]
+    assert list(found) == ["copying", "match reports", "open text"]
+    for text in found.values():
+        assert 0 <= text["accepted"] <= text["proposed"] and text["tokens_per_s"] > 0 < text["plain_tokens_per_s"]
+        assert text["tokens"] / text["tokens_per_pass"] == pytest.approx(text["tokens"] - text["accepted"])
+    assert found["copying"]["tokens_per_pass"] > max(4, found["match reports"]["tokens_per_pass"])
+    texts = {"copying": {"proposed": 8, "accepted": 6, "tokens_per_pass": 4.0, "tokens_per_s": 900.0}}
+    tables = bench_tables(as_bench({"directory": "x", "tpot_ms": {}, "texts": texts}))
+    (table,) = (table for table in tables if "kind of text" in table.title)
+    assert table.rows == [("copying", "75.0 %", "4.00", "900", MISSING)]
