@@ -232,20 +232,21 @@ def _widen_inputs(
 def _write_gguf(request: ExportRequest, checkpoint: Path, directory: Path) -> _Written:
     """Write model.gguf and a Modelfile for Ollama."""
     from export.gguf.mixes import block_types
+    from export.gguf.tokenizer import tokenizer_metadata
     from export.gguf.write import GGUF_FILE, architecture_of, check_gguf, write_gguf
     from sportsllm.commands import load_function
     from sportsllm.console import log
     from sportsllm.formats.huggingface import load_config
 
     config, rounded = load_config(checkpoint), None
-    architecture = architecture_of(config)
+    architecture, tokenizer = architecture_of(config), tokenizer_metadata(checkpoint, config)  # refused before the work
     if request.mix is not None:
         if not request.text.files:
             log(f"no calibration text: blocks are rounded one by one; --calibration FILE makes {request.mix} better")
         round_to_blocks = load_function("compress.quantization.block_checkpoint", "round_to_blocks")
         types = block_types(config, request.mix, bool(request.text.files))
         rounded = cast("RoundedModel", round_to_blocks(checkpoint, types, request.text))
-    formats = write_gguf(checkpoint, directory / GGUF_FILE, request.half, rounded, request.mix)
+    formats = write_gguf(checkpoint, directory / GGUF_FILE, tokenizer, request.half, rounded, request.mix)
     modelfile = f"FROM ./{GGUF_FILE}\nPARAMETER num_ctx {config.max_position_embeddings}\n"
     (directory / "Modelfile").write_text(modelfile, encoding="utf-8")
     facts = {"architecture": architecture, "formats": formats}

@@ -77,9 +77,9 @@ LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_996,
     "compress": 7_655,
-    "export": 6_366,
+    "export": 6_373,
     "benchmarks": 9_210,
-    "tests": 25_502,
+    "tests": 25_515,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, models
 
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
-from sportsllm.files import read_json
 from sportsllm.formats.gguf.tokenizer import PRE_TOKENIZERS, SPACE
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.chat import find_template
+from sportsllm.text.tokenizer import read_tokenizer
 
 _NEVER = -1e9  # the score of a token that no merge makes
 _ENDS = ("eos", "eot", "eom")
@@ -25,22 +25,23 @@ def tokenizer_metadata(directory: Path, config: ModelConfig) -> dict[str, Any]:
     """The keys that begin with `tokenizer.`, without that.
 
     Raises:
-        ArtifactError: there is no tokenizer.json, or one that llama.cpp would read in another way.
+        ArtifactError: tokenizer.json is missing or damaged, or llama.cpp would read it in another way.
     """
     path = directory / "tokenizer.json"
-    data = read_json(path)
-    kind = data["model"].get("type")
+    tokenizer = read_tokenizer(path, config.vocab_size)
+    data = json.loads(tokenizer.to_str())  # with every field, in the library's newest form
+    kind = data["model"]["type"]
     if kind != "BPE":
         raise ArtifactError(f"{path}: is {kind}; GGUF takes byte-level and SentencePiece's BPE")
-    merges = [pair if isinstance(pair, list) else pair.split(" ") for pair in data["model"]["merges"]]
-    added = {item["id"]: item for item in data.get("added_tokens", [])}
+    merges = data["model"]["merges"]
+    added = {item["id"]: item for item in data["added_tokens"]}
     vocabulary = {number: token for token, number in data["model"]["vocab"].items()}
     vocabulary |= {number: item["content"] for number, item in added.items()}
     numbers = range(config.vocab_size)
     tokens = [vocabulary.get(number, f"[PAD{number}]") for number in numbers]
     types = [_type_of(added.get(number)) if number in vocabulary else TokenType.UNUSED for number in numbers]
     found: dict[str, Any] = {"tokens": tokens, "token_type": types}
-    if data["model"].get("byte_fallback"):
+    if data["model"]["byte_fallback"]:
         found |= _sentencepiece(data, path, tokens, types, merges)
     else:
         found |= {"model": "gpt2", "pre": _pre_tokenizer(data, path), "merges": [" ".join(pair) for pair in merges]}
@@ -49,7 +50,7 @@ def tokenizer_metadata(directory: Path, config: ModelConfig) -> dict[str, Any]:
     if beyond := [tokens[number] for number in config.stop_token_ids[len(_ENDS) :]]:
         log(f"GGUF has keys for {len(_ENDS)} end tokens: llama.cpp will not stop at {', '.join(beyond)}")
     found |= {f"{name}_token_id": number for name, number in ids.items() if number is not None}
-    first = Tokenizer.from_file(str(path)).encode("a").ids[:1]
+    first = tokenizer.encode("a").ids[:1]
     found["add_bos_token"] = config.bos_token_id is not None and first == [config.bos_token_id]
     template, _ = find_template(directory)
     return {f"ggml.{key}": value for key, value in found.items()} | ({"chat_template": template} if template else {})
@@ -74,7 +75,7 @@ def _pre_tokenizer(data: Mapping[str, Any], path: Path) -> str:
         probe = Tokenizer(models.BPE())
         probe.pre_tokenizer = rule
         same = without_offsets(json.loads(probe.to_str())["pre_tokenizer"]) == without_offsets(data["pre_tokenizer"])
-        if same and data.get("normalizer") == normalizers.get(name):
+        if same and data["normalizer"] == normalizers.get(name):
             return name
     known = ", ".join(PRE_TOKENIZERS)
     raise ArtifactError(
@@ -88,12 +89,12 @@ def _sentencepiece(
     """A score for each token, so that the order of scores is that of the merges."""
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prefixed = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replace]}
-    if data.get("normalizer") not in (replace, prefixed) or data.get("pre_tokenizer") is not None:
+    if data["normalizer"] not in (replace, prefixed) or data["pre_tokenizer"] is not None:
         raise ArtifactError(f"{path}: its normalizer or pre-tokenizer is not SentencePiece's; GGUF cannot say it")
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):
         ranks.setdefault(left + right, rank)
-    unknown = data["model"].get("unk_token")
+    unknown = data["model"]["unk_token"]
     if unknown not in tokens:
         raise ArtifactError(f"{path}: has no unknown token; GGUF's SentencePiece needs one")
     for number, token in enumerate(tokens):

@@ -25,7 +25,6 @@ import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as Format
 
-from export.gguf.tokenizer import tokenizer_metadata
 from export.parity.check import threads_of_torch
 from export.parity.comparison import READ_BACK, TEXTS, ParityReport, Pass, compare, make_sequences, merge
 from sportsllm.console import log, progress_bar
@@ -100,12 +99,18 @@ def architecture_of(config: ModelConfig) -> str:
 
 
 def write_gguf(
-    checkpoint: Path, path: Path, half: bool, rounded: RoundedModel | None = None, mix: str | None = None
+    checkpoint: Path,
+    path: Path,
+    tokenizer: Mapping[str, Any],
+    half: bool,
+    rounded: RoundedModel | None = None,
+    mix: str | None = None,
 ) -> dict[str, int]:
     """Write a checkpoint, packed or not, with its tokenizer; dense matrices in float16 if `half`.
 
     Args:
-        checkpoint: its config, tokenizer and, without `rounded`, its weights.
+        checkpoint: its config and, without `rounded`, its weights.
+        tokenizer: see `export.gguf.tokenizer.tokenizer_metadata`.
         rounded: the weights of a checkpoint that is not packed, in blocks of `mix`.
         mix: one of `export.request.BLOCK_DTYPES`.
 
@@ -114,7 +119,7 @@ def write_gguf(
 
     Raises:
         UsageError: an architecture or blocks that GGUF has not.
-        ArtifactError: the checkpoint is damaged, or has a tokenizer that GGUF cannot say.
+        ArtifactError: the checkpoint is damaged.
     """
     config, tensors = load_config(checkpoint), TensorFiles(checkpoint)
     kind = architecture_of(config)
@@ -147,7 +152,7 @@ def write_gguf(
     facts = {"general.name": checkpoint.resolve().name, "general.file_type": int(file_type)}
     facts["general.quantization_version"] = gguf.GGML_QUANT_VERSION
     facts |= {f"{kind}.{key}": value for key, value in _sizes(kind, config).items()}
-    facts |= {f"tokenizer.{key}": value for key, value in tokenizer_metadata(checkpoint, config).items()}
+    facts |= {f"tokenizer.{key}": value for key, value in tokenizer.items()}
     add_facts(writer, facts)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

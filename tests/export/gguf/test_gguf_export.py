@@ -200,10 +200,23 @@ def test_tokenizers_that_gguf_cannot_say_are_refused(checkpoint: Path, tmp_path:
     sentencepiece = {"normalizer": replace, "pre_tokenizer": None}
     for changes, message in (
         ({"normalizer": {"type": "Lowercase"}}, "none of llama.cpp's"),
-        ({"model": {**data["model"], "type": "WordPiece"}}, "is WordPiece"),
+        (
+            {
+                "model": {
+                    "type": "WordPiece",
+                    "vocab": {"a": 0},
+                    "unk_token": "a",
+                    "max_input_chars_per_word": 9,
+                    "continuing_subword_prefix": "##",
+                }
+            },
+            "is WordPiece",
+        ),
+        ({"model": None}, "not a readable tokenizer"),
+        ({"model": {**data["model"], "merges": [3]}}, "not a readable tokenizer"),
         ({"model": {**data["model"], "byte_fallback": True}}, "not SentencePiece's"),
         ({"model": {**data["model"], "byte_fallback": True}, **sentencepiece}, "no unknown token"),
     ):
         (copy / "tokenizer.json").write_text(json.dumps({**data, **changes}), encoding="utf-8")
         with pytest.raises(ArtifactError, match=message):
-            tokenizer_metadata(copy, load_config(copy))
+            sportsllm.export(copy, out=tmp_path / "out", format="gguf")
