@@ -8,3 +8,10 @@ for (const menu of document.querySelectorAll('.md-header__button[for="__drawer"]
 document.addEventListener("input", ({ target }) => {
   if (target.matches('[data-md-component="search-query"]')) target.value = target.value.replace(/(^|\s)-+(?=\w)/g, "$1");
 }, true);
+// The search is a dialog without a name, and what scrolls sideways cannot be scrolled by keys in every browser.
+document.querySelector(".md-search").setAttribute("aria-label", "Search");
+addEventListener("load", () => {
+  for (const box of document.querySelectorAll("pre > code, .md-typeset__scrollwrap")) {
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+  }
+});
