@@ -67,10 +67,11 @@ def with_format(model: SportsLLM, checkpoint: Path, directory: Path, name: str) 
         tokenizer.add_special_tokens(list(islice(fill, -size % _STEP)))
     rows = max(model.config.vocab_size, -(-size // _STEP) * _STEP)
     tokenizer.save(str(path))
-    for settings in (directory / "tokenizer_config.json", directory / "special_tokens_map.json"):
-        if settings.exists():
-            changes = {"chat_template": template} if "config" in settings.name else {}
-            write_json(settings, read_json(settings) | changes | {"eos_token": special[-1]})
+    end = {"eos_token": special[-1]}
+    settings, names = directory / "tokenizer_config.json", directory / "special_tokens_map.json"
+    write_json(settings, (read_json(settings) if settings.exists() else {}) | end | {"chat_template": template})
+    if names.exists():
+        write_json(names, read_json(names) | end)
     stops = dict.fromkeys([tokenizer.token_to_id(special[-1]), *model.config.stop_token_ids])
     wider = SportsLLM(model.config.with_changes(vocab_size=rows, eos_token_id=tuple(stops)))
     write_generation_config(directory, wider.config)

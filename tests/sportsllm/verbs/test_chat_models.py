@@ -63,12 +63,14 @@ def test_a_base_model_gets_rows_from_the_mean_a_template_and_a_stop_token(
     (encoded,) = tokenizer.encode_documents([chat])
     assert encoded.ids == peer.apply_chat_template(chat.records()) and encoded.ids[0] == tokenizer.begin_id
     assert tokenizer.turn_ends == [end] and tokenizer.decode(tokenizer.encode("what was before")) == "what was before"
-    shutil.copytree(checkpoint, image := tmp_path / "image")  # with a token that the embedding has no row for
+    shutil.copytree(checkpoint, image := tmp_path / "image")  # with a token that the embedding has no row for, no names
+    (image / "tokenizer_config.json").unlink()
     data = json.loads((image / "tokenizer.json").read_text(encoding="utf-8"))
     data["added_tokens"].append({**data["added_tokens"][0], "id": size, "content": "<|image|>"})
     (image / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
     cli.result("train", image, *flags, "--out", tmp_path / "same")
     assert (tmp_path / "same" / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()
+    assert find_template(tmp_path / "same")[0] == find_template(out)[0]
     for problem, *arguments in (
         ("has a chat template", out, "--chat-template", "chatml"),
         ("use one of chatml", checkpoint, "--chat-template", "llama"),
