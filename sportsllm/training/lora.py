@@ -60,16 +60,13 @@ class LoRALinear(nn.Module):
         return self.base
 
 
-def add_adapters(model: SportsLLM, rank: int, seed: int = 0) -> int:
+def add_adapters(model: SportsLLM, rank: int, seed: int = 0) -> None:
     """Freeze a model and put adapters on its matrices, in place. Its output does not change yet.
 
     Args:
         model: unquantized; all other parameters are frozen, norms and biases too.
         rank: at least 1, at most the smallest dimension of the adapted matrices.
         seed: of the random A, uniform in +-1 / sqrt(D); B starts at zero.
-
-    Returns:
-        The number of trainable parameters.
 
     Raises:
         UsageError: the rank is out of range, or the model is quantized or has adapters.
@@ -82,7 +79,6 @@ def add_adapters(model: SportsLLM, rank: int, seed: int = 0) -> int:
     generator = torch.Generator().manual_seed(seed)
     for parent, name, base in matrices:
         setattr(parent, name, LoRALinear(base, rank, generator).train(base.training))
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def merge_adapters(model: SportsLLM) -> None:
