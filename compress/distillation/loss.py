@@ -1,4 +1,4 @@
-"""The loss that a student is trained with: KL divergence from its teacher, cross-entropy, and matched hidden states.
+"""The loss of a student: KL divergence from its teacher, cross-entropy, and matched hidden states.
 
 With p the teacher's distribution and q the student's, both at temperature T, the first is T^2 * KL(p || q); the factor
 keeps the gradient's size (Hinton et al., https://arxiv.org/abs/1503.02531). `sportsllm.training.loss.head_loss` runs it
@@ -156,14 +156,13 @@ def hidden_matching_loss(
 
 
 class HiddenMatching(nn.Module):
-    """Hidden-state matching with its learned projections, one a pair of layers; none where the sizes are equal.
+    """Hidden-state matching, with a learned projection for each pair of layers if the hidden sizes differ.
 
-    Attached to the student the projections are trained with it: two dimensions and not inside the blocks, so AdamW
-    takes them under either optimizer, as it takes the head.
+    While it is `attached` to the student, the projections are trained with it, by AdamW like the head.
     """
 
     def __init__(self, student: ModelConfig, teacher: ModelConfig, layer_map: LayerMap, seed: int = 0) -> None:
-        """Make the projections, isometries of the smaller space into the larger at first."""
+        """The projections start as isometries of the smaller space into the larger."""
         super().__init__()
         self.layer_map = layer_map
         self.projections = nn.ParameterList()
@@ -177,7 +176,7 @@ class HiddenMatching(nn.Module):
 
     @torch.no_grad()
     def fit(self, student: SportsLLM, teacher: SportsLLM, batch: Batch) -> None:
-        """Give the projections the least loss on one batch: from random ones a short run would mostly learn them."""
+        """Fit the projections to one batch by least squares: a short run would mostly learn them otherwise."""
         if not self.projections:
             return
         states: tuple[list[Tensor], list[Tensor]] = ([], [])

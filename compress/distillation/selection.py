@@ -1,4 +1,4 @@
-"""Token selection (experimental): a model that attends to selected tokens only, made of one that attends to all.
+"""Token selection (experimental): turns a model that attends to all tokens into one that attends to selected tokens.
 
 Its indexer (`sportsllm.models.selection`) is made of the model's own queries and keys, in closed form. Then the whole
 model trains with the selection on, and the indexer with it, each by its own loss, as DeepSeek-V3.2 does it
@@ -6,12 +6,12 @@ model trains with the selection on, and the indexer with it, each by its own los
 that the index key has:
 
     key         the `parts` pairs that those of the layer's key heads are best linear functions of
-    queries     each query head as it reads these; where there are fewer index heads, means of a share of them
+    queries     each query head as it reads these; if there are fewer index heads, means of a share of them
 
 so that an index head's scores are as near to attention's own as so small a key can have them. Biases are one more input
 that is always 1. Heads that are normalised are no linear functions of x; functions of least squared error replace them.
 Shape suffixes: J index heads, I their size, H query heads, K key/value heads, E head_dim, P rotary pairs, C `parts`,
-D hidden_size, A the inputs of queries and keys: D, and 1 where they have biases, T tokens.
+D hidden_size, A the inputs of queries and keys: D, and 1 if they have biases, T tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a student learns from its teacher, as settings; `compress.distillation.loss` makes a loss of them."""
+"""Settings of what a student learns from its teacher; `compress.distillation.loss` turns them into a loss."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from sportsllm.text.documents import tokens_per_parameter
 from sportsllm.training.settings import Start
 
 HIDDEN_WEIGHT = 3.0
-_WELL_TRAINED = 100.0  # tokens a parameter from which on text teaches a student less than its teacher does
-_LEAST_TRAINING = 2.0  # tokens a parameter from which on states are worth copying; measured: 0.6 loses, 2.6 gains
+_WELL_TRAINED = 100.0  # tokens per parameter above which the teacher knows more than the text says
+_LEAST_TRAINING = 2.0  # tokens per parameter above which states are worth copying; measured: 0.6 loses, 2.6 gains
 LayerMap = tuple[tuple[int, int], ...]
 """(student's state, teacher's state), each from 0, the embedding's output, to the number of layers."""
 
 
 def default_kl_weight(start: Start, tokens_per_parameter: float | None) -> float:
-    """The share of the KL where none is asked for: by the student's start, and the teacher's training.
+    """The KL's default share of the loss, by the student's start and the teacher's tokens per parameter.
 
-    A teacher that has read few tokens a parameter can still be surpassed by what the text says: with 20, a third cut
-    and recovered on 5% of its tokens ends 2.1% behind it with 1, 1.4% with 0.5. One that has read thousands knows more
-    than the text: at 200,000 tokens 0.5 ends 2.6% behind 1 (docs/results). Rounding is to be undone, not more to be
-    learnt: 1. Fresh students take 0.9 (Minitron, https://arxiv.org/abs/2407.14679). Barely trained ones too: they are
-    too far behind to surpass their teacher, and 0.5 leaves them up to 15% farther from it.
+    The text still teaches more than a teacher of few tokens per parameter knows: with 20, a student pruned by a third
+    and recovered on 5% of the teacher's tokens ends 2.1% behind it with a share of 1, 1.4% with 0.5. With 200,000,
+    0.5 ends 2.6% behind 1 (docs/results). Quantized weights only undo their rounding: 1. Random weights take 0.9
+    (Minitron, https://arxiv.org/abs/2407.14679). So do barely trained ones, which cannot surpass their teacher yet:
+    0.5 leaves them up to 15% farther from it.
     """
     if start is Start.RANDOM:
         return 0.9
@@ -39,11 +39,12 @@ def default_kl_weight(start: Start, tokens_per_parameter: float | None) -> float
 def default_hidden_weight(
     start: Start, kl_weight: float, signals: Path | None, tokens_per_parameter: float | None
 ) -> float:
-    """The weight of hidden-state matching where none is asked for: of pruned weights, whose states the refit has made
-    alike, where the teacher runs and has read enough for its states to be worth copying.
+    """The default weight of hidden-state matching: above 0 for pruned weights, whose states the refit has made similar
+    to the teacher's, if the teacher runs and has read enough for its states to be worth copying.
 
-    A third cut and recovered on 300,000 tokens then ends 14.4 instead of 17.5%, and 18.5 instead of 20.3% behind the
-    teacher; 1 and 10 give less. Of a teacher of 0.6 tokens a parameter the student ends 2.3% worse (docs/results).
+    With it students pruned by a third and recovered on 300,000 tokens end 14.4% instead of 17.5%, and 18.5% instead of
+    20.3% behind their teachers; weights of 1 and 10 gain less. With a teacher of 0.6 tokens per parameter the student
+    ends 2.3% worse (docs/results).
     """
     taught = signals is None and kl_weight > 0.0
     barely = tokens_per_parameter is not None and tokens_per_parameter < _LEAST_TRAINING
@@ -51,9 +52,9 @@ def default_hidden_weight(
 
 
 def distillation_config(start: Start, teacher: Path, given: Mapping[str, object]) -> DistillationConfig:
-    """What a student learns that starts from `start`, by the options that were given, None for those that were not.
+    """The settings of a student that starts from `start`; `given` are options by name, None if not given.
 
-    The teacher's manifest says how much text it has read, which decides the defaults.
+    The defaults depend on how much text the teacher has read, which its manifest says.
     """
     found: JsonObject = {name: value for name, value in given.items() if value is not None}
     read = tokens_per_parameter(teacher)
@@ -63,7 +64,7 @@ def distillation_config(start: Start, teacher: Path, given: Mapping[str, object]
 
 
 def default_layer_map(student_layers: int, teacher_layers: int) -> LayerMap:
-    """Every student state with the teacher state at the same share of the depth (TinyBERT's uniform map)."""
+    """Each student state and the teacher state at the same relative depth (TinyBERT's uniform map)."""
     return tuple(
         (layer, (2 * layer * teacher_layers + student_layers) // (2 * student_layers))
         for layer in range(student_layers + 1)
@@ -106,9 +107,9 @@ class DistillationConfig:
         return self.layer_map or default_layer_map(student.num_hidden_layers, teacher.num_hidden_layers)
 
     def matching_kept(self, kept: Sequence[int], layers: int) -> DistillationConfig:
-        """The same for a student that has the layers `kept` of the teacher's: matched is what each of them reads.
+        """The same for a student with the teacher's layers `kept`: the inputs of these layers are matched.
 
-        So the layer before a dropped one learns to stand in for it, as in the refit. A given map stays.
+        So the layer before a dropped one learns to replace it too, as in the refit. A given map stays.
         """
         if not self.hidden_weight or self.layer_map is not None:
             return self

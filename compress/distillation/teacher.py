@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from compress.distillation.loss import TeacherLogits
 
 NF4_BLOCKS = (64, 32)
-"""Block sizes, the first that divides a matrix's rows is used: bitsandbytes 0.50's AVX512 kernel gives wrong values for
-blocks that run from one row into the next."""
+"""Block sizes, of which the first that divides a matrix's rows is used: bitsandbytes 0.50's AVX512 kernel gives wrong
+values for blocks that run from one row into the next."""
 
 
 def resolve_teacher_precision(precision: str, device: torch.device) -> str:
@@ -42,9 +42,9 @@ def load_teacher(directory: Path, precision: str, device: torch.device | None = 
     """Open a checkpoint for forward passes only.
 
     Args:
-        precision: `fp32`; `bf16`; `int8` and `nf4` quantize the blocks' matrices with bitsandbytes; the rest, and all
-            products, are then in `auto`'s type: bf16 where the processor computes in it, else fp32. `nf4` leaves
-            matrices whose rows are no multiple of 32 in that type, and says so.
+        precision: `fp32`, `bf16`, `auto` (`resolve_teacher_precision`), or `int8` or `nf4`, which quantize the blocks'
+            matrices with bitsandbytes. All else, and matrices whose rows `nf4` cannot divide into blocks, then have
+            `auto`'s dtype.
 
     Raises:
         UsageError: the checkpoint is quantized already, or would be in parts.

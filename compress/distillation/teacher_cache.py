@@ -1,7 +1,7 @@
 """A teacher's next-token distributions over a corpus, stored once for every student that learns from them.
 
-Of each token the `TOP` most probable ids are stored with their probabilities, and `DRAWS` ids drawn from the others, id
-v met DRAWS * p[v] / m times on average, m their mass (a systematic draw: Madow,
+For each token the `TOP` most probable ids are stored with their probabilities, and `DRAWS` ids drawn from the others.
+Id v is drawn DRAWS * p[v] / m times on average, where m is the others' mass (a systematic draw: Madow,
 https://doi.org/10.1214/aoms/1177729988). The target t of a student has the top ids' probabilities and m / DRAWS for
 each draw, so E[t] = p: random-sampling distillation (https://arxiv.org/abs/2503.16870) with the large probabilities
 kept. A step costs about as much as plain cross-entropy.
@@ -251,7 +251,7 @@ class TeacherCache:
 def sparse_chunk(
     sparse: SparseTargets, targets_N: Tensor, kl_weight: float = 1.0, temperature: float = 1.0
 ) -> ChunkLoss:
-    """kl_weight * T^2 * KL from stored targets + (1 - kl_weight) * cross-entropy, 0 where the target is IGNORE.
+    """kl_weight * T^2 * KL from stored targets + (1 - kl_weight) * cross-entropy, 0 if the target is IGNORE.
 
     The naive code for one token's KL, with its target t over the vocabulary:
 

@@ -186,7 +186,7 @@ def dense_model(model: SportsLLM, width: int, samples: Sequence[Tensor]) -> Spor
 
 
 def _without(model: SportsLLM, config: ModelConfig, changed: tuple[str, ...]) -> SportsLLM:
-    """A model of a config with the tensors of another but for those of layers whose names begin in some way."""
+    """A model of a config with the tensors of another, except the layers' tensors whose names begin with `changed`."""
 
     def made(layer: int) -> Block:
         state = Block(config, layer).to(model.head_weight.device).state_dict()

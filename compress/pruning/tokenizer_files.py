@@ -38,7 +38,7 @@ class Vocabulary:
         ids: id of every token, added ones included; longest first, so that a token comes before its halves.
         halves: the two ids that each merged token is made of.
         growth: tokens that a text grows by at each place of a dropped token: 1, or the bytes of a character less 1.
-        fixed: ids that always stay: the 256 bytes, added tokens (but for the reserved ones of `train`), the unknown
+        fixed: ids that always stay: the 256 bytes, added tokens (except the reserved ones of `train`), the unknown
             token, the tokens that are put around texts, and the characters that stand for a space.
     """
 
@@ -113,7 +113,7 @@ def _components(item: JsonObject | None) -> Iterator[JsonObject]:
 
 def _byte_tokens(data: JsonObject, where: str) -> list[str]:
     """The tokens of the 256 bytes, as this tokenizer writes them. Byte-level BPE may lack some, which it then never
-    writes, with this vocabulary or a smaller one; where bytes stand in for characters, each can be needed.
+    writes, with this vocabulary or a smaller one; with a byte fallback each can be needed.
     """
     model = data["model"]
     kinds = {item["type"] for part in ("normalizer", "pre_tokenizer") for item in _components(data.get(part))}

@@ -141,7 +141,7 @@ def quantize_calibrated(
         samples: calibration token ids, each (B, T).
         gptq: fit each matrix and round it by GPTQ; else one pass of GPTQ for its inputs in the full model, and routed
             experts without it, columns counting as their inputs are strong. Both scale channels first.
-        originals: where given, gets the layers' matrices as they were before rounding, scaled, by module.
+        originals: if given, gets the layers' matrices before rounding, scaled, by module.
     """
     packed.refine = gptq
     pull = PULL / sum(tokens.numel() for tokens in samples)
@@ -287,7 +287,7 @@ def _round_alone(
 def _check_text(
     samples: Sequence[Tensor], last_BTD: Sequence[Tensor], norm: ResidualNorm, head_VD: Tensor, cap: float | None
 ) -> None:
-    """Whether the full model, whose last states are given, knows the calibration text; a few pieces tell."""
+    """`check_familiar` of the full model, whose last states are given, on a few samples."""
     few = samples[:JUDGED_SAMPLES]
     nats = sum(
         float(cross_entropy(norm(x_BTD[:, :-1]), head_VD.to(x_BTD), tokens[:, 1:].to(x_BTD.device), softcap=cap))
