@@ -28,7 +28,7 @@ _shape: Any = partial(typer.Option, rich_help_panel="Shape")
 _RARE = pick(DISTILLATION, ("hidden_weight", "teacher_precision"))
 _SEQUENCE_TIMES_SELECTED = 4
 _SELECTION_TOKENS = 1_000_000  # with --select-tokens, if no length is given
-_STARTED = "start.json"  # in an unfinished directory: the layers that hidden states are matched at
+_STARTED = "start.json"  # in an unfinished directory: what a resumed run need not find again of the layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,14 +170,16 @@ def distill_student(
         copy_tokenizer(training.teacher, directory)
         started = directory / _STARTED
         if resume and started.exists():
-            model = SportsLLM(start.shape)
+            found = read_json(started)
+            types, pairs = found["layer_types"], found["layer_map"]
+            model = SportsLLM(start.shape.with_changes(layer_types=types and tuple(types)))
             model.initialize(training.config.seed)
-            pairs = read_json(started)["layer_map"]
             layer_map = pairs and tuple((ours, theirs) for ours, theirs in pairs)
             known = replace(training, distillation=replace(training.distillation, layer_map=layer_map))
         else:
             model, known = start.build(training, text)
-            atomic_write_text(started, json.dumps({"layer_map": known.distillation.layer_map}))
+            found = {"layer_map": known.distillation.layer_map, "layer_types": model.config.layer_types}
+            atomic_write_text(started, json.dumps(found))
         run = RunDirectory(directory, stage.fingerprint(), resume)
         results = train_student(model, known, text, cache, run, f"distil {student}", has_weights)
         started.unlink()

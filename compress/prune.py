@@ -253,7 +253,7 @@ def _cut(
 
     Importance scores are written beside it. A resumed run gets a model whose weights the saved state will replace.
     """
-    from compress.pruning.cut import PrunedModel
+    from compress.pruning.cut import PrunedModel, with_types
     from compress.pruning.scores import SCORES_FILE, save_scores
     from compress.pruning.search import CUT_WEIGHTS, REFIT_SAMPLES
     from sportsllm.files import atomic_write_text, read_json
@@ -261,11 +261,13 @@ def _cut(
     from sportsllm.formats.manifest import manifest_of
     from sportsllm.models.language_model import SportsLLM
 
-    smaller, kept = shape.applied_to(job.model_config()), directory / _CUT
+    full, kept = job.model_config(), directory / _CUT
+    smaller = shape.applied_to(full)
     if resume and kept.exists():
-        network = SportsLLM(smaller)
+        cut = read_json(kept)
+        network = SportsLLM(with_types(smaller, full, cut["kept_layers"]))
         network.initialize(0)
-        return network, dict(read_json(kept))
+        return network, cut
     if begun is not None:
         found = manifest_of(begun).results
         cut = {name: found[name] for name in ("calibration_tokens", "kept_layers", "layers_tried")}

@@ -131,7 +131,8 @@ class Cut(Fresh):
         cut = cut_to_config(teacher, smaller, samples)
         kept = ", ".join(map(str, cut.layers))
         log(f"the student is cut out of {training.teacher}: layers {kept}, {self.shape.parameters:,} parameters")
-        student = SportsLLM(self.shape)  # positions beyond the teacher's context have no weights
+        # Positions beyond the teacher's context have no weights. Each layer is of the type of the one it was.
+        student = SportsLLM(self.shape.with_changes(layer_types=cut.model.config.layer_types))
         student.load_state_dict(cut.model.state_dict())
         return student, training.matching_kept(cut.layers)
 

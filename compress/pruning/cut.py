@@ -223,8 +223,12 @@ def choose_units(
         choose_in_layer(config.of_layer(layer), smaller.of_layer(new), scores.of_layer(layer))
         for new, layer in enumerate(chosen)
     ]
-    types = config.with_layers(chosen).layer_types
-    return KeptUnits(config, smaller.with_changes(layer_types=types), chosen, units)
+    return KeptUnits(config, with_types(smaller, config, chosen), chosen, units)
+
+
+def with_types(smaller: ModelConfig, full: ModelConfig, layers: Sequence[int]) -> ModelConfig:
+    """The config of a pruned model whose layers are these of the full one, each of its own type."""
+    return smaller.with_changes(layer_types=full.with_layers(layers).layer_types)
 
 
 def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:

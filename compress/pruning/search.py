@@ -32,6 +32,7 @@ from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.files import atomic_write_text, read_json
 from sportsllm.formats.artifact import Stage, finished_manifest
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import manifest_of
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.processors import training_device
@@ -221,8 +222,8 @@ def recovered_finalists(
     brief, stage = brief_recovery(job.recovery, sought["search"]), job.stage(even)
     identity = Stage("search", {**stage.settings, **sought}, stage.inputs).fingerprint()
     known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
-    winner = known.get("tried", [{}])[0] if known.get("fingerprint") == identity else {}
-    if known.get("nats_before") and winner and (directory / Shape(**winner["shape"]).name).is_dir():
+    first = known.get("tried", [{}])[0] if known.get("fingerprint") == identity else {}
+    if known.get("nats_before") and first and (directory / Shape(**first["shape"]).name).is_dir():
         log(f"{directory}: the shape was found there before")
         found = [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in known["tried"]]
         found[0] = found[0]._replace(nats_before=known["nats_before"])
@@ -241,8 +242,9 @@ def recovered_finalists(
             bits = recovered(brief, finalist.shape, directory / finalist.shape.name)
         tried.append(finalist._replace(bits_per_byte=bits))
     tried.sort(key=lambda item: item.bits_per_byte or 0.0)
-    cut = SportsLLM(tried[0].shape.applied_to(job.model_config()))
-    cut.load_state_dict(load_file(str(directory / tried[0].shape.name / CUT_WEIGHTS)))
+    winner = directory / tried[0].shape.name
+    cut = SportsLLM(load_config(winner))
+    cut.load_state_dict(load_file(str(winner / CUT_WEIGHTS)))
     judged = validation(text.split, text.tokenizer, brief.config, keep_start=True)
     assert judged is not None, "a recovery has steps"
     tried[0] = tried[0]._replace(nats_before=judged.before(cut.to(training_device(quiet=True))))

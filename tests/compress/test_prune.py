@@ -299,9 +299,16 @@ def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning, monkeypatch
 
 
 def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
-    run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Pruning, tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted after two of four steps: calibration, scores, cut and the score before training are not redone."""
+    """Interrupted after two of four steps: calibration, scores, cut and the score before training are not redone.
+
+    The layer that stays is the second, so that its type is not that of the first.
+    """
+    model = tiny_model(layer_types=("sliding", "full"), sliding_window=8)
+    torch.nn.init.zeros_(model.model.layers[0].self_attn.o_proj.weight)
+    torch.nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)
+    run.checkpoint = saved(tmp_path / "full", model, tokenizer_directory)
     given: dict[str, Any] = {"intermediate": 64, "layers": 1, "recover": 512, "resume": True}  # none yet: it starts
     whole = run(tmp_path / "whole", STEPS, **given)
     step, taken = loop._Run.take_step, list[int]()
@@ -319,7 +326,8 @@ def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
     monkeypatch.setattr(jobs.Calibration, "_full", property(lambda self: pytest.fail("calibrated again")))
     result = run(tmp_path / "out", STEPS, **given)
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
-    assert result.kept_layers == whole.kept_layers and result.layers_tried == whole.layers_tried
+    assert load_config(tmp_path / "out") == load_config(tmp_path / "whole")
+    assert result.kept_layers == whole.kept_layers == [1] and result.layers_tried == whole.layers_tried
     assert result.bits_per_byte_before_recovery == whole.bits_per_byte_before_recovery
     names = [{path.name for path in (tmp_path / name).iterdir()} for name in ("out", "whole")]
     assert names[0] == names[1] and "cut.json" not in names[0]

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from compress.distill import distill_student
 from compress.distillation.settings import DistillationConfig
@@ -14,12 +15,13 @@ from compress.distillation.student import StudentTraining
 from compress.prune import prune_checkpoint
 from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
-from sportsllm.errors import UsageError
+from sportsllm.errors import InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.training.settings import Start, TrainConfig
 from tests.support.models import saved, tiny_model
+from tests.support.training import interrupted_at
 
 CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=128, precision="fp32", warmup=0)
 PLAIN = DistillationConfig(teacher_precision="fp32")
@@ -123,6 +125,27 @@ def test_the_student_is_cut_out_of_the_teacher(
     before = found["cut"].bits_per_byte_before
     assert before is not None and before < 8 and found["fresh"].bits_per_byte_before is None
     assert "is cut out of" in capsys.readouterr().err
+
+
+def test_a_layer_that_stays_keeps_its_type(
+    tokenizer_directory: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second, full one, although the student's shape has a sliding one; also in a run that is resumed."""
+    model = tiny_model(layer_types=("sliding", "full"), sliding_window=8)
+    for part in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
+        torch.nn.init.zeros_(part.weight)
+    teacher = saved(tmp_path / "teacher", model, tokenizer_directory)
+    shape = saved(tmp_path / "shape", tiny_model(num_hidden_layers=1, layer_types=("sliding",), sliding_window=8))
+    training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=PLAIN)
+    start = choose_start(str(shape), "cut", teacher)
+    with monkeypatch.context() as patch:
+        patch.setattr("compress.distillation.student.distillation_loss", lambda *_: interrupted_at(2))
+        with pytest.raises(InterruptedRun):
+            distill_student("shape", start, training, tmp_path / "out")
+    for name in ("out", "whole"):
+        distill_student("shape", start, training, tmp_path / name, resume=True)
+    assert "full" in (load_config(tmp_path / "whole").layer_types or ["full"])
+    assert load_config(tmp_path / "out") == load_config(tmp_path / "whole")
 
 
 def test_the_start_follows_from_what_is_given(
