@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from compress.layerwise import KnownStates
@@ -160,8 +160,10 @@ class Calibration:
         drawn = calibration_samples(*source, job.samples, length, most, checkpoints=models)
         samples = [tokens.to(model.head_weight.device) for tokens in drawn]
         log(f"calibration on {len(samples)} samples of text, {sum(one.numel() for one in samples):,} tokens")
-        with torch.no_grad():
-            check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))
+        loss = loss_per_token(model, samples[:JUDGED_SAMPLES])
+        if not math.isfinite(loss):
+            raise ArtifactError(f"{job.checkpoint}: its loss on the calibration text is {loss}; it is damaged")
+        check_familiar(samples, loss)
         if job.experts is not None:
             model = reduce_experts(model, fewer_experts(model.config, job.experts), samples)
         return model, samples

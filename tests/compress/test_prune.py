@@ -101,7 +101,10 @@ def test_a_shape_that_the_family_lacks_is_said(
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "share")).__name__ == "GPT2LMHeadModel"
 
 
-def test_quantized_input_and_empty_calibration_are_refused(run: Pruning, tmp_path: Path) -> None:
+def test_quantized_input_and_empty_calibration_are_refused(
+    run: Pruning, tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    """So is a model whose states overflow."""
     (tmp_path / "empty.txt").write_text("\n", encoding="utf-8")
     with pytest.raises(ArtifactError, match="no calibration text"):
         run(tmp_path / "out", layers=1, calibration=[tmp_path / "empty.txt"])
@@ -111,6 +114,11 @@ def test_quantized_input_and_empty_calibration_are_refused(run: Pruning, tmp_pat
     (run.checkpoint / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ArtifactError, match="is quantized; prune the unquantized"):
         run(tmp_path / "out", layers=1)
+    model = tiny_model()
+    model.model.layers[1].post_attention_layernorm.weight.data.mul_(1e30)
+    run.checkpoint = saved(tmp_path / "huge", model, tokenizer_directory)
+    with pytest.raises(ArtifactError, match="its loss on the calibration text is nan"):
+        run(tmp_path / "out", intermediate=64)
     assert not (tmp_path / "out").exists()
 
 
