@@ -72,7 +72,7 @@ def inspect(
         charts += [attention_chart(attention, weights)] if out is not None else []
     if out is not None:
         name = model if directory is None else directory.resolve().name
-        atomic_write_text(out, _page(name, draw_model(config, name), charts))
+        atomic_write_text(out, _page(name, draw_model(config), charts))
     blocks = [{"layers": each.layers, "parameters": each.parameters} for each in describe_model(config).blocks]
     result = InspectResult(model=model, parameters=config.parameters, blocks=blocks, out=out, attention=attention)
     _print(result)
@@ -82,10 +82,10 @@ def inspect(
 def _page(title: str, drawing: str, charts: list[Chart]) -> str:
     """A page of the drawing, and of the charts if there are some; a device has no library for templates."""
     if not charts:
-        head = (
-            f'<meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{html.escape(title)}</title>'
-        )
-        return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{drawing}</body></html>\n'
+        name = html.escape(title)
+        head = f'<meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{name}</title>'
+        body = f'<main><h1 style="font: 600 24px system-ui, sans-serif; margin: 0 1rem">{name}</h1>{drawing}</main>'
+        return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
     from markupsafe import Markup
 
     from benchmarks.reporting.charts import render_page

@@ -1,8 +1,12 @@
-// The menu's button is a label: the theme opens it on Enter, but the Tab key does not reach it by itself.
-for (const menu of document.querySelectorAll('.md-header__button[for="__drawer"]')) {
-  menu.tabIndex = 0;
-  menu.setAttribute("role", "button");
+// The menu's button is a label, which the Tab key does not reach. `for` is what the theme's styles know it by.
+for (const label of document.querySelectorAll('.md-header__button[for="__drawer"]')) {
+  const menu = document.createElement("button");
+  menu.className = label.className;
+  menu.setAttribute("for", "__drawer");
   menu.setAttribute("aria-label", "Menu");
+  menu.append(...label.childNodes);
+  menu.addEventListener("click", () => document.getElementById("__drawer").click());
+  label.replaceWith(menu);
 }
 // The search takes a dash before a word for "without it", so that no option would be found by its name.
 document.addEventListener("input", ({ target }) => {

@@ -78,8 +78,8 @@ MOST_LINES = {
     "sportsllm": 18_993,
     "compress": 7_668,
     "export": 6_373,
-    "benchmarks": 9_210,
-    "tests": 25_557,
+    "benchmarks": 9_207,
+    "tests": 25_558,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -148,14 +148,11 @@ def sizes(*sizes: int | str) -> str:
     return " \u00d7 ".join(size if isinstance(size, str) else f"{size:,}" for size in sizes)
 
 
-def draw_model(config: ModelConfig, name: str) -> str:
+def draw_model(config: ModelConfig) -> str:
     """A model's parts as an HTML element with its style, whole and without anything to load."""
     drawing = describe_model(config)
     size = f"{config.parameters:,} parameters, {config.num_hidden_layers} layers"
-    lines = [
-        f'<div class="model"><h2>{escape(name)}</h2>',
-        f"<p>{size}, residual stream of {config.hidden_size:,}.</p>",
-    ]
+    lines = [f'<div class="model"><h2>Parts</h2><p>{size}, residual stream of {config.hidden_size:,}.</p>']
     lines.append("<p>T is the number of tokens. Numbers without dimensions are parameters, biases included.</p>")
     for kind in dict.fromkeys(types := config.layer_types or ()):
         layers = [layer for layer, own in enumerate(types) if own == kind]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks.inspect import _page
 from benchmarks.inspection.drawing import Drawing, describe_model, draw_model
 from sportsllm.formats.huggingface import config_from_hf
 from sportsllm.models.config import ModelConfig, Selection
@@ -61,7 +62,7 @@ def test_gemma_has_norms_around_and_inside_and_layers_of_two_types() -> None:
     ]
     assert names(drawing, 0)[:2] == [["q_proj", "k_proj", "v_proj"], ["q_norm", "k_norm"]]
     assert drawing.before[0].note == "rows times 8" and drawing.after[-1].note == "the matrix of embed_tokens"
-    page = draw_model(family("gemma3"), "gemma")
+    page = draw_model(family("gemma3"))
     assert "attention: full, layers 1, 3" in page and "sliding, the last 8 tokens, layers 0, 2" in page
 
 
@@ -78,8 +79,8 @@ def test_latent_ranks_stand_below_what_makes_them_and_experts_are_drawn_once() -
     assert (parts["experts.N.up_proj"].times, parts["experts.N.up_proj"].parameters) == (8, 32 * 64)
     assert parts["shared_experts.up_proj"].times == 1
     assert names(drawing, 1)[-2:] == [["inner, of each chosen"], ["experts.N.down_proj", "shared_experts.down_proj"]]
-    page = draw_model(family("deepseek-v3-experts"), "a <b>")
-    assert "a &lt;b&gt;" in page and f"{numel(drawing):,} parameters" in page
+    page = _page("a <b>", draw_model(family("deepseek-v3-experts")), [])
+    assert "<main><h1" in page and ">a &lt;b&gt;</h1>" in page and f"{numel(drawing):,} parameters" in page
     assert all(f"<b>{name}</b>" in page for name in parts)
 
 

@@ -116,7 +116,7 @@ def test_the_page_loads_nothing_and_says_what_it_was_given() -> None:
     assert page.tags.count("script") == 2 and "link" not in page.tags and "iframe" not in page.tags
     assert not re.search(r"url\(\s*['\"]?https?:", html.partition("<script>")[0])
     assert "default-src 'none'" in html
-    assert html.count("plotly.js v") == 1
+    assert html.count("plotly.js v") == html.count("<main>") == html.count("</main>") == 1
     verdict = "host: fail: time to first token 150 of 100 x; open: median time per token (not measured)"
     noise = "NOISY, not a clean result; one round is too few to tell; repeat it on a quiet machine"
     for words in ("A title", verdict, noise, "1.5000", "0.500 MB", "1,900", "1.5e+09", "ab" * 32, "GivenSome text"):
