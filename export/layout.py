@@ -139,6 +139,7 @@ def write_loader_files(
 ) -> None:
     """Copy config.json and the tokenizer's files, and write generation_config.json and a loader's own settings.
 
+    Other runtimes stop at the tokens of generation_config.json alone: the one that ends a turn is added.
     A quantization_config of bitsandbytes is left out: the graph has those matrices dense.
 
     Args:
@@ -153,13 +154,19 @@ def write_loader_files(
     """
     from sportsllm.formats.checkpoint import TOKENIZER_FILES, write_generation_config
     from sportsllm.formats.packed import quantization_config
+    from sportsllm.text.tokenizer import stop_tokens
 
-    config = load_config(checkpoint)
+    config, generation = load_config(checkpoint), directory / "generation_config.json"
+    stops = stop_tokens(checkpoint, config)
     for name in ("config.json", *TOKENIZER_FILES):
         if (checkpoint / name).exists():
             shutil.copyfile(checkpoint / name, directory / name)
-    if not (directory / "generation_config.json").exists():
+    if unnamed := stops != config.stop_token_ids:
+        config = config.with_changes(eos_token_id=stops)
+    if not generation.exists():
         write_generation_config(directory, config)
+    elif unnamed:
+        write_json(generation, read_json(generation) | {"eos_token_id": list(stops)})
     settings = read_json(checkpoint / "config.json")
     if settings.get("model_type") not in (OWN_MODEL_TYPE, written := family_of(config)) and written is not None:
         # A family that is only read: loaders have rules of their own for it, which this graph does not follow.

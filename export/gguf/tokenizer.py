@@ -15,7 +15,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.formats.gguf.tokenizer import PRE_TOKENIZERS, SPACE
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.chat import find_template
-from sportsllm.text.tokenizer import read_tokenizer
+from sportsllm.text.tokenizer import read_tokenizer, stop_tokens
 
 _NEVER = -1e9  # the score of a token that no merge makes
 _ENDS = ("eos", "eot", "eom")
@@ -46,8 +46,8 @@ def tokenizer_metadata(directory: Path, config: ModelConfig) -> dict[str, Any]:
     else:
         found |= {"model": "gpt2", "pre": _pre_tokenizer(data, path), "merges": [" ".join(pair) for pair in merges]}
     ids = {"bos": config.bos_token_id, "padding": config.pad_token_id}
-    ids |= dict(zip(_ENDS, config.stop_token_ids, strict=False))
-    if beyond := [tokens[number] for number in config.stop_token_ids[len(_ENDS) :]]:
+    ids |= dict(zip(_ENDS, stops := stop_tokens(directory, config), strict=False))
+    if beyond := [tokens[number] for number in stops[len(_ENDS) :]]:
         log(f"GGUF has keys for {len(_ENDS)} end tokens: llama.cpp will not stop at {', '.join(beyond)}")
     found |= {f"{name}_token_id": number for name, number in ids.items() if number is not None}
     first = tokenizer.encode("a").ids[:1]

@@ -91,8 +91,10 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
         ArtifactError: one of the two is damaged, or they do not belong together.
     """
     OnnxDecoder(export, threads, kernels="portable")  # refuses a damaged graph; kept, it would lie beside the reference
-    config, graph = load_config(export), ir.load(find_files(export).graph)
-    if config != load_config(checkpoint):
+    config, graph, source = load_config(export), ir.load(find_files(export).graph), load_config(checkpoint)
+    # `write_loader_files` may have named one more.
+    unstopped = set(source.stop_token_ids) - set(config.stop_token_ids)
+    if unstopped or config.with_changes(eos_token_id=source.eos_token_id) != source:
         raise ArtifactError(f"{export / 'config.json'}: is not that of {checkpoint}; compare an export with its source")
     unequal = tuple(unequal_tables(graph, config, TensorFiles(checkpoint)))
     sequences, changes = _sequences(checkpoint, config)

@@ -324,6 +324,14 @@ def _special_ids(directory: Path, tokenizer: Tokenizer, config: ModelConfig | No
     return (begin if begin is not None else end), end
 
 
+def stop_tokens(directory: Path, config: ModelConfig) -> tuple[int, ...]:
+    """The config's stop tokens, and the token that the chat template ends a reply with, if there is one."""
+    ends = list[int]()
+    with suppress(ArtifactError):  # an export may have no tokenizer
+        ends = load_tokenizer(directory, config).turn_ends
+    return tuple(dict.fromkeys([*config.stop_token_ids, *ends]))
+
+
 def same_tokenizer(first: Path, second: Path) -> bool:
     """Whether two directories turn text into the same ids (equal vocabularies and merges)."""
     a, b = (read_json(path / "tokenizer.json") for path in (first, second))

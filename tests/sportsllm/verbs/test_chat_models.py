@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import sportsllm
+from export.gguf.tokenizer import tokenizer_metadata
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Sampling, generate
@@ -114,6 +115,19 @@ def test_every_verb_keeps_template_and_special_tokens_byte_for_byte(
     before, fewer = load_tokenizer(source), load_tokenizer(out)
     assert fewer.turn_ends == list(load_config(out).stop_token_ids[:1])
     assert [token for token in before.special_texts if "reserved" not in token] == fewer.special_texts
+
+
+def test_exports_name_the_token_that_ends_a_turn(assistant: Path, tmp_path: Path) -> None:
+    """As for a base model that was published with a template: other runtimes stop at tokens that are named alone."""
+    shutil.copytree(assistant, source := tmp_path / "source", ignore=shutil.ignore_patterns("manifest.json"))
+    for name in ("config.json", "generation_config.json"):
+        (source / name).write_text(json.dumps(json.loads((source / name).read_text()) | {"eos_token_id": 1}))
+    end = load_config(assistant).stop_token_ids[0]
+    sportsllm.export(source, out=tmp_path / "onnx", threads=1)
+    assert json.loads((tmp_path / "onnx" / "generation_config.json").read_text())["eos_token_id"] == [1, end]
+    assert json.loads((tmp_path / "onnx" / "genai_config.json").read_text())["model"]["eos_token_id"] == [1, end]
+    named = tokenizer_metadata(source, load_config(source))
+    assert (named["ggml.eos_token_id"], named["ggml.eot_token_id"]) == (1, end)
 
 
 def reading(verb: str, model: Path, text: Path) -> list[object]:
