@@ -5,8 +5,10 @@ Shape suffixes: B sequences, T tokens, V vocabulary. Arrays are numpy's, so that
 
 import importlib
 import math
+from bisect import bisect, bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -241,12 +243,12 @@ def _largest(weights_V: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.i
 
 
 def _bound(values_V: npt.NDArray[Any], count: int) -> float:
-    """A value that at least `count` reach: as many columns of a table of them have one."""
-    height = len(values_V) // (4 * count)
-    if height <= 1:
-        return -math.inf
-    maxima = values_V[: len(values_V) // height * height].reshape(height, -1).max(axis=0)
-    return float(np.partition(maxima, -count)[-count])
+    """A value that at least `count` reach: the maxima of that many columns of a table of them."""
+    whole = len(values_V)
+    while len(values_V) >= 8 * count:
+        half = len(values_V) // 2
+        values_V = np.maximum(values_V[:half], values_V[half : 2 * half])
+    return -math.inf if len(values_V) == whole else float(np.partition(values_V, -count)[-count])
 
 
 def draw(logits: Logits, sampling: Sampling, uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
@@ -260,13 +262,24 @@ def draw(logits: Logits, sampling: Sampling, uniform: npt.NDArray[np.float64]) -
         return chosen
     if sampling.top_k and len(logits) == 1:  # of 49,152 logits, exponentials and sums of all would take 0.5 ms
         ids = np.flatnonzero(logits[0] >= _bound(logits[0], sampling.top_k))
-        if len(ids) < logits.shape[1]:
-            return ids[draw(logits[:, ids], sampling, uniform)]
+        if 0 < len(ids) <= 8 * sampling.top_k:
+            return np.array([_draw_among(ids.tolist(), logits[0, ids].tolist(), sampling, float(uniform[0]))])
     cumulative = np.cumsum(probabilities(logits, sampling), axis=-1)
     total = cumulative[:, -1]
     target = np.minimum(uniform * total, np.nextafter(total, 0.0))  # stays below the total despite rounding
     chosen = (cumulative > target[:, None]).argmax(axis=-1)
     return chosen
+
+
+def _draw_among(ids: list[int], logits: list[float], sampling: Sampling, uniform: float) -> int:
+    """`draw` of one row in Python: after a pass of the model no cache has numpy's many functions, each takes 10 us."""
+    ranked = sorted(zip((-logit for logit in logits), ids, strict=True))[: sampling.top_k]
+    weights = [math.exp((ranked[0][0] - least) / sampling.temperature) for least, _ in ranked]
+    cumulative = list(accumulate(weights))
+    kept = 1 + bisect_left(cumulative, sampling.top_p * cumulative[-1], hi=len(cumulative) - 1)
+    by_id = sorted((token, weight) for (_, token), weight in zip(ranked[:kept], weights, strict=False))
+    cumulative = list(accumulate(weight for _, weight in by_id))
+    return by_id[bisect(cumulative, min(uniform * cumulative[-1], math.nextafter(cumulative[-1], 0)))][0]
 
 
 def choose(logits: Logits, seen: Sequence[int], sampling: Sampling, rng: np.random.Generator) -> int:
