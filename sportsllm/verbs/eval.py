@@ -115,7 +115,7 @@ def eval(
 
     from sportsllm.console import output
     from sportsllm.files import require_directory
-    from sportsllm.inference.decoder import device_of, log_runtime
+    from sportsllm.inference.decoder import device_of, log_runtime, require_finite
     from sportsllm.inference.divergence import compare_documents
     from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents, wilson_interval
     from sportsllm.text.conversations import Conversation
@@ -141,6 +141,7 @@ def eval(
         else:
             theirs = load_tokenizer(against, base.config, reading)
             score, divergence = compare_documents(decoder, base, tokenizer, theirs, documents)
+        require_finite(score.nats + (0.0 if divergence is None else divergence.kl))
         of_chats = f"the assistant's in {chats:,} of {len(documents):,} documents, " if chats else ""
         output().print(
             f"{directory}: perplexity {score.perplexity:.4f}, bits per byte {score.bits_per_byte:.4f} "
