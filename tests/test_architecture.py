@@ -75,7 +75,7 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_039,
+    "sportsllm": 19_030,
     "compress": 7_668,
     "export": 6_383,
     "benchmarks": 9_207,
