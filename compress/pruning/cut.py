@@ -226,7 +226,7 @@ def choose_units(
 
 def with_types(smaller: ModelConfig, full: ModelConfig, layers: Sequence[int]) -> ModelConfig:
     """The config of a pruned model whose layers are these of the full one, each of its own type."""
-    return smaller.with_changes(layer_types=full.with_layers(layers).layer_types)
+    return smaller.with_changes(layer_types=full.layer_types and tuple(full.layer_types[layer] for layer in layers))
 
 
 def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
