@@ -79,7 +79,7 @@ MOST_LINES = {
     "compress": 7_641,
     "export": 6_383,
     "benchmarks": 9_207,
-    "tests": 25_586,
+    "tests": 25_596,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -108,7 +108,7 @@ def render_card(directory: Path, manifest: Manifest, place: Path, results: Seque
         return None
     try:
         config, data = load_config(source), read_json(source / "config.json")
-        chats = find_template(directory)[0] is not None
+        chats = find_template(source)[0] is not None
     except ArtifactError:  # the command that loads it says what is wrong
         return None
     from huggingface_hub import ModelCardData

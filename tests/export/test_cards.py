@@ -64,7 +64,10 @@ def line(outside: Path, corpus_file: Path) -> dict[str, Path]:
     quantize_checkpoint(checkpoint=base / "tuned", out=base / "int4", config=QuantizationConfig(), method="rtn")
     sportsllm.export(base / "int4", out=base / "onnx", threads=2)
     sportsllm.export(base / "tuned", out=base / "gguf", format="gguf")
-    return {name: base / name for name in ("theirs", "tuned", "int4", "onnx", "gguf")}
+    train(outside, corpus=[corpus_file], out=base / "chat", chat_template="chatml", steps=0)
+    sportsllm.export(base / "chat", out=base / "chat-onnx", threads=2)
+    sportsllm.export(base / "chat", out=base / "chat-gguf", format="gguf")
+    return {path.name: path for path in base.iterdir() if path.is_dir()}
 
 
 def test_the_licence_and_the_base_model_are_carried_over(line: dict[str, Path]) -> None:
@@ -189,6 +192,9 @@ def code_of(directory: Path, heading: str) -> str:
         ("tuned", "transformers", "transformers"),
         ("onnx", "optimum", "optimum.onnxruntime"),
         ("onnx", "onnxruntime-genai", "onnxruntime_genai"),
+        ("chat", "transformers", "transformers"),
+        ("chat-onnx", "optimum", "optimum.onnxruntime"),
+        ("chat-onnx", "onnxruntime-genai", "onnxruntime_genai"),
     ],
 )
 def test_the_lines_to_load_it_run(
@@ -196,8 +202,8 @@ def test_the_lines_to_load_it_run(
 ) -> None:
     pytest.importorskip(module)
     code = code_of(line[name], heading).replace("max_new_tokens=100", "max_new_tokens=4")
-    exec(compile(code.replace("max_length=200", "max_length=24"), heading, "exec"), {})
-    assert "Full-time" in capsys.readouterr().out
+    exec(compile(code.replace("max_length=200", "max_length=36"), heading, "exec"), {})
+    assert ("user\nWho won?" if "chat" in name else "Full-time") in capsys.readouterr().out
 
 
 def test_each_form_names_the_programs_that_load_it(line: dict[str, Path]) -> None:
@@ -205,6 +211,10 @@ def test_each_form_names_the_programs_that_load_it(line: dict[str, Path]) -> Non
     assert "With transformers" not in cards["int4"] and "With sportsllm-compress" in cards["int4"]
     assert "llama-cli -m DIR/model.gguf" in cards["gguf"] and "ollama create gguf -f Modelfile" in cards["gguf"]
     assert "With optimum" not in cards["tuned"] and "With llama.cpp" not in cards["onnx"]
+    card = (line["chat-gguf"] / "README.md").read_text(encoding="utf-8")
+    assert '-p "Who won?"' in card and 'generate DIR --chat --prompt "Who won?"' in card
+    assert "has no chat template" not in card and "has no chat template" in cards["gguf"]
+    assert "conversational" in front(line["chat-gguf"])["tags"]
 
 
 def test_an_int8_cache_is_not_for_optimum(line: dict[str, Path], corpus_file: Path) -> None:
