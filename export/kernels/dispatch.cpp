@@ -4,7 +4,9 @@
 
 #include "kernels.h"
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -19,7 +21,31 @@ struct Candidate {
   bool (*runs_here)();
 };
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+// Read here, since zig 0.17's __builtin_cpu_supports says no to everything. Bits of Intel's manual, volume 2A, CPUID.
+struct Features {
+  bool avx2 = false, avx_vnni = false, avx512 = false;
+
+  Features() {
+    unsigned eax, ebx, ecx, edx, highest;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return;
+    const bool has_xgetbv = ecx >> 27 & 1, fma_and_f16c = (ecx >> 12 & 1) && (ecx >> 29 & 1);
+    if (!has_xgetbv || !__get_cpuid_count(7, 0, &highest, &ebx, &ecx, &edx)) return;
+    unsigned saved, unused;  // registers whose contents the operating system keeps
+    __asm__("xgetbv" : "=a"(saved), "=d"(unused) : "c"(0));
+    const bool keeps_ymm = (saved & 0x06) == 0x06, keeps_zmm = (saved & 0xe6) == 0xe6;
+    const unsigned f_dq_bw_vl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
+    avx2 = keeps_ymm && fma_and_f16c && (ebx >> 5 & 1);
+    avx512 = keeps_zmm && (ebx & f_dq_bw_vl) == f_dq_bw_vl && (ecx >> 11 & 1);
+    if (highest >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) avx_vnni = avx2 && (eax >> 4 & 1);
+  }
+};
+
+const Features& features() {
+  static const Features found;
+  return found;
+}
+#elif defined(__aarch64__) && defined(__linux__)
 // Bits of the kernel's documentation (arm64/elf_hwcaps), which old headers lack.
 bool has_dot_products() { return (getauxval(AT_HWCAP) >> 20 & 1) != 0; }
 bool has_i8mm() { return (getauxval(AT_HWCAP2) >> 13 & 1) != 0; }
@@ -38,20 +64,15 @@ bool has_i8mm() { return false; }
 // The fastest first.
 const Candidate kCandidates[] = {
 // The build defines SPORTSLLM_WITHOUT_... for variants that its compiler does not know.
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(__x86_64__)
 #ifndef SPORTSLLM_WITHOUT_AVX512
-    {variant_avx512,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-     }},
+    {variant_avx512, [] { return features().avx512; }},
 #endif
 #ifndef SPORTSLLM_WITHOUT_AVX_VNNI
-    {variant_avx_vnni, [] { return __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("avx2") != 0; }},
+    {variant_avx_vnni, [] { return features().avx_vnni; }},
 #endif
 #ifndef SPORTSLLM_WITHOUT_AVX2
-    // All processors with AVX2 have F16C, which not all compilers can ask for.
-    {variant_avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+    {variant_avx2, [] { return features().avx2; }},
 #endif
 #endif
 #if defined(__aarch64__)

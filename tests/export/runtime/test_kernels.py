@@ -28,6 +28,7 @@ from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import Sampling, generate
 from sportsllm.inference.torch_decoder import TorchDecoder
+from sportsllm.processors import cpuinfo
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.command_line import CommandLine
 from tests.support.export_models import CONTEXT, Exports
@@ -212,6 +213,24 @@ def test_a_processor_that_no_variant_is_written_for_runs_the_runtimes_operators(
     monkeypatch.setattr(kernels, "variant_of", lambda library: "plain")
     assert choose_kernels(graph).name == "portable" and "plain C++" in str(choose_kernels(graph))
     assert choose_kernels(graph, "native").name == "native"
+
+
+def test_the_fastest_variant_that_the_processor_has_is_chosen(built: Path) -> None:
+    flags = set((cpuinfo("flags", "Features") or "").split())
+    needs = {
+        "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
+        "avx_vnni": {"avx_vnni", "avx2", "fma", "f16c"},
+        "avx2": {"avx2", "fma", "f16c"},
+        "i8mm": {"i8mm"},
+        "dotprod": {"asimddp"},
+        "neon": {"asimd"},
+    }
+    code = "import sys\nfrom export.kernels.library import variant_of\nfrom pathlib import Path\n"
+    code += "print(variant_of(Path(sys.argv[1])))"
+    environment = {name: value for name, value in os.environ.items() if name != library.VARIANT_VARIABLE}
+    command = [sys.executable, "-c", code, str(built)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == next((name for name, need in needs.items() if need <= flags), "plain")
 
 
 def test_a_compiler_that_fails_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
