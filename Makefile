@@ -8,6 +8,7 @@ KERNELS := $(VENV)/.kernels
 .PHONY: setup quickstart demo gpu-check serve-check test lint types docs wheels clean
 
 setup: $(KERNELS)
+	@echo "ready; put sportsllm-compress on your PATH: . $(BIN)/activate"
 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NO_PACKAGES = (echo "error: pip could not install the packages; it needs a network, or a mirror that its configuration names, \
@@ -16,7 +17,7 @@ NO_PACKAGES = (echo "error: pip could not install the packages; it needs a netwo
 # torch is installed first, alone and pinned, or pip would fetch several GB of CUDA libraries.
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing PyTorch and all other packages into $(VENV)"
+	@echo "installing PyTorch and all other packages into $(VENV), which takes some minutes"
 	@$(INSTALL) -c constraints.txt torch || $(NO_PACKAGES)
 	@$(INSTALL) -c constraints.txt -e ".[all]" || $(NO_PACKAGES)
 	@touch $(STAMP) $(KERNELS)
@@ -75,11 +76,13 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # For other machines with Linux: x86-64 and Arm, glibc 2.28 or later, cross-compiled by the package ziglang.
+# `make wheels WHEELS=aarch64` builds that for Arm alone.
+WHEELS ?= x86_64 aarch64
 wheels: $(STAMP)
-	SPORTSLLM_WHEEL=x86_64 $(BIN)/python -m build --wheel
-	rm -rf build
-	SPORTSLLM_WHEEL=aarch64 $(BIN)/python -m build --wheel
-	rm -rf build
+	@for processor in $(WHEELS); do \
+		echo "building the wheel for $$processor, which takes some minutes"; \
+		SPORTSLLM_WHEEL=$$processor $(BIN)/python -m build --quiet --wheel && rm -rf build || exit 1; \
+	done; ls dist/*.whl
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info
