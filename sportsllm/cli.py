@@ -166,7 +166,8 @@ def _with_json(function: Command) -> Command:
                 sys.stdout.write(json.dumps(result.to_json(), default=str) + "\n")
             sys.stdout.flush()
         except KeyboardInterrupt:
-            raise InterruptedRun("interrupted" + "; nothing was published" * ("out" in kwargs)) from None
+            again = "; nothing was published, the same command starts again" if "out" in kwargs else ""
+            raise InterruptedRun(f"interrupted{again}") from None
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
@@ -277,6 +278,10 @@ def _usage(error: TyperException, arguments: list[str]) -> str:
             near = f"write {'--limit' if setting in settings.LIMITS else '--set'} {setting}=VALUE"
         message = f"no option {given}" + (f"; {near}" if near else _owners(str(given)))
     where = context.command_path if context is not None else "sportsllm-compress"
+    if message.startswith("No such command"):
+        name = message.split("'")[1]
+        if longer := [each for each in COMMANDS if each.endswith(f" {name}")]:
+            message = f"no command '{name}'; did you mean {longer[0]}?"
     return f"{message or 'a command is missing'} (see {where} --help)"
 
 

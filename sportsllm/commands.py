@@ -189,8 +189,9 @@ def _converted(annotation: object, value: object) -> object:
         found = find_model(value)
         value = found if Path in kinds else str(found)
         if Path in kinds:  # refused before a command's imports
-            require_directory(found, "a checkpoint or an export")
-            if _marked(annotation, TRAINABLE):
+            trainable = _marked(annotation, TRAINABLE)
+            require_directory(found, "a checkpoint" if trainable else "a checkpoint or an export")
+            if trainable:
                 _refuse_export(found)
     if Path in kinds and isinstance(value, str):
         return [Path(value)] if list in kinds else Path(value)

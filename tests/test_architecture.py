@@ -75,11 +75,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_991,
-    "compress": 7_641,
-    "export": 6_383,
-    "benchmarks": 9_207,
-    "tests": 25_596,
+    "sportsllm": 19_020,
+    "compress": 7_668,
+    "export": 6_382,
+    "benchmarks": 9_212,
+    "tests": 25_600,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -53,6 +53,7 @@ CASES: list[tuple[str, int, str]] = [
     ("devices calibrate --rounds 0 --out x.toml", USAGE, "--rounds"),
     # unknown names, with the nearest one
     ("trian", USAGE, "Did you mean 'train'"),
+    ("simulate --out x", USAGE, "no command 'simulate'; did you mean data simulate?"),
     ("train --modle small", USAGE, "did you mean --model"),
     (f"train --model smal --corpus {TEXT} --out {NEW}", USAGE, "did you mean small?"),
     (f"train --model huge --corpus {TEXT} --out {NEW}", USAGE, "choose one of small, small-32k"),

@@ -8,14 +8,16 @@ figure, it is `uncertain`: unknown never passes.
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from benchmarks.devices.load import is_this_machine
+from benchmarks.devices.load import is_this_machine, processor_name
 from benchmarks.devices.schema import Device, Limits
 from benchmarks.labels import LIMITS
+from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 
@@ -173,7 +175,7 @@ def judge(
 
 
 def check_on_device(device: Device, on_device: bool, processor: str = "cpu") -> None:
-    """Refuse `--on-device` for a budget that no measurement on `processor` can decide.
+    """Refuse `--on-device` for a budget that no measurement on `processor` can decide; doubt it on another machine.
 
     Raises:
         UsageError: the budget is for another processor.
@@ -184,6 +186,9 @@ def check_on_device(device: Device, on_device: bool, processor: str = "cpu") -> 
             f"--on-device: the model runs on the {processor.upper()}, and the budget of {device.name} is for its "
             f"{device.processor.upper()}; add {provider}, or leave the flag out to be judged by the prediction"
         )
+    if on_device and device.recognise is not None and not is_this_machine(device, processor):
+        here = f"{processor_name()}, {platform.machine()}"
+        log(f"--on-device: this machine ({here}) does not look like {device.name}; its figures decide all the same")
 
 
 def judge_budget(

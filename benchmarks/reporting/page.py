@@ -98,7 +98,7 @@ def _text_note(stages: Sequence[StageSummary]) -> str:
         text = " and ".join(Path(name).name for name in names) or "text that is not named"
         which = f"{text}, by bench" if by == "bench" else f"half of what is held out of {text}"
         parts.append(f"{', '.join(map(str, places))}: {which}")
-    return f"Bits per byte are of {len(groups)} texts and compare only within one ({'; '.join(parts)})."
+    return f"Compare bits per byte only between stages scored on the same text ({'; '.join(parts)})."
 
 
 def savings_line(stages: Sequence[StageSummary]) -> str | None:

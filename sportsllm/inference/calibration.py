@@ -109,10 +109,11 @@ def check_familiar(samples: Sequence[Tensor], nats: float) -> None:
             smaller in a short text.
     """
     counts = torch.cat([tokens.flatten() for tokens in samples]).bincount().double()
-    entropy = float(torch.special.entr(counts / counts.sum()).sum())
+    shares = counts[counts > 0] / counts.sum()
+    entropy = -float((shares * shares.log()).sum())
     if nats >= entropy:
         log(
-            f"calibration text looks out of domain: loss {nats:.2f}, unigram entropy {entropy:.2f} nats a token; give "
+            f"calibration text looks out of domain: loss is {nats / entropy:.2f} times its unigram entropy; give "
             "--calibration text like the training text, or train the model longer"
         )
 

@@ -267,6 +267,14 @@ def test_a_graphics_card_is_judged_by_what_runs_on_one(result: dict[str, Any], e
     assert not is_this_machine(board, "gpu") and is_this_machine(load_device("host"), "gpu")
 
 
+def test_a_machine_that_looks_like_another_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    check_on_device(load_device("host"), True)
+    assert not capsys.readouterr().err
+    check_on_device(load_device("raspberry-pi-5-8gb"), True)
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert "does not look like raspberry-pi-5-8gb; its figures decide all the same" in said
+
+
 def test_a_pytorch_checkpoint_is_measured_too(benched: Path) -> None:
     asked = {"directory": str(benched), "threads": 1, "seed": 0, "context_tokens": 300, "memory_steps": 4}
     child = run_child(worker_turn(asked, "memory"))

@@ -237,8 +237,8 @@ def test_qualities_of_different_texts_are_not_compared() -> None:
     trained = StageSummary("x", "train", "x", bits_per_byte=0.9, manifest=made)
     assert stage_table([one, one]).caption == ""
     assert stage_table([one, trained, other, one]).caption == (
-        "Bits per byte are of 3 texts and compare only within one (1, 4: a.jsonl, by bench; 2: half of what is "
-        "held out of held_out.txt; 3: b.jsonl, by bench)."
+        "Compare bits per byte only between stages scored on the same text (1, 4: a.jsonl, by bench; 2: half of what "
+        "is held out of held_out.txt; 3: b.jsonl, by bench)."
     )
     assert StageSummary("x", "train", "x").scored is None
     assert commonest([None, *[trained.scored] * 3, *[one.scored] * 2, other.scored]) == one.scored
