@@ -79,7 +79,7 @@ MOST_LINES = {
     "compress": 7_668,
     "export": 6_382,
     "benchmarks": 9_212,
-    "tests": 25_600,
+    "tests": 25_580,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

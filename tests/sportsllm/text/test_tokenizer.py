@@ -111,23 +111,19 @@ def test_an_added_token_without_a_row_is_left_out(
     assert Constraints(tokenizer, tiny_config(), [1]).make("regex", "a+")
 
 
-def test_damaged_tokenizer_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ArtifactError, match="not a readable tokenizer"):
-        load_tokenizer(tmp_path, tiny_config())
-
-
 def test_same_tokenizer(tokenizer_directory: Path, texts: list[str], tmp_path: Path) -> None:
     train_tokenizer(texts, TINY_VOCAB - 1, tmp_path)
     assert same_tokenizer(tokenizer_directory, tokenizer_directory)
     assert not same_tokenizer(tokenizer_directory, tmp_path)
 
 
-def test_transformers_reads_it_the_same_way(tokenizer_directory: Path, tokenizer: TextTokenizer) -> None:
+@pytest.mark.parametrize("digits", ["grouped", "single"])
+def test_transformers_reads_it_the_same_way(digits: str, texts: list[str], tmp_path: Path) -> None:
     import transformers
 
-    peer = transformers.AutoTokenizer.from_pretrained(str(tokenizer_directory))
-    text = "Final score: Obura 82-84 Vestnes, 東京"
+    tokenizer = train_tokenizer(texts, TINY_VOCAB, tmp_path, digits)
+    text = "Final score: Obura 82-84 Vestnes, naïve 東京\n🏉 1½"
+    peer = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     assert peer(text)["input_ids"] == [tokenizer.begin_id, *tokenizer.encode(text)]
 
 
@@ -198,13 +194,3 @@ def test_single_digits_are_tokens_of_their_own(texts: list[str], tmp_path: Path)
     with_digits = {digits: {piece for piece in found if re.search(r"\d", piece)} for digits, found in tokens.items()}
     assert with_digits["single"] == set("0123456789")
     assert any(len(piece.strip()) > 1 for piece in with_digits["grouped"])
-
-
-def test_transformers_splits_single_digits_alike(texts: list[str], tmp_path: Path) -> None:
-    import transformers
-
-    words = train_tokenizer(texts, TINY_VOCAB, tmp_path, "single")
-    peer = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
-    assert peer(TEXT.replace("<|begin|>", "1½"))["input_ids"] == [
-        words.begin_id, *words.encode(TEXT.replace("<|begin|>", "1½"))
-    ]  # fmt: skip

@@ -287,7 +287,7 @@ def test_eval_scores_the_assistants_tokens(cli: CommandLine, assistant: Path, ch
 
 
 def test_a_conversation_in_the_terminal(
-    cli: CommandLine, assistant: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cli: CommandLine, checkpoint: Path, assistant: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
 
@@ -311,13 +311,7 @@ def test_a_conversation_in_the_terminal(
     assert asked[1] == [system, ("user", "Who?"), ("assistant", out.split("> ")[1].strip("\n")), ("user", "When?")]
     assert asked[4] == [system, ("user", "Where?")]
     cli.refuses(2, "give --chat too", "generate", assistant, "--system", "Be kind.")
-
-
-def test_a_conversation_needs_a_template_before_anything_is_typed(
-    cli: CommandLine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", StringIO())
-    cli.refuses(3, "has no chat template", "generate", checkpoint, "--chat")
+    cli.refuses(3, "has no chat template", "generate", checkpoint, "--chat")  # before anything is typed
 
 
 def test_ctrl_c_at_the_prompt_ends_a_conversation_the_second_time(
