@@ -74,9 +74,13 @@ class Shape:
         """The config of the pruned model; UsageError if a dimension grows, or cannot be cut that way."""
         full = Shape.of(config)
         cuttable = {"layers", "experts", *map(dimension_of, block_units(config).values())}
-        by_pair = config.rope_scaling is not None and config.rope_scaling.rope_type == "longrope"
-        whole_heads = config.rope_local_theta or config.rotary_dim or config.joint_qk_norm or by_pair
-        if config.attention_kind == "grouped_query" and not whole_heads:
+        whole_heads = {
+            "two rotary bases": config.rope_local_theta,
+            "partial rotation": config.rotary_dim,
+            "norms of all heads together": config.joint_qk_norm,
+            "longrope": config.rope_scaling is not None and config.rope_scaling.rope_type == "longrope",
+        }
+        if config.attention_kind == "grouped_query" and not any(whole_heads.values()):
             cuttable.add("head_dim")
         if not can_cut_hidden(config):
             cuttable.discard("hidden")
@@ -86,6 +90,8 @@ class Shape:
                 raise UsageError(f"{flag} is {value}; the model has {limit}, choose 1 to {limit}")
             if value != limit and name not in cuttable:
                 kinds = f"{config.attention_kind} attention and {config.mlp_kind} feed-forward"
+                if name == "head_dim" and any(whole_heads.values()):
+                    kinds = next(reason for reason, holds in whole_heads.items() if holds)
                 if name == "hidden" and not can_cut_hidden(config):
                     kinds = "LayerNorm" if config.norm_kind == "layer" else "norms after attention and feed-forward"
                 raise UsageError(f"{flag} cannot be cut in a model of {kinds}; leave it out")

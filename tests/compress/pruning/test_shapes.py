@@ -47,7 +47,7 @@ def test_impossible_shapes(shape: Shape, message: str) -> None:
 def test_heads_whose_rotary_pairs_have_factors_stay_whole() -> None:
     """A factor belongs to one pair, and what stands for several has none."""
     scaling = RopeScaling("longrope", 4.0, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8)
-    with pytest.raises(UsageError, match="--head-dim cannot be cut"):
+    with pytest.raises(UsageError, match="--head-dim cannot be cut in a model of longrope"):
         Shape(64, 96, 4, 2, 2, 8).applied_to(tiny_config(rope_scaling=scaling))
 
 
