@@ -180,6 +180,7 @@ class HiddenMatching(nn.Module):
         if not self.projections:
             return
         states: tuple[list[Tensor], list[Tensor]] = ([], [])
+        student.eval()  # without dropout, which training turns on again
         for model, found in zip((student, teacher), states, strict=True):
             model.hidden(batch.tokens, batch.documents, states=found)
         forget_gathered(student)  # a copy into gathered projections would be lost
