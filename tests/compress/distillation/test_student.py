@@ -136,14 +136,17 @@ def test_the_default_kl_weight_depends_on_the_start() -> None:
     assert default_kl_weight(Start.QUANTIZED, 20) == 1.0
 
 
-def test_the_command_takes_all_of_it(checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path) -> None:
+def test_the_command_takes_all_of_it(
+    checkpoint: Path, student: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(student)
     result = command(
-        teacher=str(checkpoint), student=str(student), corpus=[corpus_file], out=tmp_path / "out",
+        teacher=str(checkpoint), student=".", corpus=[corpus_file],
         kl_weight=0.5, temperature=2.0, steps=2, batch_size=2, sequence=32,
         settings={
             "teacher_precision": "fp32", "hidden_weight": 0.1, "accumulation": 1
         },
     )  # fmt: skip
-    settings = read_manifest(tmp_path / "out").settings
-    assert result.steps == 2
+    settings = read_manifest(result.out).settings
+    assert result.steps == 2 and result.out == Path("runs") / student.name
     assert (settings["kl_weight"], settings["temperature"], settings["hidden_weight"]) == (0.5, 2.0, 0.1)
