@@ -54,7 +54,7 @@ def choose_rates(
     if not known:
         log(f"trying learning rates on {steps} steps each")
         short = dataclasses.replace(config, accumulation=accumulation, validate_every=0, steps=steps, warmup=1)
-        known = processes.from_first(json.dumps(_try(model, batches, loss, short, selection)))
+        known = processes.from_first(json.dumps(_try(model, batches, loss, short, directory, selection)))
         atomic_write_text(kept, known)
     scores = {float(factor): score for factor, score in as_object(parse_json(known, kept), kept).items()}
     chosen = _scaled(config, min(scores, key=scores.__getitem__))
@@ -65,17 +65,17 @@ def choose_rates(
 
 
 def _try(
-    model: SportsLLM, batches: PackedSequences, loss: Loss, short: TrainConfig, selection: Validate
+    model: SportsLLM, batches: PackedSequences, loss: Loss, short: TrainConfig, directory: Path, selection: Validate
 ) -> dict[float, float]:
-    """Scores by the factor on the rates."""
+    """Scores by the factor on the rates; a long trial saves its state, for which `directory` has room."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     start = [weight.detach().clone() for weight in weights]
     scores: dict[float, float] = {}
     for factor in (_FACTOR**-trial for trial in range(_MOST_TRIALS)):
-        with tempfile.TemporaryDirectory() as directory:
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
             try:
                 trial, name = _scaled(short, factor), f"rate x {factor:.2g}"
-                train_model(model, batches, loss, trial, Path(directory), description=name)
+                train_model(model, batches, loss, trial, Path(scratch), description=name)
                 scores[factor] = selection(model)
             except DivergedError:
                 scores[factor] = math.inf

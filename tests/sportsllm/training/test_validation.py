@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -181,10 +182,17 @@ def test_a_trial_accumulates_what_leaves_ten_steps(
     batches: PackedSequences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int, wanted: int
 ) -> None:
     seen: list[TrainConfig] = []
-    monkeypatch.setattr(rate_trial, "train_model", lambda *given, **_names: seen.append(given[3]))
+    folders: set[Path] = set()
+
+    def noted(*given: Any, **_names: Any) -> None:
+        seen.append(given[3])
+        folders.add(given[4].parent)
+
+    monkeypatch.setattr(rate_trial, "train_model", noted)
     config = dataclasses.replace(LONG, steps=800 // accumulation, accumulation=accumulation)
     choose_rates(fresh(), batches, language_model_loss, config, tmp_path, lambda _model: 0.0)
     assert {(trial.accumulation, trial.steps) for trial in seen} == {(wanted, 20 // wanted)}
+    assert folders == {tmp_path}, "a state that a trial saves is where the run's own would be, not in memory"
 
 
 def test_an_interrupt_leaves_nothing_to_resume(batches: PackedSequences, tmp_path: Path) -> None:
