@@ -1,1 +1,1 @@
-"""Distillation: settings, the running teacher, the student's training, recovery. Imports teacher_cache."""
+"""Distillation: settings, the teacher or its stored signals, a student's start and training. Imports pruning."""

@@ -1,3 +1,3 @@
-"""Quantization: grids, GPTQ, channel scaling, mixed precision, quantization-aware training. Imports pruning's refit and
-distillation's recovery.
+"""Quantization: grids, GPTQ, channel scaling, mixed precision, quantization-aware training. Imports the fit of layers
+and distillation's recovery.
 """

@@ -1,3 +1,3 @@
-"""The training loop and what it needs: optimizers, schedules, chunked losses, LoRA, pretraining. Imports
-every room but cli.
+"""The training loop and what it needs: settings, optimizers, chunked losses, LoRA, several processes. Imports models,
+formats, text and inference.
 """
