@@ -83,9 +83,9 @@ def _page(title: str, drawing: str, charts: list[Chart]) -> str:
     """A page of the drawing, and of the charts if there are some; a device has no library for templates."""
     if not charts:
         name = html.escape(title)
-        head = f'<meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{name}</title>'
+        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
         body = f'<main><h1 style="font: 600 24px system-ui, sans-serif; margin: 0 1rem">{name}</h1>{drawing}</main>'
-        return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+        return f'<!DOCTYPE html>\n<html lang="en" style="color-scheme: light dark">{head}<body>{body}</body></html>\n'
     from markupsafe import Markup
 
     from benchmarks.reporting.charts import render_page

@@ -67,12 +67,12 @@ def compare_text(model: Model, teacher: Model, text: Sequence[Path]) -> dict[str
     (own, tokenizer), (base, base_tokenizer) = model.open(), teacher.open()
     documents = list(read_documents(text, model.reading.text_field))
     _, found = compare_documents(own, base, tokenizer, base_tokenizer, documents)
-    low, high = found.top1_interval
+    alike = found.top1_interval
     return {
         "kl_nats": found.kl,
-        "kl_interval_nats": [found.kl - 1.96 * found.kl_error, found.kl + 1.96 * found.kl_error],
+        "kl_interval_nats": found.kl_interval and list(found.kl_interval),
         "top1_changed_percent": 100 * (1 - found.top1_agreement),
-        "top1_changed_interval_percent": [100 * (1 - high), 100 * (1 - low)],
+        "top1_changed_interval_percent": alike and [100 * (1 - alike[1]), 100 * (1 - alike[0])],
     }
 
 

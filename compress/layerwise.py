@@ -147,7 +147,7 @@ def kept_like(states: Sequence[Tensor], following: Iterable[Tensor]) -> StoredSt
 
 
 def block_of(model: SportsLLM, layer: int) -> Block:
-    """A layer of a model; one that is not in memory is read, to the processor of the model's head."""
+    """A layer of a model, read to the device of the model's head if it is not in memory."""
     block = model.model.layers[layer]
     return cast(Block, block.read().to(model.head_weight.device) if isinstance(block, StoredBlock) else block)
 
@@ -173,9 +173,9 @@ def block_from(config: ModelConfig, layer: int, state: Mapping[str, Tensor]) -> 
 def derived(
     model: SportsLLM, config: ModelConfig, ends: Mapping[str, Tensor], make: Callable[[int], Block], once: bool = False
 ) -> SportsLLM:
-    """A model of copies of these ends, and of the layers that `make` makes of another model's.
+    """A model with copies of the tensors `ends` and with the layers that `make` returns by their numbers.
 
-    If those of `model` are not in memory, each layer is made whenever it is read, or `once`, for a scratch file.
+    If the layers of `model` are not in memory, each is made whenever it is read, or `once`, for a scratch file.
     """
     with torch.device("meta"):
         made = SportsLLM(config)
@@ -190,7 +190,7 @@ def derived(
 
 
 def replace_block(model: SportsLLM, layer: int, block: Block) -> None:
-    """Make a changed layer the model's; one that is not in memory goes into a scratch file."""
+    """Put a changed layer into a model, or into a scratch file if the model's layers are not in memory."""
     stored = model.model.layers[layer]
     if not isinstance(stored, StoredBlock):
         model.model.layers[layer] = block
@@ -266,9 +266,9 @@ class LayerStates(NamedTuple):
 
 
 class KnownStates:
-    """Residual streams of samples in the layers of a model: each is computed once, up to `_KNOWN_BYTES` in all.
+    """A cache of samples' residual streams in the layers of a model, up to `_KNOWN_BYTES`.
 
-    Of states in files those at the layers' ends are known, up to `_KNOWN_SHARE` of the disk.
+    Of streams in files only those at the layers' ends are kept, up to `_KNOWN_SHARE` of the free disk.
     """
 
     def __init__(self, model: SportsLLM) -> None:

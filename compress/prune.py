@@ -156,7 +156,7 @@ def prune(
     read = None if recovery is None else cache(partial(StudentText.read, recovery, load_config(checkpoint), out))
     work = Calibration(job, out.parent, text=read)
     shape, found = choose_shape(work, target, out, partial(_recovered, work))
-    result = prune_checkpoint(job, shape, out, work, resume=resume, search=found)
+    result = prune_checkpoint(work.job, shape, out, work, resume=resume, search=found)
     _print_result(result)
     return result
 
@@ -173,7 +173,7 @@ def _check_request(checkpoint: Path, target: Target | None, experts: int | None)
 
 def _recovered(work: Calibration, recovery: StudentTraining, shape: Shape, out: Path) -> float:
     """Bits per byte of the text for choices, of a finalist of the search after a brief recovery."""
-    job = dataclasses.replace(work.job, recovery=recovery)
+    job = dataclasses.replace(work.job, recovery=recovery, search=None)
     return float(prune_checkpoint(job, shape, out, work, resume=True).best_bits_per_byte or 0.0)
 
 

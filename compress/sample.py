@@ -176,19 +176,18 @@ def read_prompts(path: Path, tokenizer: TextTokenizer, longest: int) -> list[lis
     texts, most = read_questions(path), None
     if not _has_lines(path):
         texts, most = [text[:_BEGINNING_CHARACTERS] for text in texts], min(1 + BEGINNING_TOKENS, longest - 1)
-    prompts = [[tokenizer.begin_id, *tokenizer.encode(text)][:most] for text in texts]
-    _check_lengths(prompts, longest, path)
-    return prompts
+    return _checked([[tokenizer.begin_id, *tokenizer.encode(text)][:most] for text in texts], longest, path)
 
 
 def _has_lines(path: Path) -> bool:
     return path.name.removesuffix(".gz").endswith((".txt", ".md"))
 
 
-def _check_lengths(prompts: Sequence[Sequence[int]], longest: int, path: Path) -> None:
+def _checked(prompts: list[list[int]], longest: int, path: Path) -> list[list[int]]:
     for number, prompt in enumerate(prompts, start=1):
         if len(prompt) >= longest:
             raise UsageError(f"{path}: prompt {number} has {len(prompt)} tokens of a text's {longest}; shorten it")
+    return prompts
 
 
 def _line(written: str, question: str | None) -> str:
@@ -203,8 +202,7 @@ def _asked(
     count = math.ceil(tokens / _ANSWER_TOKENS)
     questions = own_questions(model, tokenizer, count, longest, rows, seed) if path is None else read_questions(path)
     starts = [tokenizer.encode(text, special=True) for text in _chat_prompts(tokenizer, questions)]
-    _check_lengths(starts, longest, path or Path("own questions"))
-    return questions, starts
+    return questions, _checked(starts, longest, path or Path("own questions"))
 
 
 def read_questions(path: Path) -> list[str]:

@@ -75,11 +75,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_020,
-    "compress": 7_675,
-    "export": 6_382,
+    "sportsllm": 18_997,
+    "compress": 7_648,
+    "export": 6_383,
     "benchmarks": 9_212,
-    "tests": 25_592,
+    "tests": 25_616,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -41,7 +41,7 @@ class StudentTraining:
         config: of the training loop.
         corpus, valid: training and held-out text; without the latter a part of the corpus is held out.
         distillation: what to learn.
-        extra_holdouts: further checkpoints whose held-out text is not trained on: where the student starts from.
+        extra_holdouts: further checkpoints whose held-out text is not trained on, such as the student's start.
         reported: whether the report split is scored; not in a trial.
         nats_before: of the report split before a trial whose weights are trained further, see `Validation`.
         reading: of all text.

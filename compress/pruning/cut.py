@@ -43,14 +43,12 @@ from sportsllm.training.loss import cross_entropy
 SAMPLE_LENGTH = 512
 """Tokens of a calibration sample."""
 _RUNS_TRIED, _RUN_SAMPLES = 3, 32  # all runs read the same text, so little of it tells them apart
-# Fields that decide which tensors there are, or what a token is; a cut cannot change them.
-_SAME = (
-    "vocab_size", "attention_kind", "mlp_kind", "qk_norm", "attention_bias", "attention_output_bias", "mlp_bias",
-    "attention_scale", "embedding_scale", "norm_kind", "input_norms", "output_norms", "joint_qk_norm", "position_kind",
-    "rotary_dim", "parallel_residual", "attention_softcap", "logit_softcap",
-    "rope_local_theta", "sliding_window", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "experts",
-    "dense_layers", "selection",
-)  # fmt: skip
+# Fields in which a student may differ from the model that it is cut out of; a cut keeps all others.
+_FREE = {
+    *DIMENSIONS.values(), "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
+    "tie_word_embeddings", "dropout", "bos_token_id", "eos_token_id", "pad_token_id", "layer_types",
+    "dense_intermediate_size",
+}  # fmt: skip
 
 
 class LayerRun(NamedTuple):
@@ -157,7 +155,7 @@ def check_cut(full: ModelConfig, smaller: ModelConfig) -> None:
     """UsageError, naming the first field in the way, if `smaller` cannot be cut out of a full model."""
     if full.experts is not None and smaller.experts is None:
         full = dense_config(full, smaller.intermediate_size)
-    for name in _SAME:
+    for name in (field.name for field in dataclasses.fields(full) if field.name not in _FREE):
         ours, theirs = getattr(full, name), getattr(smaller, name)
         if ours != theirs:
             raise UsageError(f"{name} is {theirs}, the full model's is {ours}; a cut keeps it")
@@ -228,7 +226,7 @@ def choose_units(
 
 def with_types(smaller: ModelConfig, full: ModelConfig, layers: Sequence[int]) -> ModelConfig:
     """The config of a pruned model whose layers are these of the full one, each of its own type."""
-    return smaller.with_changes(layer_types=full.with_layers(layers).layer_types)
+    return smaller.with_changes(layer_types=full.layer_types and tuple(full.layer_types[layer] for layer in layers))
 
 
 def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:

@@ -57,6 +57,7 @@ class PruneJob:
         recovery: the training after the cut.
         experts: to keep, cut first, see `compress.pruning.experts`.
         reading: of all text.
+        search: for the shape: the share of the parameters, with a recovery also its tokens and finalists.
     """
 
     checkpoint: Path
@@ -66,6 +67,7 @@ class PruneJob:
     recovery: StudentTraining | None = None
     experts: int | None = None
     reading: Reading = USUAL
+    search: JsonObject | None = None
 
     def model_config(self) -> ModelConfig:
         """The config whose shape is cut: the checkpoint's, with fewer experts if asked for.
@@ -99,6 +101,7 @@ class PruneJob:
             "calibration": self.calibration,
             **self.reading.record(),
             **({} if self.experts is None else {"experts": self.experts}),
+            **({} if self.search is None else {"search": self.search}),
             **(inherited if self.recovery is None else self.recovery.recovery_settings()),
         }
 

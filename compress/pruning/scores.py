@@ -80,12 +80,7 @@ def measure_scores(model: SportsLLM, samples: Sequence[Tensor], known: KnownStat
     """Scores over calibration token ids, (B, T) each, whose states are `known` afterwards.
 
     One layer after the other: memory is that of one layer's products and of the residual streams.
-
-    Raises:
-        ArtifactError: there are no samples.
     """
-    if not samples:
-        raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
     known, found = known or KnownStates(model), Found()
     states_BTD = embedded(model, samples)
     streams_LBTD, moments = [kept_like(states_BTD, islice(states_BTD, _DISTANCE_SAMPLES))], kept_like(states_BTD, ())

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,8 +30,8 @@ from compress.pruning.shapes import (
 )
 from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import UsageError
-from sportsllm.files import atomic_write_text, read_json
-from sportsllm.formats.artifact import Stage, finished_manifest
+from sportsllm.files import JsonObject, atomic_write_text, read_json
+from sportsllm.formats.artifact import finished_manifest
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import manifest_of
 from sportsllm.models.language_model import SportsLLM
@@ -79,6 +79,7 @@ def choose_shape(
     """The shape of the target's dimensions, or the one that a search finds for its size, and the search's finalists.
 
     Args:
+        work: its job gets the search, which belongs to what `out` is made from.
         out: the search of a recovered checkpoint is kept beside it, in `OUT.search`.
 
     Raises:
@@ -104,20 +105,20 @@ def choose_shape(
     elif tokens != 0:
         shapes = candidate_shapes(config, share)
         shape = next(iter(in_family(config, dict.fromkeys([shape, *shapes], 0))))
+        sought: JsonObject = {"share": share}
         if job.recovery is not None:
             job.recovery.prepare(config)  # signals for all of it: a finalist would make those of its own few tokens
+            tokens = tokens or round(_SEARCH_SHARE * job.recovery.tokens)
+            sought |= {"tokens": tokens, "finalists": target.finalists}
+        work.job = job = dataclasses.replace(job, search=sought)
         made = manifest_of(out).results.get("shape")  # refuse what another job made before the search, not after it
         there = next((one for one in shapes if one.sizes() == made), shape)
-        finished = finished_manifest(out, job.stage(there))
+        if finished_manifest(out, job.stage(there)) is not None:
+            return there, []
         if job.recovery is None:
-            if finished is not None and finished.results.get("search"):
-                return there, []
             found = find_finalists(work, shapes, [shape], 1)
         else:
-            tokens = tokens or round(_SEARCH_SHARE * job.recovery.tokens)
-            sought = {"share": share, "search": tokens, "finalists": target.finalists}
-            directory = search_directory(out)
-            found = recovered_finalists(work, shapes, shape, sought, directory, recovered)
+            found = recovered_finalists(work, shapes, shape, search_directory(out), recovered)
         shape = found[0].shape
     reached = block_counter(config)(shape) / config.block_parameters
     if reached < _NEAR * share:
@@ -204,7 +205,6 @@ def recovered_finalists(
     calibration: Calibration,
     shapes: Sequence[Shape],
     even: Shape,
-    sought: Mapping[str, Any],
     directory: Path,
     recovered: Callable[[StudentTraining, Shape, Path], float],
 ) -> list[Finalist]:
@@ -214,13 +214,11 @@ def recovered_finalists(
 
     Args:
         shapes, even: those to choose from, and the even cut, which is always tried.
-        sought: `share` of the parameters, `search` tokens of each brief recovery, and `finalists`, how many.
         recovered: given the brief recovery, a shape and its directory, bits per byte of the text for choices.
     """
     job = calibration.job
-    assert job.recovery is not None
-    brief, stage = brief_recovery(job.recovery, sought["search"]), job.stage(even)
-    identity = Stage("search", {**stage.settings, **sought}, stage.inputs).fingerprint()
+    assert job.recovery is not None and job.search is not None
+    brief, identity = brief_recovery(job.recovery, job.search["tokens"]), job.stage(even).fingerprint()
     known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
     first = known.get("tried", [{}])[0] if known.get("fingerprint") == identity else {}
     if known.get("nats_before") and first and (directory / Shape(**first["shape"]).name).is_dir():
@@ -230,7 +228,7 @@ def recovered_finalists(
         stored = directory / found[0].shape.name / SCORES_FILE
         calibration.stored = stored if stored.exists() else None
         return found
-    finalists = find_finalists(calibration, shapes, [even], sought["finalists"])
+    finalists = find_finalists(calibration, shapes, [even], job.search["finalists"])
     assert calibration.text is not None, "a job with a recovery reads its text"
     text = calibration.text()  # here, since the log would take its lines
     directory.mkdir(parents=True, exist_ok=True)

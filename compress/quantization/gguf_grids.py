@@ -222,8 +222,6 @@ def plain_grid(weight_NK: Tensor, kind: BlockType, weights_K: Tensor | None = No
 
     K must be a multiple of the type's width.
     """
-    if not weight_NK.isfinite().all():
-        raise ArtifactError("a matrix has weights that are not finite")
     blocks_NGS = split_blocks(weight_NK.float(), kind.size)
     if weights_K is None:
         weights: Tensor = torch.ones(1, 1, 1)

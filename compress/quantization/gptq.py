@@ -170,12 +170,8 @@ def inverse_factor(gram_KK: Tensor, order: Tensor | None = None) -> Tensor:
 
     With J the reversal of rows and L L^T = J H J it is J L^-1 J, so H is not inverted.
     `order` is that of the factor's rows and columns, as in H if None.
-
-    Raises:
-        ValueError: H has numbers that are not finite.
     """
-    if not all_finite(gram_KK):
-        raise ValueError("the second moment of the inputs is not finite")
+    assert all_finite(gram_KK), "callers have checked it; no damping would end"
     back = (torch.arange(len(gram_KK), device=gram_KK.device) if order is None else order).flip(0)
     dtype = torch.float64 if len(gram_KK) <= _EXACT else torch.float32
     diagonal, more = gram_KK.diagonal()[back].to(dtype), DAMPING

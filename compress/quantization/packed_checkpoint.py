@@ -15,7 +15,7 @@ from torch import Tensor
 from compress.quantization.config import UNPACKED, GridSpec, QuantizationConfig
 from compress.quantization.gptq import gptq_weight
 from compress.quantization.grid import fit_grid
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import ArtifactError
 from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.formats.safetensors import Kind, StreamedTensors
 from sportsllm.models.config import ModelConfig
@@ -83,18 +83,11 @@ class PackedCheckpoint:
         self._columns = {each.name: each.shape[-1] for each in parameters(model)}
 
     def add(self, name: str, tensor: Tensor, search: bool) -> None:
-        """A tensor of the model: a matrix is rounded to the nearest numbers of its grid; others stay.
-
-        Raises:
-            UsageError: no kind of attention or feed-forward says what the tensor is.
-        """
-        role = self._roles.get(name)
-        if role in ("norm", "bias", "positions"):
-            self.add_vector(name, tensor)
-        elif role in ("matrix", "embedding", "head"):
+        """A tensor of the model: a matrix is rounded to the nearest numbers of its grid; others stay."""
+        if self._roles[name] in ("matrix", "embedding", "head"):
             self.add_matrix(name.removesuffix(".weight"), tensor, search)
         else:
-            raise UsageError(f"{name}: no kind of layer describes this tensor, so it cannot be quantized")
+            self.add_vector(name, tensor)
 
     def add_vector(self, name: str, tensor: Tensor) -> None:
         """A tensor as it is, for example a norm's weight."""
@@ -157,15 +150,9 @@ class PackedCheckpoint:
         return math.sqrt(changed / before) if before else 0.0
 
     def check_complete(self) -> None:
-        """Every tensor that the model's kinds describe must be there.
-
-        Raises:
-            UsageError: one is missing.
-        """
+        """Every tensor that the model's kinds describe must be there."""
         stored = self.tensors.keys() | {f"{module}.weight" for module in self.modules}
-        for name in self._roles:
-            if name not in stored:
-                raise UsageError(f"{name}: this method does not quantize it; choose --method mse")
+        assert not (missing := self._roles.keys() - stored), f"{sorted(missing)}: not quantized"
 
     def record(self, method: str) -> dict[str, Any]:
         """For config.json."""

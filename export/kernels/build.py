@@ -87,7 +87,7 @@ def _build_with(command: Sequence[str], directory: Path) -> Path:
         objects = compile_sources(command, Path(work), here() if TARGET is None else TARGET)
         _run([*command, "-shared", "-o", str(made), *objects, *(_MACOS or ["-s"])])
         directory.mkdir(parents=True, exist_ok=True)
-        new = directory / f"{NAME}.new"
+        new = directory / f"{NAME}.{os.getpid()}"
         shutil.copyfile(made, new)  # then one step: a program that has the old one open keeps it
         new.replace(directory / NAME)
     return directory / NAME

@@ -15,7 +15,7 @@ one batch has prompts of unequal length. The reference reads every prompt in one
   here.
 - Another execution provider, if one is asked for, runs them in a pass of its own, within the limits of the deployed
   pass.
-- Prompts visit few rows of the embedding and of the rotary table, so both are compared whole, for equality.
+- Prompts visit few rows of the embedding and of the tables of positions, so these are compared whole, for equality.
 """
 
 from __future__ import annotations
@@ -288,10 +288,11 @@ def _widen_weights(main: ir.Graph, config: ModelConfig) -> None:
 
 
 def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Names of stored tables, embedding and, if the model has them, rotary, that differ from the checkpoint's."""
+    """Names of stored tables, the embedding and those of positions, that differ from the checkpoint's."""
     found = graph.graph.initializers
     rotary = {name: table for name, table in zip(layout.ROPE_CACHES, rope_of(config), strict=False) if name in found}
-    for name in (*rotary, *(name for name in tensors if name.startswith(f"{EMBEDDING}."))):
+    learned = (f"{EMBEDDING}.", f"{POSITIONS}.")
+    for name in (*rotary, *(name for name in tensors if name.startswith(learned))):
         value = found.get(name, found.get(f"{name}{FLAT}"))
         tensor = rotary[name] if name in rotary else tensors[name]
         table = (tensor.float() if tensor.is_floating_point() else tensor).numpy()

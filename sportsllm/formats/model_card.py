@@ -68,19 +68,17 @@ class Measured:
         return self.directory != "" and Path(self.directory).resolve() == directory.resolve()
 
 
-def write_card(directory: Path, results: Sequence[Path] = (), **stated: str | list[str]) -> CardFields:
-    """Write the model card of a finished directory again, and its digest into the manifest; returns the front matter.
+def write_card(directory: Path, results: Sequence[Path] = ()) -> None:
+    """Write the model card of a finished directory again, and its digest into the manifest.
 
-    Args:
-        results: files of `bench` and `eval`; those on other models than this one and its ancestors are ignored.
-        stated: license, base_model or language, instead of those carried over.
+    `results` are files of `bench` and `eval`; those on other models than this one and its ancestors are ignored.
 
     Raises:
         ArtifactError: the directory is not finished, holds no model, or a result is damaged.
     """
     manifest = read_manifest(directory)
     measured = [validate(Measured, read_json(path), path) for path in results]
-    text = render_card(directory, manifest, directory, measured, stated)
+    text = render_card(directory, manifest, directory, measured)
     if text is None:
         raise ArtifactError(
             f"{directory}: holds no model that a card could describe; for a GGUF file, put the checkpoint that it was "
@@ -91,16 +89,9 @@ def write_card(directory: Path, results: Sequence[Path] = (), **stated: str | li
     entry = FileEntry(hashlib.sha256(data).hexdigest(), len(data), first)
     atomic_write_text(directory / CARD, text)
     replace(manifest, files=manifest.files | {CARD: entry}).write(directory)
-    return _front_matter(directory / CARD)
 
 
-def render_card(
-    directory: Path,
-    manifest: Manifest,
-    place: Path,
-    results: Sequence[Measured] = (),
-    stated: CardFields | None = None,
-) -> str | None:
+def render_card(directory: Path, manifest: Manifest, place: Path, results: Sequence[Measured] = ()) -> str | None:
     """The card's text; None if the directory holds no model, or none that can be read.
 
     Args:
@@ -108,7 +99,6 @@ def render_card(
         manifest: of the directory; `files` may still be missing.
         place: where the directory will be, which gives the name.
         results: those on other models than this one and its ancestors are ignored.
-        stated: fields of the front matter, instead of those carried over.
     """
     older = ancestors(manifest, place)
     kind = next((kind for kind in _FORMS if any(directory.glob(kind))), None)
@@ -118,7 +108,7 @@ def render_card(
         return None
     try:
         config, data = load_config(source), read_json(source / "config.json")
-        chats = find_template(directory)[0] is not None
+        chats = find_template(source)[0] is not None
     except ArtifactError:  # the command that loads it says what is wrong
         return None
     from huggingface_hub import ModelCardData
@@ -129,7 +119,7 @@ def render_card(
     model_type, bits, (form, tag, library) = str(data.get("model_type", "llama")), _packed_bits(data), _FORMS[kind]
     if kind == "*.safetensors" and ("quantization_config" in data or model_type == OWN_MODEL_TYPE):
         library = _OURS
-    fields = _joined(stated or {}, _carried(directory, manifest, older))
+    fields = _carried(directory, manifest, older)
     relation = next((_RELATIONS[command] for command in ("quantize", *_RELATIONS) if command in commands), None)
     tags = [_OURS, model_type, tag, *([f"{bits}-bit"] if bits else []), *(["conversational"] if chats else [])]
     card_data = ModelCardData(

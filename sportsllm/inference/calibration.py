@@ -109,11 +109,10 @@ def check_familiar(samples: Sequence[Tensor], nats: float) -> None:
             smaller in a short text.
     """
     counts = torch.cat([tokens.flatten() for tokens in samples]).bincount().double()
-    shares = counts[counts > 0] / counts.sum()
-    entropy = -float((shares * shares.log()).sum())
+    entropy = float(torch.special.entr(counts / counts.sum()).sum())
     if nats >= entropy:
         log(
-            f"calibration text looks out of domain: loss is {nats / entropy:.2f} times its unigram entropy; give "
+            f"calibration text looks out of domain: loss {nats:.2f}, unigram entropy {entropy:.2f} nats a token; give "
             "--calibration text like the training text, or train the model longer"
         )
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from sportsllm.errors import UsageError
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject, require_directory
 from sportsllm.inference.lookup import Draft, DraftLookup, PromptLookup
 from sportsllm.models.config import ModelConfig
@@ -171,6 +171,19 @@ def log_softmax(logits: Logits) -> Logits:
     return log_probabilities(logits).astype(np.float32)
 
 
+def require_finite(figure: float) -> None:
+    """Refuse a figure of logits that are infinite or no numbers: of those every choice is arbitrary.
+
+    Raises:
+        ArtifactError: the figure is not finite.
+    """
+    if not math.isfinite(figure):
+        raise ArtifactError(
+            "the model's logits are not finite: its weights are damaged, or its activations are too large for the "
+            "numbers that it computes or caches in; use float32"
+        )
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen. Temperature 0 is greedy; top_k 0 and top_p 1 switch a filter off."""
@@ -255,7 +268,11 @@ def draw(logits: Logits, sampling: Sampling, uniform: npt.NDArray[np.float64]) -
     """One token id of each row of logits (B, V), by the inverse of its cumulative distribution at `uniform` (B,).
 
     A token takes one random value in [0, 1); Gumbel or exponential noise would take V.
+
+    Raises:
+        ArtifactError: the largest logit is not finite.
     """
+    require_finite(float(logits.max()))
     chosen: npt.NDArray[np.int64]
     if sampling.temperature == 0:
         chosen = logits.argmax(axis=-1)

@@ -36,35 +36,39 @@ class LogitSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """A model beside a base model.
+    """A model beside a base model. Intervals are of 95% over documents, and None for few.
 
     Attributes:
         base_perplexity: of the same tokens.
-        perplexity_ratio: the model's over the base's; its 95% interval is over documents, None for few.
+        perplexity_ratio: the model's over the base's.
         kl: mean over tokens of KL(base || model) in nats, `kl_error` its standard error with tokens as independent.
         kl_p99, kl_max: 99th percentile and maximum over tokens.
-        top1_agreement: share of tokens before which both expect the same one most, with a 95% interval (Wilson's).
+        top1_agreement: share of tokens before which both expect the same one most. Its interval is no narrower than
+            Wilson's for independent tokens.
     """
 
     base_perplexity: float
     perplexity_ratio: float
     perplexity_ratio_interval: tuple[float, float] | None
     kl: float
+    kl_interval: tuple[float, float] | None
     kl_error: float
     kl_p99: float
     kl_max: float
     top1_agreement: float
-    top1_interval: tuple[float, float]
+    top1_interval: tuple[float, float] | None
 
     def __str__(self) -> str:
         """Two lines for people."""
-        ends, (low, high) = self.perplexity_ratio_interval, self.top1_interval
-        between = "too few documents for an interval"
-        if ends is not None:
-            between = f"95% interval {ends[0]:.4f} to {ends[1]:.4f}"
+
+        def between(ends: tuple[float, float] | None, digits: str) -> str:
+            few = "too few documents for an interval"
+            return few if ends is None else f"95% interval {ends[0]:{digits}} to {ends[1]:{digits}}"
+
         return (
-            f"perplexity ratio {self.perplexity_ratio:.4f} ({between}), same likeliest token {self.top1_agreement:.2%} "
-            f"(95% interval {low:.2%} to {high:.2%})\nmean KL {self.kl:.6f} \u00b1 {self.kl_error:.6f}, "
+            f"perplexity ratio {self.perplexity_ratio:.4f} ({between(self.perplexity_ratio_interval, '.4f')}), "
+            f"same likeliest token {self.top1_agreement:.2%} ({between(self.top1_interval, '.2%')})\n"
+            f"mean KL {self.kl:.6f} ({between(self.kl_interval, '.6f')}), "
             f"99th percentile {self.kl_p99:.6f}, maximum {self.kl_max:.6f}"
         )
 
@@ -92,7 +96,7 @@ def compare_documents(
         raise UsageError(f"the models' tokenizers cut the text differently; {_ADVICE}")
     context = min(decoder.config.max_position_embeddings, base.config.max_position_embeddings)
     text = document_windows(tokenizer, documents, context)
-    nats, kl, agree = np.zeros((2, len(text.tokens))), list[npt.NDArray[np.float32]](), 0
+    sums, kl = np.zeros((4, len(text.tokens))), list[npt.NDArray[np.float32]]()  # sums of `_compare` by document
     with progress_bar("compare", len(text.rows)) as bar:
         for row in text.rows:
             place, ids = 1, np.array(row.ids)  # place: of the token that the next logits predict
@@ -102,26 +106,28 @@ def compare_documents(
                 stop, step = place + len(own_TV), max(1, _LOGITS_AT_ONCE // sizes[0])
                 scored = [at for at in np.flatnonzero(row.scored[place:stop]).tolist() if at + place >= row.first]
                 for part in (scored[begin : begin + step] for begin in range(0, len(scored), step)):
-                    found = _compare(base_TV[part], own_TV[part], ids[place:stop][part])
-                    kl.append(found[0].astype(np.float32))
-                    agree += found[1]
-                    nats[:, row.document] += found[2:]
+                    kl_T, *others = _compare(base_TV[part], own_TV[part], ids[place:stop][part])
+                    kl.append(kl_T.astype(np.float32))
+                    sums[:, row.document] += float(kl_T.sum()), *others
                 place = stop
             bar.advance()
     every, tokens = np.concatenate(kl), sum(text.tokens)
-    (own, theirs), lost = nats, nats[0] - nats[1]
-    ends = ratio_interval(lost.tolist(), text.tokens)
+    distance, agree, own, theirs = sums
+    ends, alike = (ratio_interval(each.tolist(), text.tokens) for each in (own - theirs, agree))
+    agreement = float(agree.sum()) / tokens
+    low, high = wilson_interval(agreement, tokens)
     score = TextScore(float(own.sum()), tokens, text.bytes, tuple(own.tolist()))
     return score, Divergence(
         base_perplexity=math.exp(float(theirs.sum()) / tokens),
-        perplexity_ratio=math.exp(float(lost.sum()) / tokens),
+        perplexity_ratio=math.exp(float((own - theirs).sum()) / tokens),
         perplexity_ratio_interval=None if ends is None else (math.exp(ends[0]), math.exp(ends[1])),
         kl=float(every.mean(dtype=np.float64)),
+        kl_interval=ratio_interval(distance.tolist(), text.tokens),
         kl_error=float(every.std(dtype=np.float64, ddof=1)) / math.sqrt(tokens) if tokens > 1 else math.inf,
         kl_p99=float(np.percentile(every, 99)),
         kl_max=float(every.max()),
-        top1_agreement=agree / tokens,
-        top1_interval=wilson_interval(agree / tokens, tokens),
+        top1_agreement=agreement,
+        top1_interval=None if alike is None else (min(low, alike[0]), max(high, alike[1])),
     )
 
 

@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.files import clip
-from sportsllm.inference.decoder import Decoder, Sampling, generate, until
+from sportsllm.inference.decoder import Decoder, Sampling, generate, require_finite, until
 from sportsllm.inference.scoring import ROWS_AT_ONCE, TaskScore, score_documents
 from sportsllm.text.chat import render_chat
 from sportsllm.text.tokenizer import TextTokenizer
@@ -47,7 +47,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         rows, counts = [], []
         for context, continuation in (request.args for request in requests):
             before, row = self._ids(context.rstrip()), self._ids(context + continuation)
-            counts.append(len(row) - len(before))
+            counts.append(max(0, len(row) - len(before)))
             if counts[-1] >= self._context:
                 raise UsageError(f"a continuation has {counts[-1]:,} tokens; the context is {self._context:,}")
             rows.append(self._end(row, self._context))
@@ -58,7 +58,8 @@ class HarnessModel(LM):  # type: ignore[misc]
                 scores = self._decoder.score(rows[part])
                 for request, row, count, score in zip(requests[part], rows[part], counts[part], scores, strict=True):
                     likeliest = request.task_name in self._greedy and self._is_likeliest(row, count)
-                    found.append((float(score[-count:].sum()) if count else 0.0, likeliest))
+                    found.append((float(score[len(score) - count :].sum()), likeliest))
+                    require_finite(found[-1][0])
                 bar.advance(len(scores))
         return found
 

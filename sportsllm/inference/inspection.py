@@ -79,7 +79,8 @@ def attention_weights(model: SportsLLM, ids: Sequence[int]) -> list[Tensor | Non
 
 def entropy_bits(weights_HTL: Tensor) -> Tensor:
     """For each head the mean entropy of a token's weights, (H,): 0 if each looks at a single token."""
-    return -torch.xlogy(weights_HTL, weights_HTL).sum(-1).mean(-1) / math.log(2)
+    nats_H: Tensor = torch.special.entr(weights_HTL).sum(-1).mean(-1)
+    return nats_H / math.log(2)
 
 
 def distance_tokens(weights_HTT: Tensor) -> Tensor:

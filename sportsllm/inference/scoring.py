@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, read_json_lines
-from sportsllm.inference.decoder import Decoder
+from sportsllm.inference.decoder import Decoder, require_finite
 from sportsllm.text.conversations import Document
 from sportsllm.text.tokenizer import TextTokenizer
 
@@ -139,13 +139,15 @@ def score_documents(
 def ratio_interval(over: Sequence[float], under: Sequence[float]) -> tuple[float, float] | None:
     """95% interval of sum(over) / sum(under) by a paired bootstrap over documents; None for few documents.
 
-    Pairs are resampled, so most of the variance between documents cancels; the interval is the percentiles of the
+    Those without anything to score (`under` is 0) do not count. Pairs are resampled, so most of the variance between
+    documents cancels; the interval is the percentiles of the
     resampled ratios (Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13; ratios of paired sums as
     in https://aclanthology.org/W04-3250).
     """
-    if (size := len(over)) < LEAST_DOCUMENTS:
+    pairs = np.array([pair for pair in zip(over, under, strict=True) if pair[1]], dtype=np.float64)
+    if (size := len(pairs)) < LEAST_DOCUMENTS:
         return None
-    ours, theirs = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
+    ours, theirs = pairs.T
     rng, ratios = np.random.default_rng(0), list[npt.NDArray[np.float64]]()
     for start in range(0, _RESAMPLES, block := max(1, _MOST_DRAWN // size)):
         chosen = rng.integers(0, size, (min(block, _RESAMPLES - start), size))
@@ -222,6 +224,9 @@ def question_accuracy(decoder: Decoder, tokenizer: TextTokenizer, questions: Seq
     """Fraction of questions whose right choice has the highest log-probability per byte, given the question.
 
     A question too long for the context keeps its end, after the begin token.
+
+    Raises:
+        ArtifactError: a choice does not fit the context, or the logits are not finite.
     """
     context = decoder.config.max_position_embeddings
     right = 0
@@ -241,6 +246,7 @@ def question_accuracy(decoder: Decoder, tokenizer: TextTokenizer, questions: Seq
                 float(score[-count:].sum()) / len(text.encode())
                 for score, count, text in zip(scores, counts, texts, strict=True)
             ]
+            require_finite(sum(per_byte))
             right += int(np.argmax(per_byte)) == item.answer
             bar.advance()
     return right / len(questions)

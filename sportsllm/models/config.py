@@ -457,15 +457,6 @@ class ModelConfig:
             changes = {"layer_types": self.layer_types[:layers]} | changes
         return replace(self, **changes)  # type: ignore[arg-type]  # __post_init__ checks types
 
-    def with_layers(self, layers: Sequence[int]) -> ModelConfig:
-        """A copy with some of the layers, each with its own type."""
-        types = None if self.layer_types is None else tuple(self.layer_types[layer] for layer in layers)
-        dense = sum(layer < self.dense_layers for layer in layers)
-        width = self.dense_intermediate_size if dense else None
-        return replace(
-            self, num_hidden_layers=len(layers), layer_types=types, dense_layers=dense, dense_intermediate_size=width
-        )
-
 
 @lru_cache(maxsize=64)  # asked for every layer
 def _of_layer(config: ModelConfig, dense: bool) -> ModelConfig:

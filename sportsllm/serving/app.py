@@ -40,32 +40,6 @@ BODY_S = 30.0
 Answer = Callable[[Request, ServedModel, Any], Awaitable[Response]]
 
 
-class Mailbox:
-    """Pieces of one request's jobs, from the engine's thread to the event loop: all, or the last one of each job."""
-
-    def __init__(self, every: bool) -> None:
-        self._pieces, self._loop, self._every = asyncio.Queue[Piece](), asyncio.get_running_loop(), every
-
-    def put(self, piece: Piece) -> None:
-        """In the engine's thread."""
-        if self._every or piece.finish is not None:  # each wakes the loop
-            with suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
-
-    async def pieces(self, jobs: int) -> AsyncIterator[Piece]:
-        """Those pieces, until that many jobs have ended.
-
-        Raises:
-            ApiError: one of them failed.
-        """
-        while jobs:
-            piece = await self._pieces.get()
-            if piece.finish in ("error", "timeout", "cancelled"):
-                raise ApiError(500, f"generation ended: {piece.finish}", "server_error")
-            jobs -= piece.finish is not None
-            yield piece
-
-
 async def read_body(request: Request) -> bytes:
     """A request's body.
 
@@ -115,10 +89,12 @@ class Server:
             "/metrics": self._metrics,
         }
         description = encode_json(describe({path: kind for path, (kind, _) in posts.items()}, gets))
-        page = Path(__file__).with_name("page.html").read_bytes()
+        files = {
+            "/openapi.json": Response(description, media_type="application/json"),
+            "/": Response(Path(__file__).with_name("page.html").read_bytes(), media_type="text/html"),
+        }
         routes = [self._post(path, *each) for path, each in posts.items()]
-        routes += [Route(path, answer) for path, answer in gets.items()]
-        routes += [_file("/openapi.json", description, "application/json"), _file("/", page, "text/html")]
+        routes += [Route(path, answer, methods=["GET"]) for path, answer in (gets | files).items()]
         handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), refusal)
         return self._access.guard(Starlette(routes=routes, exception_handlers=handlers))
 
@@ -184,13 +160,6 @@ class Server:
         return PlainTextResponse(text, 200, headers, "text/plain; version=0.0.4")
 
 
-def _file(path: str, data: bytes, kind: str) -> Route:
-    async def endpoint(_: Request) -> Response:
-        return Response(data, media_type=kind)
-
-    return Route(path, endpoint)
-
-
 def _described(model: ServedModel) -> Json:
     entry: Json = {"id": model.name, "object": "model", "created": model.created, "owned_by": "sportsllm-compress"}
     if model.ready:
@@ -233,18 +202,24 @@ def _count(model: ServedModel, body: Conversation) -> Json:
 
 
 async def _generate(request: Request, model: ServedModel, body: ChatRequest | CompletionRequest) -> Response:
-    mailbox = Mailbox(every=body.stream)
+    pieces, loop = asyncio.Queue[Piece](), asyncio.get_running_loop()
+
+    def deliver(piece: Piece) -> None:  # in the engine's thread
+        if body.stream or piece.finish is not None:  # each wakes the loop
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
     model.engine.check_room(body.n * (len(body.prompts()) if isinstance(body, CompletionRequest) else 1))
-    jobs = await asyncio.get_running_loop().run_in_executor(model.worker, model.jobs, body, mailbox.put)
+    jobs = await loop.run_in_executor(model.worker, model.jobs, body, deliver)
     if await request.is_disconnected():  # else nobody would cancel the jobs of a stream
         raise ClientDisconnect
     model.engine.submit(jobs)
     native = isinstance(body, NativeRequest)
     reply = (NativeReply if native else Reply)(body, model.name, model.tokenizer)
     if body.stream:
-        events = _events(reply, model, mailbox, jobs)
+        events = _events(reply, model, _until_end(pieces, len(jobs)), jobs)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-    work = asyncio.ensure_future(_whole(reply, mailbox, jobs))
+    work = asyncio.ensure_future(_whole(reply, _until_end(pieces, len(jobs)), jobs))
     gone = asyncio.ensure_future(request.receive())  # all that can still come is that the client leaves
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -257,15 +232,31 @@ async def _generate(request: Request, model: ServedModel, body: ChatRequest | Co
         gone.cancel()
 
 
-async def _whole(reply: Reply, mailbox: Mailbox, jobs: list[Job]) -> object:
-    async for _ in mailbox.pieces(len(jobs)):
+async def _until_end(pieces: asyncio.Queue[Piece], jobs: int) -> AsyncIterator[Piece]:
+    """The pieces of a request, until that many jobs have ended.
+
+    Raises:
+        ApiError: one of them failed.
+    """
+    while jobs:
+        piece = await pieces.get()
+        if piece.finish in ("error", "timeout", "cancelled"):
+            raise ApiError(500, f"generation ended: {piece.finish}", "server_error")
+        jobs -= piece.finish is not None
+        yield piece
+
+
+async def _whole(reply: Reply, pieces: AsyncIterator[Piece], jobs: list[Job]) -> object:
+    async for _ in pieces:
         pass
     return reply.whole(jobs)
 
 
-async def _events(reply: Reply, model: ServedModel, mailbox: Mailbox, jobs: list[Job]) -> AsyncIterator[bytes]:
+async def _events(
+    reply: Reply, model: ServedModel, pieces: AsyncIterator[Piece], jobs: list[Job]
+) -> AsyncIterator[bytes]:
     try:
-        async for chunk in reply.stream(mailbox.pieces(len(jobs)), jobs):
+        async for chunk in reply.stream(pieces, jobs):
             yield b"data: " + encode_json(chunk) + b"\n\n"
         yield reply.end_mark
     except ApiError as error:

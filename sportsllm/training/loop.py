@@ -314,7 +314,7 @@ def _drop_metrics_after(path: Path, step: int) -> None:
 def _check_together(model: SportsLLM) -> None:
     """Raise UsageError if several processes would take another step than one."""
     if model.config.dropout:
-        raise UsageError("dropout would be drawn in another order by several processes; leave --set dropout out")
+        raise UsageError("dropout would be drawn in another order by several processes; train the model in one process")
     if model.config.experts is not None or model.config.selection is not None:
         raise UsageError("experts and selection are balanced over the whole step; train them in one process")
 

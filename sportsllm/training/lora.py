@@ -64,12 +64,12 @@ def add_adapters(model: SportsLLM, rank: int, seed: int = 0) -> None:
     """Freeze a model and put adapters on its matrices, in place. Its output does not change yet.
 
     Args:
-        model: unquantized; all other parameters are frozen, norms and biases too.
+        model: unquantized, without adapters; all other parameters are frozen, norms and biases too.
         rank: at least 1, at most the smallest dimension of the adapted matrices.
         seed: of the random A, uniform in +-1 / sqrt(D); B starts at zero.
 
     Raises:
-        UsageError: the rank is out of range, or the model is quantized or has adapters.
+        UsageError: the rank is out of range.
     """
     matrices = list(_matrices(model))
     smallest = min(min(base.weight.shape) for _, _, base in matrices)
@@ -107,6 +107,5 @@ def _matrices(model: SportsLLM) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
                 continue
             parent, _, leaf = matrix.name.rpartition(".")
             layer = block.get_submodule(matrix.name)
-            if not isinstance(layer, nn.Linear):
-                raise UsageError(f"{leaf} is a {type(layer).__name__}; adapters go on plain, unquantized matrices")
+            assert isinstance(layer, nn.Linear), f"{leaf} is a {type(layer).__name__}, not a plain matrix"
             yield block.get_submodule(parent), leaf, layer

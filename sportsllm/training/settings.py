@@ -13,7 +13,7 @@ from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.settings import TRAINING, check_optimizer_bits, check_value
+from sportsllm.settings import STEPS, TRAINING, check_optimizer_bits, check_value
 
 _LEAST_TOKENS_PER_STEP, _MOST_TOKENS_PER_STEP = 1_024, 8_192
 
@@ -52,11 +52,10 @@ class TrainConfig:
     log_every: int = 10
 
     def __post_init__(self) -> None:
-        for name in TRAINING.keys() & vars(self).keys():
-            check_value(f"{name}={getattr(self, name)}", getattr(self, name), TRAINING[name])
-        for name, least in (("steps", 0), ("batch_size", 1), ("sequence", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        known = {**TRAINING, **STEPS}
+        for name, value in vars(self).items():
+            if name in known:
+                check_value(f"{name}={value}", value, known[name])
         for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0")

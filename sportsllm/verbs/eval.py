@@ -115,7 +115,7 @@ def eval(
 
     from sportsllm.console import output
     from sportsllm.files import require_directory
-    from sportsllm.inference.decoder import device_of, log_runtime
+    from sportsllm.inference.decoder import device_of, log_runtime, require_finite
     from sportsllm.inference.divergence import compare_documents
     from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents, wilson_interval
     from sportsllm.text.conversations import Conversation
@@ -131,16 +131,18 @@ def eval(
     reading = take_reading(found, directory, against)
     tokenizer = load_tokenizer(directory, decoder.config, reading)
     base = None if against is None else _open_base(against, context, rope_scaling, threads, device_of(decoder))
-    score, trained, divergence, chats = None, None, None, None
+    scores, divergence, chats = dict[str, Any](), None, None
     if text:
         documents = list(tokenizer.warn_if_special(read_documents(text, reading.text_field)))
         chats = sum(isinstance(document, Conversation) for document in documents)
-        trained = warn_if_trained_on(directory, documents)
+        scores["trained_documents"] = warn_if_trained_on(directory, documents)
         if against is None or base is None:
             score = score_documents(decoder, tokenizer, documents)
         else:
             theirs = load_tokenizer(against, base.config, reading)
             score, divergence = compare_documents(decoder, base, tokenizer, theirs, documents)
+        require_finite(score.nats + (0.0 if divergence is None else divergence.kl))
+        scores |= {name: getattr(score, name) for name in ("perplexity", "bits_per_byte", "tokens", "bytes")}
         of_chats = f"the assistant's in {chats:,} of {len(documents):,} documents, " if chats else ""
         output().print(
             f"{directory}: perplexity {score.perplexity:.4f}, bits per byte {score.bits_per_byte:.4f} "
@@ -159,24 +161,19 @@ def eval(
             f"{path}: {accuracy:.1%} of {len(items)} questions (95% interval {interval[0]:.1%} to {interval[1]:.1%}, "
             f"chance {chance:.1%})"
         )
-    tried = _run_tasks(decoder, tokenizer, tasks, found) if tasks else {}
     only = next(iter(asked.values())) if len(asked) == 1 else None
     return EvalResult(
+        **scores,
         directory=directory,
         context=min(each.config.max_position_embeddings for each in (decoder, base or decoder)),
-        perplexity=None if score is None else score.perplexity,
-        bits_per_byte=None if score is None else score.bits_per_byte,
-        tokens=None if score is None else score.tokens,
-        bytes=None if score is None else score.bytes,
         text=text or [],
         conversations=chats,
-        trained_documents=trained,
         against=against,
         divergence=divergence,
         accuracy=None if only is None else only.accuracy,
         questions=None if only is None else only.questions,
         question_files=asked,
-        tasks=tried,
+        tasks=_run_tasks(decoder, tokenizer, tasks, found) if tasks else {},
         kernels=ran,
         provider=None if ran is None else provider,
         placement=placement,

@@ -197,9 +197,14 @@ def test_a_search_leaves_finished_stages_behind(
     assert again.search == tried
     assert again.bits_per_byte_before_recovery == pytest.approx(2 * result.bits_per_byte_before_recovery)
     assert "the shape was found there before" in capsys.readouterr().err
-    assert run(tmp_path / "out", settings, **given).cached
     assert weights(tmp_path / "first") == weights(tmp_path / "out")
-    for other in ({"settings": settings | {"samples": 3}}, {"settings": settings, "params": 0.8}):
+    shutil.rmtree(tmp_path / "out.search")
+    assert run(tmp_path / "out", settings, **given).cached
+    for other in (
+        {"settings": settings | {"samples": 3}},
+        {"settings": settings, "params": 0.8},
+        {"settings": settings, "search": 256},
+    ):
         with pytest.raises(ConflictError, match="with other settings or inputs"):
             run(tmp_path / "out", **given | other)
 

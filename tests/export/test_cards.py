@@ -64,7 +64,10 @@ def line(outside: Path, corpus_file: Path) -> dict[str, Path]:
     quantize_checkpoint(checkpoint=base / "tuned", out=base / "int4", config=QuantizationConfig(), method="rtn")
     sportsllm.export(base / "int4", out=base / "onnx", threads=2)
     sportsllm.export(base / "tuned", out=base / "gguf", format="gguf")
-    return {name: base / name for name in ("theirs", "tuned", "int4", "onnx", "gguf")}
+    train(outside, corpus=[corpus_file], out=base / "chat", chat_template="chatml", steps=0)
+    sportsllm.export(base / "chat", out=base / "chat-onnx", threads=2)
+    sportsllm.export(base / "chat", out=base / "chat-gguf", format="gguf")
+    return {path.name: path for path in base.iterdir() if path.is_dir()}
 
 
 def test_the_licence_and_the_base_model_are_carried_over(line: dict[str, Path]) -> None:
@@ -125,8 +128,7 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dic
     bench.write_text(json.dumps({**BENCH, "directory": str(onnx), "teacher": "runs/large"} | tasks), encoding="utf-8")
     figures = {"bits_per_byte": 1.5, "text": ["wiki/valid.jsonl"]}
     scored.write_text(json.dumps({"directory": str(line["tuned"]), **figures}), encoding="utf-8")
-    fields = write_card(onnx, [bench, scored], license="mit", base_model="me/mine", language=["en"])
-    assert (fields["license"], fields["base_model"], fields["language"]) == ("mit", "me/mine", ["en"])
+    write_card(onnx, [bench, scored])
     card = (onnx / "README.md").read_text(encoding="utf-8")
     assert "| A Processor | 4.5 | 2,020 | 0.5 | 0.75 | 80 |" in card and "other programs disturbed it" in card
     assert (
@@ -137,9 +139,11 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dic
     assert "| `measured` | quiz | acc | 0.2500 ± 0.0100 |" in card
     assert "a part of" not in card, "a training's figure, on less text, makes way for a measurement"
     assert "Budget of raspberry-pi-5: fail, by prediction; it misses file_mb." in card
-    assert (front(onnx)["license"], front(onnx)["base_model"], front(onnx)["language"]) == ("mit", "me/mine", ["en"])
+    assert front(onnx)["license"] == "cc-by-sa-4.0"
     assert verify_directory(onnx)[1] == [] and digest(onnx) == before
-    assert write_card(onnx)["license"] == "mit", "what was stated before stays"
+    (onnx / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n", encoding="utf-8")
+    write_card(onnx)
+    assert (front(onnx)["license"], front(onnx)["language"]) == ("mit", "en"), "what somebody wrote there stays"
     assert "## Speed" not in (onnx / "README.md").read_text(encoding="utf-8")
     bench.write_text(json.dumps({**BENCH, "directory": str(onnx), "budget": None}), encoding="utf-8")
     result = sportsllm.report([onnx, line["int4"], bench], tmp_path / "report.md", cards=True)
@@ -169,7 +173,7 @@ def test_only_a_model_has_a_card(line: dict[str, Path], tmp_path: Path) -> None:
     for directory in (tmp_path / "corpus", alone):
         files = {path.name: path.read_bytes() for path in directory.iterdir()}
         with pytest.raises(ArtifactError, match="holds no model that a card could describe"):
-            write_card(directory, license="mit")
+            write_card(directory)
         assert {path.name: path.read_bytes() for path in directory.iterdir()} == files
     assert not (tmp_path / "corpus" / "README.md").exists()
 
@@ -188,6 +192,9 @@ def code_of(directory: Path, heading: str) -> str:
         ("tuned", "transformers", "transformers"),
         ("onnx", "optimum", "optimum.onnxruntime"),
         ("onnx", "onnxruntime-genai", "onnxruntime_genai"),
+        ("chat", "transformers", "transformers"),
+        ("chat-onnx", "optimum", "optimum.onnxruntime"),
+        ("chat-onnx", "onnxruntime-genai", "onnxruntime_genai"),
     ],
 )
 def test_the_lines_to_load_it_run(
@@ -195,8 +202,8 @@ def test_the_lines_to_load_it_run(
 ) -> None:
     pytest.importorskip(module)
     code = code_of(line[name], heading).replace("max_new_tokens=100", "max_new_tokens=4")
-    exec(compile(code.replace("max_length=200", "max_length=24"), heading, "exec"), {})
-    assert "Full-time" in capsys.readouterr().out
+    exec(compile(code.replace("max_length=200", "max_length=36"), heading, "exec"), {})
+    assert ("user\nWho won?" if "chat" in name else "Full-time") in capsys.readouterr().out
 
 
 def test_each_form_names_the_programs_that_load_it(line: dict[str, Path]) -> None:
@@ -204,6 +211,10 @@ def test_each_form_names_the_programs_that_load_it(line: dict[str, Path]) -> Non
     assert "With transformers" not in cards["int4"] and "With sportsllm-compress" in cards["int4"]
     assert "llama-cli -m DIR/model.gguf" in cards["gguf"] and "ollama create gguf -f Modelfile" in cards["gguf"]
     assert "With optimum" not in cards["tuned"] and "With llama.cpp" not in cards["onnx"]
+    card = (line["chat-gguf"] / "README.md").read_text(encoding="utf-8")
+    assert '-p "Who won?"' in card and 'generate DIR --chat --prompt "Who won?"' in card
+    assert "has no chat template" not in card and "has no chat template" in cards["gguf"]
+    assert "conversational" in front(line["chat-gguf"])["tags"]
 
 
 def test_an_int8_cache_is_not_for_optimum(line: dict[str, Path], corpus_file: Path) -> None:

@@ -89,8 +89,7 @@ def test_levels_of_the_table_are_the_nearest() -> None:
     assert torch.equal(missed[0], (weight.double().T - torch.tensor(TABLE)).abs().amin(dim=1))
 
 
-@pytest.mark.parametrize(("value", "said"), [(1e9, "float16 scales cannot reach"), (torch.nan, "are not finite")])
-def test_weights_beyond_float16_are_refused(value: float, said: str) -> None:
-    for name in ("Q4_K", "IQ4_NL"):
-        with pytest.raises(ArtifactError, match=said):
-            plain(torch.full((1, 256), value), BLOCK_TYPES[name])
+@pytest.mark.parametrize("name", ["Q4_K", "IQ4_NL"])
+def test_weights_beyond_float16_are_refused(name: str) -> None:
+    with pytest.raises(ArtifactError, match="float16 scales cannot reach"):
+        plain(torch.full((1, 256), 1e9), BLOCK_TYPES[name])

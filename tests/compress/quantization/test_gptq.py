@@ -214,8 +214,6 @@ def test_a_singular_second_moment_is_damped_until_it_is_not() -> None:
     more = damped - gram.double()
     assert (more.diagonal() > 0).all()
     assert (more - torch.diag(more.diagonal())).abs().max() < 1e-2 * more.diagonal().min()
-    with pytest.raises(ValueError, match="not finite"):
-        inverse_factor(torch.full((4, 4), torch.nan))
 
 
 def test_each_row_takes_the_better_order() -> None:

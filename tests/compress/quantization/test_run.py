@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from compress.quantization.config import GridSpec, QuantizationConfig
-from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
+from compress.quantization.packed_checkpoint import round_weight
 from compress.quantization.plan import METHODS, resolve_method
 from compress.quantize import quantize_checkpoint
 from sportsllm.commands import load_command
@@ -21,7 +21,7 @@ from sportsllm.inference.calibration import CalibrationText
 from sportsllm.simulator import simulate
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.gelu_kind import registered
-from tests.support.models import saved, tiny_config, tiny_model
+from tests.support.models import saved, tiny_model
 
 GRIDS = [(bits, block, symmetric) for bits in (4, 8) for block in (32, 64, 128) for symmetric in (True, False)]
 
@@ -213,11 +213,3 @@ def test_another_kind_of_layer_is_quantized(checkpoint: Path, corpus_file: Path,
             found, wanted = loaded(tokens), model(tokens)
         # 8 bits leave about 1/127 of a block's largest number: 1e-4 of the square, a few times through two layers.
         assert 0 < float((found - wanted).square().mean() / wanted.square().mean()) < 1e-3
-
-
-def test_a_tensor_that_no_kind_describes_is_refused() -> None:
-    packed = PackedCheckpoint(tiny_config(), QuantizationConfig())
-    with pytest.raises(UsageError, match=r"model\.layers\.0\.mlp\.experts: no kind of layer describes"):
-        packed.add("model.layers.0.mlp.experts", torch.zeros(4, 8, 8), search=False)
-    with pytest.raises(UsageError, match=r"model\.embed_tokens\.weight: this method does not quantize it"):
-        packed.check_complete()

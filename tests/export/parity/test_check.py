@@ -105,6 +105,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str, Callable[[np.ndarray], None]]] = {
     "an embedding, by a millionth": ({}, "model.embed_tokens.weight", add_to_one((95, 0), 1e-6)),
     "the cosine table": ({}, "cos_cache", add_to_one((4, 1), 0.01)),
     "the sine table, beyond the prompts": ({}, "sin_cache", add_to_one((CONTEXT - 1, 0), 1e-6)),
+    "a learned position, beyond the prompts": (
+        {"position_kind": "learned", "max_position_embeddings": 350},
+        "model.embed_positions.weight",
+        add_to_one((349, 0), 1e-6),
+    ),
     "an 8-bit number": ({"bits": 8}, "model.layers.1.mlp.down_proj.weight_packed", flip((3, 1, 2))),
     "a 4-bit number": ({"bits": 4}, "model.layers.0.self_attn.qkv_proj.weight_packed", flip((3, 1, 2))),
     "a 4-bit scale": ({"bits": 4}, "model.layers.0.mlp.gate_up_proj.weight_scale", add_to_one((3, 1), 1e-3)),

@@ -87,4 +87,6 @@ def test_text_of_another_kind_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     check_familiar(samples, 1.38)
     assert capsys.readouterr().err == ""
     check_familiar(samples, 1.39)
-    assert "looks out of domain: loss is 1.00 times its unigram entropy" in capsys.readouterr().err
+    assert "looks out of domain: loss 1.39, unigram entropy 1.39 nats" in capsys.readouterr().err
+    check_familiar([torch.full((1, 9), 7)], 0.1)  # one token again and again has no entropy
+    assert "unigram entropy 0.00 nats" in capsys.readouterr().err

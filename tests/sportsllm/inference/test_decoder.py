@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sportsllm.errors import UsageError
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.inference.batch_sampling import sample_texts
 from sportsllm.inference.decoder import Sampling, choose, draw, generate, open_decoder, penalize, probabilities, until
 from sportsllm.inference.torch_decoder import TorchDecoder
@@ -78,6 +78,14 @@ def test_greedy_and_seed() -> None:
     assert draws[0] == draws[1]
     share = draws[0].count(0) / 400
     assert abs(share - 0.4) < 0.15  # six standard deviations
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(), Sampling(1.0, 0, 1.0)], ids=str)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_finite_are_refused(value: float, sampling: Sampling) -> None:
+    for logits in (LOGITS * value, np.append(LOGITS, np.float32(value))):
+        with pytest.raises(ArtifactError, match="logits are not finite"):
+            draw(logits[None], sampling, np.array([0.5]))
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_k": -1}, {"top_p": 0.0}, {"repetition_penalty": 0}])

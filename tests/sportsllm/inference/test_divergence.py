@@ -37,6 +37,7 @@ def test_equals_a_brute_force_sum(
     documents = [texts[0][:1_500], "", texts[1][:100], *(text[:40] for text in texts[2:16])]
     score, found = compare_documents(TorchDecoder(own), TorchDecoder(base), words, words, documents)
     kl, agree, nats, counts = [], [], np.zeros((2, len(documents))), []
+    by_document = np.zeros((2, len(documents)))
     for number, text in enumerate(documents):
         ids = [words.begin_id, *words.encode(text)]
         counts.append(len(ids) - 1)
@@ -48,6 +49,7 @@ def test_equals_a_brute_force_sum(
                 agree.append(int(p[place].argmax()) == int(q[place].argmax()))
                 target = ids[start + place + 1]
                 nats[:, number] -= float(q[place, target]), float(p[place, target])
+                by_document[:, number] += kl[-1], agree[-1]
     tokens, whole = sum(counts), score_documents(TorchDecoder(own), words, documents)
     assert 128 < tokens == len(kl) == score.tokens == whole.tokens and score.bytes == whole.bytes
     # Float32 logits of either model round at 1e-6 of their size; a KL of 1e-2 has that to first order.
@@ -55,7 +57,6 @@ def test_equals_a_brute_force_sum(
     assert found.kl_error == pytest.approx(np.std(kl, ddof=1) / math.sqrt(tokens), rel=1e-4)
     assert (found.kl_p99, found.kl_max) == pytest.approx((np.percentile(kl, 99), max(kl)), rel=1e-4)
     assert found.top1_agreement == np.mean(agree) < 1
-    assert found.top1_interval == wilson_interval(float(np.mean(agree)), tokens)
     assert score.documents == pytest.approx(nats[0], rel=1e-5)
     assert score.documents == pytest.approx(whole.documents, rel=1e-5)
     assert found.base_perplexity == pytest.approx(math.exp(nats[1].sum() / tokens), rel=1e-5)
@@ -65,13 +66,20 @@ def test_equals_a_brute_force_sum(
     lost = (nats[0] - nats[1])[draws].sum(axis=1) / np.array(counts)[draws].sum(axis=1)
     ends, width = np.exp(np.percentile(lost, [2.5, 97.5])), np.ptp(np.exp(lost))
     assert found.perplexity_ratio_interval == pytest.approx(ends, abs=0.05 * width)  # other draws
+    means = by_document[:, draws].sum(axis=2) / np.array(counts)[draws].sum(axis=1)
+    (least, least_alike), (most, most_alike) = np.percentile(means, [2.5, 97.5], axis=1)
+    assert found.kl_interval == pytest.approx((least, most), abs=0.05 * np.ptp(means[0]))
+    low, high = wilson_interval(float(np.mean(agree)), tokens)
+    alike = min(low, least_alike), max(high, most_alike)
+    assert found.top1_interval == pytest.approx(alike, abs=0.05 * np.ptp(means[1]))
 
 
 def test_a_model_beside_itself_differs_in_nothing(tokenizer_directory: Path, texts: list[str]) -> None:
     decoder, words = TorchDecoder(tiny_model()), load_tokenizer(tokenizer_directory)
     _, found = compare_documents(decoder, decoder, words, words, texts[:2])
     assert (found.kl, found.kl_max, found.top1_agreement, found.perplexity_ratio) == (0.0, 0.0, 1.0, 1.0)
-    assert found.perplexity_ratio_interval is None and "too few documents" in str(found)
+    assert found.perplexity_ratio_interval is found.kl_interval is found.top1_interval is None
+    assert str(found).count("too few documents") == 3
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,19 @@ import torch
 
 from sportsllm.errors import ArtifactError
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.inference.scoring import Question, question_accuracy, read_questions, score_documents, windows
+from sportsllm.inference.scoring import (
+    Question,
+    question_accuracy,
+    ratio_interval,
+    read_questions,
+    score_documents,
+    windows,
+)
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
-from tests.support.models import DATA, tiny_model
+from tests.support.command_line import CommandLine
+from tests.support.models import DATA, saved, tiny_model
 
 
 def test_windows_score_every_token_but_the_first_once() -> None:
@@ -89,6 +97,26 @@ def test_choices_are_compared_per_byte(checkpoint: Path) -> None:
     assert question_accuracy(decoder, tokenizer, [Question(prompt, choices, best)]) == 1.0
     assert question_accuracy(decoder, tokenizer, [Question(prompt, choices, (best + 1) % 4)]) == 0.0
     assert question_accuracy(decoder, tokenizer, [Question(prompt * 200, choices, 0)]) in (0.0, 1.0)
+
+
+def test_scores_that_are_no_numbers_are_refused(
+    tokenizer_directory: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine
+) -> None:
+    model = tiny_model()
+    model.model.norm.weight.data *= 1e38
+    saved(tmp_path / "model", model, tokenizer_directory)
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "Won?", "choices": ["yes", "no"], "answer": 0}\n', encoding="utf-8")
+    for flag, file in (("--text", corpus_file), ("--questions", questions)):
+        cli.refuses(3, "the model's logits are not finite", "eval", tmp_path / "model", flag, file)
+    cli.refuses(3, "the model's logits are not finite", "generate", tmp_path / "model", "--prompt", "The match")
+
+
+def test_documents_with_nothing_to_score_give_no_interval() -> None:
+    over, under = [3.0, 2.0, 4.0, 3.0] * 5, [2, 2, 3, 2] * 5
+    wanted = ratio_interval(over, under)
+    assert wanted is not None and ratio_interval([*over, 0.0], [*under, 0]) == wanted
+    assert ratio_interval([*over[:5], *[0.0] * 15], [*under[:5], *[0] * 15]) is None
 
 
 def test_nothing_to_score(checkpoint: Path) -> None:

@@ -198,7 +198,6 @@ def test_a_share_of_a_head_that_no_fraction_gives_exactly(name: str, share: str)
 
 def test_layers_take_their_types_along() -> None:
     config = tiny_config(num_hidden_layers=3, layer_types=(FULL, SLIDING, UNROTATED), sliding_window=4)
-    assert config.with_layers([1, 2]).layer_types == (SLIDING, UNROTATED)
     assert config.with_changes(num_hidden_layers=2).layer_types == (FULL, SLIDING)
     assert [config.window(layer) for layer in range(3)] == [None, 4, None]
     assert [config.rotates(layer) for layer in range(3)] == [True, True, False]

@@ -84,34 +84,17 @@ def test_a_template_in_its_own_file_or_by_name(tokenizer_directory: Path, tmp_pa
         ("{{ messages[0].content + 1 }}", "chat template fails"),
         ("{{ raise_exception('roles must\nalternate') }}", "roles must alternate"),
         ("{% include '/etc/hostname' %}", "chat template fails"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ messages | tojson(indent=10 ** 10) }}", "too much memory"),
     ],
 )
-def test_templates_that_fail_or_reach_out(
+def test_templates_that_fail_reach_out_or_do_not_end(
     template: object, message: str, tokenizer_directory: Path, tmp_path: Path
 ) -> None:
     directory = with_template(tokenizer_directory, tmp_path / "model", template)
     with pytest.raises(ArtifactError, match=message) as caught:
         render_chat(directory, MESSAGES)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 300,000 steps"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        ("{% for a in range(2000) %}{{ 'x' * 1000 }}{% endfor %}", "more than 1,000,000 characters"),
-        ("{{ 'x' * 10 ** 10 }}", "too much memory"),
-        ("{{ messages | tojson(indent=10 ** 10) }}", "too much memory"),
-    ],
-)
-def test_templates_that_do_not_end_are_stopped(
-    template: str, problem: str, tokenizer_directory: Path, tmp_path: Path
-) -> None:
-    directory = with_template(tokenizer_directory, tmp_path / "model", template)
-    with pytest.raises(ArtifactError, match=problem) as error:
-        render_chat(directory, MESSAGES)
-    assert len(str(error.value)) < 400
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_long_conversations_are_sent_before_answers_are_read(

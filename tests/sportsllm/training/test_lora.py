@@ -127,16 +127,10 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "train.jsonl", folder / "valid.jsonl"
 
 
-def test_what_cannot_be_adapted_is_refused(int4: Path) -> None:
+def test_ranks_that_the_matrices_do_not_allow() -> None:
     for rank in (0, 33):  # key and value matrices have 32 rows
         with pytest.raises(UsageError, match=f"--lora-rank is {rank}; .* 1 to 32"):
             add_adapters(tiny_model(), rank)
-    model = tiny_model()
-    add_adapters(model, 2)
-    with pytest.raises(UsageError, match="LoRALinear"):
-        add_adapters(model, 2)
-    with pytest.raises(UsageError, match="QuantizedLinear"):
-        add_adapters(load_checkpoint(int4), 2)
 
 
 @pytest.fixture(scope="module")
