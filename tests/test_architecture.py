@@ -79,7 +79,7 @@ MOST_LINES = {
     "compress": 7_648,
     "export": 6_383,
     "benchmarks": 9_212,
-    "tests": 25_616,
+    "tests": 25_617,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

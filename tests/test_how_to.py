@@ -28,10 +28,14 @@ LESS = {
     r"fit --teacher": "fit --dry-run --teacher",
     r"my-model ": "student ",
     r" bench\.json": "",
+    "= 5\n": "= 0.3\n",
+    "= 700_000\nset = { warmup = 20 }": "= 2_000",
+    r"--provider cuda --target \S+ --on-device": "--set rounds=1 --set most_rounds=1",
+    "--provider cuda": "--provider cpu",
 }
 PAGES = [
     *("train", "distill", "prepare-text", "evaluate", "fine-tune", "fine-tune-instruct", "prune", "quantize", "fit"),
-    *("export-onnx", "export-gguf", "bench", "plan", "inspect", "recipes-and-reports", "use-hub-and-gguf"),
+    *("export-onnx", "export-gguf", "bench", "plan", "inspect", "recipes-and-reports", "use-hub-and-gguf", "gpu"),
     *("../reference/json-results", "../reference/python-api"),
 ]
 ELSEWHERE = {"run-in-cpp", "run-without-this-package", "target", "phone", "raspberry-pi", "sports-desk", "web-page"}
@@ -57,7 +61,9 @@ def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "chats.jsonl", ({"messages": [one, {"role": "assistant", "content": "Vestnes."}]} for one in asked))
     (folder / "questions.txt").write_text("Who won?\n", encoding="utf-8")
     (folder / "base").symlink_to(teacher)
-    chat_model(checkpoint, folder / "chat-model", "{{ message.role }}: {{ message.content }}")
+    chat = chat_model(checkpoint, folder / "chat-model", "{{ message.role }}: {{ message.content }}")
+    made = sportsllm.export(str(chat), format="gguf", out=folder / "gguf")
+    (folder / "SmolLM2-135M-Instruct.Q4_1.gguf").symlink_to(made.out / "model.gguf")
     return folder
 
 

@@ -20,19 +20,10 @@ from sportsllm.text.reading import USUAL
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.command_line import CommandLine
 from tests.support.models import DATA, tiny_model
+from tests.support.pages import FENCE, ROOT
 
-TASK = """
-task: sports_questions
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {questions}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: question
-doc_to_choice: "{{{{ (' ' ~ choices | join('\\n ')).split('\\n') }}}}"
-doc_to_target: answer
-target_delimiter: ""
-metric_list: [{{metric: acc_bytes}}, {{metric: acc}}]
-"""
+PAGE = ROOT / "docs" / "how-to" / "evaluate.md"
+TASK = next(text for _, title, text in FENCE.findall(PAGE.read_text(encoding="utf-8")) if title == "my-task.yaml")
 
 
 def request(*arguments: object, task: str = "greedy") -> SimpleNamespace:
@@ -51,8 +42,12 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     else:
         choices = ["rugby", "tennis", "a long-distance run", "judo"]
         lines = [json.dumps({"question": f"Game {n} is", "choices": choices, "answer": n % 4}) for n in range(24)]
+    lines[::2] = (
+        re.sub(r'"choices": \["', '"choices": [" ', line) for line in lines[::2]
+    )  # as simulated questions have
     questions.write_text("\n".join(lines), encoding="utf-8")
-    (tmp_path / "task.yaml").write_text(TASK.format(questions=questions), encoding="utf-8")
+    task = TASK.replace("corpus/questions.jsonl", str(questions)).replace("acc_bytes}", "acc_bytes}, {metric: acc}")
+    (tmp_path / "task.yaml").write_text(task, encoding="utf-8")
     return tmp_path / "task.yaml"
 
 
@@ -63,7 +58,7 @@ def test_accuracy_is_that_of_eval_questions(form: str, task: Path, request: pyte
     tokenizer = load_tokenizer(directory, decoder.config)
     accuracy = question_accuracy(decoder, tokenizer, read_questions(task.with_name("questions.jsonl")))
     ((name, (score, values)),) = run_tasks(decoder, tokenizer, [str(task)]).items()
-    assert (name, score.metric, score.documents, score.shots) == ("sports_questions", "acc_bytes", 24, 0)
+    assert (name, score.metric, score.documents, score.shots) == ("my_questions", "acc_bytes", 24, 0)
     assert score.value == accuracy == sum(values) / 24
     # The standard error of a mean of zeros and ones, with n - 1.
     assert score.error == pytest.approx((accuracy * (1 - accuracy) / 23) ** 0.5) and set(score.metrics) == {
@@ -148,7 +143,7 @@ def test_eval_prints_tasks_and_refuses_unknown_ones(
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     result, err = cli.says("eval", checkpoint, "--tasks", task, "--set", "task_documents=5")
-    assert result["tasks"]["sports_questions"]["documents"] == 5 and "it/s" not in err, err
+    assert result["tasks"]["my_questions"]["documents"] == 5 and "it/s" not in err, err
     assert not (tmp_path / "called").exists(), "git complains outside a repository"
     task.with_name("questions.jsonl").write_text("", encoding="utf-8")
     assert re.search(r"error: --tasks .*task\.yaml: cannot be loaded \(\w", cli("eval", checkpoint, "--tasks", task)[2])
@@ -157,7 +152,7 @@ def test_eval_prints_tasks_and_refuses_unknown_ones(
 
 def test_bench_compares_with_the_teacher(exported_int4: Path, checkpoint: Path, task: Path) -> None:
     found = task_quality(Model(exported_int4, USUAL, 1), Model(checkpoint, USUAL, 1), [str(task)], {})
-    own, teacher = (found[key]["sports_questions"]["value"] for key in ("tasks", "teacher_tasks"))
+    own, teacher = (found[key]["my_questions"]["value"] for key in ("tasks", "teacher_tasks"))
     assert found["accuracy_loss_points"] == pytest.approx(100 * (teacher - own))
     low, high = found["accuracy_interval_points"]
     assert low <= found["accuracy_loss_points"] <= high and json.loads(json.dumps(found)) == found
