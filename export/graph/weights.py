@@ -172,12 +172,11 @@ class Matmul:
             middle = at("zero_points/column", "Unsqueeze", self._cut("embed/zero_points", all_zeros, groups), -1)
         else:
             middle = graph.constant("embed/middle", np.array(2.0 ** (packing.bits - 1), self.real.numpy()))
-        column = at(
-            "scale/column", "Unsqueeze", at("scale", "Gather", self._real("embed/scales", scales), tokens_BT), -1
-        )
+        row_scales = at("row_scales", "Gather", self._real("embed/scales", scales), tokens_BT)
+        column = at("row_scales/column", "Unsqueeze", row_scales, -1)
         apart = graph.ints("embed/block_shape", [0, 0, groups, packing.block_size])
-        scaled = at("scaled", "Mul", at("centred", "Sub", at("blocks", "Reshape", numbers, apart), middle), column)
-        flat = at("padded", "Reshape", scaled, graph.ints("embed/flat_shape", [0, 0, -1]))
+        found = at("dequantized", "Mul", at("centred", "Sub", at("blocks", "Reshape", numbers, apart), middle), column)
+        flat = at("padded", "Reshape", found, graph.ints("embed/flat_shape", [0, 0, -1]))
         return self._cut("embed/found", flat, table.columns)
 
     def _numbers(self, name: str, table: ir.Value, tokens_BT: ir.Value, bits: int) -> ir.Value:

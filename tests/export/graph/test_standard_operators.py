@@ -27,6 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "wide heads, odd widths": {"head_dim": 24, "hidden_size": 72, "intermediate_size": 100, "vocab_size": 97},
     "one key head": {"num_key_value_heads": 1},
     "a key head each": {"num_key_value_heads": 4},
+    "scaled embedding": {"embedding_scale": 3.0},
 }
 PACKINGS = {"dense": None, "4 bits, asymmetric": (4, 16, True), "4 bits": (4, 64, False), "8 bits": (8, 32, False)}
 
@@ -63,7 +64,7 @@ def read_in_pieces(
     return np.concatenate(found, axis=1)
 
 
-PACKED_SHAPES = ("untied", "qwen3 with biases", "wide heads, odd widths")
+PACKED_SHAPES = ("untied", "qwen3 with biases", "wide heads, odd widths", "scaled embedding")
 
 
 @pytest.mark.parametrize(
