@@ -148,7 +148,7 @@ def _unfit(request: ExportRequest) -> Iterator[tuple[str, bool]]:
     )
     if kind == "gguf":
         return
-    check_kinds(config, "fp32" if request.in_half else request.cache)
+    check_kinds(config, "fp32" if request.in_half else request.cache, kind == "standard")
     latent, lstm, selected = (config.attention_kind == name for name in ("latent", "lstm", "selected"))
     experts = config.experts is not None
     for form, reason, found in (

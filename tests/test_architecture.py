@@ -77,9 +77,9 @@ LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_997,
     "compress": 7_648,
-    "export": 6_383,
+    "export": 6_387,
     "benchmarks": 9_212,
-    "tests": 25_617,
+    "tests": 25_620,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -26,7 +26,7 @@ from export import layout
 from export.graph.builder import FLOAT, HALF, INT8, INT64, UINT8, Builder, GraphForm
 from export.graph.calls import KernelCalls, KernelUse
 from export.graph.feed_forward import Gated, MixtureOfExperts, Plain
-from export.graph.grouped_query import OrtGroupedQuery, StandardGroupedQuery
+from export.graph.grouped_query import HEAD_MULTIPLE, OrtGroupedQuery, StandardGroupedQuery
 from export.graph.kernel_layers import EmittedLayer, add_head, add_layer
 from export.graph.latent import LatentAttention
 from export.graph.layer import LayerBuilder, SublayerBuilder
@@ -74,11 +74,11 @@ BUILDERS: dict[str, Callable[[LayerBuilder, str], SublayerBuilder]] = {
 CACHE_KINDS = {"fp16": ("grouped_query",), "int8": ("grouped_query", "latent")}
 
 
-def check_kinds(config: ModelConfig, cache: str = "fp32") -> None:
-    """Refuse what cannot be exported.
+def check_kinds(config: ModelConfig, cache: str = "fp32", standard: bool = False) -> None:
+    """Refuse what cannot be exported, in standard operators or in ONNX Runtime's own.
 
     Raises:
-        UsageError: a kind has no builder here, or none with such a cache.
+        UsageError: a kind has no builder here or none with such a cache, or heads of this size have no operator.
     """
     for part, _ in config.runs():
         for name, kind in (("attention", part.attention_kind), ("feed-forward", part.mlp_kind)):
@@ -86,6 +86,11 @@ def check_kinds(config: ModelConfig, cache: str = "fp32") -> None:
                 raise UsageError(f"{name} of kind {kind!r} has no ONNX graph; these do: {', '.join(BUILDERS)}")
     if config.attention_kind not in CACHE_KINDS.get(cache, (config.attention_kind,)):
         raise UsageError(f"--kv-cache {cache}: attention of kind {config.attention_kind!r} has none; leave it out")
+    if config.head_dim % HEAD_MULTIPLE and config.attention_kind in ("grouped_query", "selected") and not standard:
+        raise UsageError(
+            f"heads of {config.head_dim} channels: ONNX Runtime's attention takes multiples of {HEAD_MULTIPLE}; "
+            "use --format standard"
+        )
 
 
 def computes_in_half(config: ModelConfig) -> bool:
@@ -208,7 +213,7 @@ def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: 
 
 def _sublayer_builders(layers: LayerBuilder) -> dict[tuple[str, str], SublayerBuilder]:
     """A builder for each kind of attention and feed-forward that the model has, by module and kind."""
-    check_kinds(layers.config)
+    check_kinds(layers.config, standard=layers.form.standard)
     made: dict[tuple[str, str], SublayerBuilder] = {}
     for config, _ in layers.config.runs():
         for part, kind in (("self_attn", config.attention_kind), ("mlp", config.mlp_kind)):

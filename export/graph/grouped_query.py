@@ -22,8 +22,8 @@ from export.graph.layer import LayerBuilder, SublayerBuilder
 from sportsllm.models.description import NORMS
 from sportsllm.models.sublayer import HIDDEN
 
-# GroupQueryAttention rotates only heads of a multiple of 16; for others ONNX Runtime refuses the graph.
-ROTARY_MULTIPLE = 16
+# GroupQueryAttention takes only heads of a multiple of 8, and rotates those of a multiple of 16.
+HEAD_MULTIPLE, ROTARY_MULTIPLE = 8, 16
 _K_SCALE_INPUT = 12  # place of k_scale among GroupQueryAttention's inputs; v_scale follows
 
 

@@ -183,9 +183,9 @@ def _plain_pass(export: Path, threads: int | None, native: OnnxDecoder, tokens: 
         return []
 
     def logits(decoder: OnnxDecoder) -> Logits:
-        *prompt, one, two = tokens[:_PLAIN_TOKENS]
-        found = [decoder.prefill([prompt]), decoder.step([one]), decoder.step([two])]
-        return cast(Logits, np.concatenate([*found, decoder.logits(tokens[:_PLAIN_TOKENS])]))
+        read, first = tokens[:_PLAIN_TOKENS], max(1, min(len(tokens), _PLAIN_TOKENS) - 2)
+        found = [decoder.prefill([read[:first]]), *(decoder.step([token]) for token in read[first:])]
+        return cast(Logits, np.concatenate([*found, decoder.logits(read)]))
 
     # A library chooses its variant once, when it is loaded, and a copy is another library.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -82,6 +82,7 @@ REFUSED: list[tuple[str | dict[str, Any], dict[str, Any], str]] = [
     ("deepseek-v3", {"rope_scaling": "yarn:2"}, "`rope_scaling` yarn:2: latent attention cannot be stretched"),
     ("gpt2", {"rope_scaling": "yarn:2"}, "learned positions, which cannot be stretched"),
     (SELECTED, WEB, "`format` web: .* a cache with room"),
+    *((kind | {"head_dim": 12}, {}, "heads of 12 channels.*use `format` standard") for kind in ({}, SELECTED)),
     (SELECTED, STANDARD, "`format` standard: .* joining the cache"),
     (SELECTED, INT8, "`kv_cache` int8: attention of kind 'selected' has none"),
     (LSTM, WEB, "`format` web: .* browsers pass on"),

@@ -151,8 +151,9 @@ def test_rotary_table_fault_shows_in_the_logits_too(exports: Exports, tmp_path: 
     assert any("exact pass, prefill" in line for line in failures)
 
 
-def test_short_contexts_are_checked(exports: Exports) -> None:
-    assert exports(max_position_embeddings=4).report.passed
+@pytest.mark.parametrize("context", [2, 4])
+def test_short_contexts_are_checked(context: int, exports: Exports) -> None:
+    assert exports(4, max_position_embeddings=context).report.passed
 
 
 def test_an_export_of_another_model_is_refused(exports: Exports, tmp_path: Path) -> None:
