@@ -24,7 +24,7 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
 def count(text: str) -> int:
     """A positive whole number such as 100000, 100_000, 100k, 2.5M or 1B."""
-    given = str(text).strip().lower().replace("_", "").replace(",", "")
+    given = str(text).strip().lower().replace("_", "")
     unit = _UNITS.get(given[-1:], 1)
     try:
         value = float(given[:-1] if unit > 1 else given) * unit

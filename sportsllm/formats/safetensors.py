@@ -36,6 +36,7 @@ Kind = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a stored tensor."""
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}
 """Types of streamed tensors, in their order in a file."""
+_COMPUTED = (torch.float32, torch.bfloat16, torch.float16)  # float8 has no operators, float64 may exceed float32
 
 
 class StreamedTensors(MutableMapping[str, Tensor]):
@@ -144,6 +145,8 @@ class TensorFiles(Mapping[str, Tensor]):
         path, tensor = self._where[stored], self._stored(stored)
         if self._packed:
             tensor = read_dense(stored, self._beside, self._stored, str(path))
+        if tensor.is_floating_point() and tensor.dtype not in _COMPUTED:
+            tensor = tensor.float()
         if tensor.is_floating_point() and not all_finite(tensor):
             raise ArtifactError(f"{path}: tensor {stored!r} holds NaN or infinity; use an undamaged checkpoint")
         if name not in self._layout:

@@ -124,10 +124,12 @@ def test_truncated_and_overlong(copy: Path) -> None:
     refused(copy, "not a whole safetensors file")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
 def test_not_finite(copy: Path, value: float) -> None:
-    edit(copy, "model.norm.weight", torch.full((64,), value))
+    edit(copy, "model.norm.weight", torch.full((64,), value, dtype=torch.float64))
     refused(copy, r"'model.norm.weight' holds NaN or infinity")
+    edit(copy, "model.norm.weight", torch.full((64,), 1.5).to(torch.float8_e4m3fn))
+    assert torch.equal(load_checkpoint(copy).state_dict()["model.norm.weight"], torch.full((64,), 1.5))
 
 
 def test_wrong_missing_and_extra(copy: Path) -> None:
