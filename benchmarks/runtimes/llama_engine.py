@@ -1,8 +1,8 @@
-"""llama.cpp by the C interface of the package `xllamacpp`, whose one library holds all of it.
+"""llama.cpp by the C interface of the package `xllamacpp`, whose one library holds all of it, and ik_llama.cpp.
 
-Its header is `include/llama.h` of https://github.com/ggml-org/llama.cpp. Structures of settings grow from release to
-release and are passed by value, so they are kept as bytes of more than their size, as the engine fills them; those of a
-context begin with its length in tokens. Imports numpy alone beside the standard library, as `worker.py` must.
+The header of llama.cpp is `include/llama.h` of https://github.com/ggml-org/llama.cpp. Structures of settings grow from
+release to release and are passed by value, so they are kept as bytes of more than their size, as the engine fills them;
+those of a context begin with its length in tokens. Imports only numpy beside the standard library, as `worker.py` does.
 """
 
 from __future__ import annotations
@@ -78,12 +78,33 @@ def library() -> Any:
     return found
 
 
-class LlamaCpp:
-    """A GGUF file in llama.cpp.
+class Engine:
+    """A GGUF file in an engine that reads at most `at_once` tokens at a time.
 
     Attributes:
-        shape: `vocab_size`, `hidden_size` and `num_hidden_layers`.
+        shape: `vocab_size`, `hidden_size` and, if the engine tells it, `num_hidden_layers`.
     """
+
+    at_once: int
+    shape: dict[str, int]
+
+    def read(self, tokens: Sequence[int], start: int = 0, every: bool = False) -> npt.NDArray[np.float32]:
+        """Logits of the last token or of every one, (T, V), overwritten by the next call.
+
+        `start` is the position of the first token, 0 for a new text.
+        """
+        raise NotImplementedError
+
+    def read_all(self, tokens: Sequence[int], every: bool = False) -> Iterator[npt.NDArray[np.float32]]:
+        """`read` of a whole text, `at_once` tokens at a time."""
+        for start in range(0, len(tokens), self.at_once):
+            yield self.read(tokens[start : start + self.at_once], start, every)
+
+
+class LlamaCpp(Engine):
+    """llama.cpp."""
+
+    at_once = _TOKENS_AT_ONCE
 
     def __init__(self, path: Path, context: int, threads: int) -> None:
         self._library, self._model, self._context = library(), None, None
@@ -104,10 +125,7 @@ class LlamaCpp:
         }
 
     def read(self, tokens: Sequence[int], start: int = 0, every: bool = False) -> npt.NDArray[np.float32]:
-        """Logits of the last token or of every one, (T, V), overwritten by the next call.
-
-        At most 128 tokens; `start` is the position of the first, 0 for a new text.
-        """
+        """See `Engine.read`."""
         if start == 0:
             self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
         batch, count = self._batch, len(tokens)
@@ -120,14 +138,38 @@ class LlamaCpp:
         shape = (count if every else 1, self.shape["vocab_size"])
         return np.ctypeslib.as_array(self._library.llama_get_logits(self._context), shape)
 
-    def read_all(self, tokens: Sequence[int], every: bool = False) -> Iterator[npt.NDArray[np.float32]]:
-        """`read` of a whole text, 128 tokens at a time."""
-        for start in range(0, len(tokens), _TOKENS_AT_ONCE):
-            yield self.read(tokens[start : start + _TOKENS_AT_ONCE], start, every)
-
     def __del__(self) -> None:
         if self._context:
             self._library.llama_batch_free(self._batch)
             self._library.llama_free(self._context)
         if self._model:
             self._library.llama_model_free(self._model)
+
+
+class IkLlamaCpp(Engine):
+    """ik_llama.cpp by inner classes of ik-llama-cpp-python, whose own loop chooses tokens one number at a time."""
+
+    def __init__(self, path: Path, context: int, threads: int, **options: Any) -> None:
+        from ik_llama_cpp import IkLlama
+        from ik_llama_cpp import _ctypes_api as library
+        from ik_llama_cpp._internals import make_batch_range
+
+        self._library, self._batch_of = library, make_batch_range
+        self._llama = IkLlama(str(path), n_ctx=context, n_threads=threads, verbose=False, **options)
+        model, self.at_once = self._llama._model, self._llama._context._n_ubatch
+        self.shape = {"vocab_size": model.n_vocab, "hidden_size": library.llama_model_n_embd(model.model)}
+
+    def read(self, tokens: Sequence[int], start: int = 0, every: bool = False) -> npt.NDArray[np.float32]:
+        """See `Engine.read`."""
+        context = self._llama._context
+        if start == 0:
+            context.kv_cache_clear()
+        batch = self._batch_of(tokens, pos_start=start)
+        for place in range(len(tokens)) if every else ():
+            batch.logits[place] = 1
+        failed = context.decode(batch)
+        self._library.llama_batch_free(batch)
+        if failed:
+            raise RuntimeError(f"llama_decode returned {failed}")
+        first = context.get_logits(0) if every else context.get_logits()  # rows follow each other
+        return np.ctypeslib.as_array(first, (len(tokens) if every else 1, self.shape["vocab_size"]))

@@ -6,11 +6,12 @@ Shape suffixes: T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.runtimes.llama_engine import LlamaCpp
+from benchmarks.runtimes.llama_engine import Engine, IkLlamaCpp, LlamaCpp
 from sportsllm.inference.decoder import Logits, logits_at_once
 from sportsllm.models.config import ModelConfig
 
@@ -33,36 +34,9 @@ class RuntimeLogits:
         yield from (logits_TV[start : start + step] for start in range(0, len(row), step))
 
 
-def _llama_cpp(path: Path, context: int, threads: int) -> Read:
-    model = LlamaCpp(path, context, threads)
+def _engine(engine: Callable[[Path, int, int], Engine], path: Path, context: int, threads: int) -> Read:
+    model = engine(path, context, threads)
     return lambda tokens: np.concatenate([part_TV.copy() for part_TV in model.read_all(tokens, every=True)])
-
-
-def _ik_llama_cpp(path: Path, context: int, threads: int) -> Read:
-    from ik_llama_cpp import IkLlama
-    from ik_llama_cpp import _ctypes_api as library
-    from ik_llama_cpp._internals import make_batch_range
-
-    llama = IkLlama(str(path), n_ctx=context, n_threads=threads, verbose=False)
-    room, vocab_size = llama._context._n_ubatch, llama._model.n_vocab
-
-    def read(tokens: list[int]) -> Logits:
-        llama._context.kv_cache_clear()
-        parts = []
-        for start in range(0, len(tokens), room):
-            part = tokens[start : start + room]
-            batch = make_batch_range(part, pos_start=start)
-            for place in range(len(part)):
-                batch.logits[place] = 1
-            failed = llama._context.decode(batch)
-            library.llama_batch_free(batch)
-            if failed:
-                raise RuntimeError(f"llama_decode returned {failed}")
-            first = llama._context.get_logits(0)  # of rows that follow each other
-            parts.append(np.ctypeslib.as_array(first, (len(part), vocab_size)).copy())
-        return np.concatenate(parts)
-
-    return read
 
 
 def _genai(path: Path, context: int, threads: int) -> Read:
@@ -98,8 +72,8 @@ def _openvino(path: Path, context: int, threads: int) -> Read:
 
 
 READERS: dict[str, Callable[[Path, int, int], Read]] = {
-    "llama.cpp": _llama_cpp,
-    "ik_llama.cpp": _ik_llama_cpp,
+    "llama.cpp": partial(_engine, LlamaCpp),
+    "ik_llama.cpp": partial(_engine, IkLlamaCpp),
     "genai": _genai,
     "openvino": _openvino,
 }

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -172,14 +173,17 @@ def llama_bench(path: Path, threads: int, bench: str, options: dict[str, Any], g
     return generate, {"version": run("-p 1 -n 0")["build_commit"]}
 
 
-def llama_cpp(path: Path, threads: int, room: int, bench: str = "", **flags: Any) -> Opened:
-    """llama.cpp in xllamacpp's wheels or by its `llama-bench`, on a .gguf file or a directory with one."""
-    if bench:
-        return llama_bench(path, threads, bench, flags)
-    sys.path.insert(0, str(ROOT))
-    from benchmarks.runtimes.llama_engine import LlamaCpp
+def llama_cpp(path: Path, threads: int, room: int, bench: str = "", ik: bool = False, **options: Any) -> Opened:
+    """llama.cpp in xllamacpp's wheels, or ik_llama.cpp in ik-llama-cpp-python's, or either one's `llama-bench`.
 
-    model = LlamaCpp(_gguf(path), room, threads)
+    On a .gguf file or a directory with one; options: flags of `llama-bench`, or settings of `IkLlama`.
+    """
+    if bench:
+        return llama_bench(path, threads, bench, options, gp=ik)
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.runtimes.llama_engine import IkLlamaCpp, LlamaCpp
+
+    model = IkLlamaCpp(_gguf(path), room, threads, **options) if ik else LlamaCpp(_gguf(path), room, threads)
 
     def choose(prompt: list[int], length: int) -> Iterator[None]:
         for logits in model.read_all(prompt):
@@ -190,41 +194,6 @@ def llama_cpp(path: Path, threads: int, room: int, bench: str = "", **flags: Any
             last = model.read([token], place)
 
     return stepwise(choose), model.shape
-
-
-def ik_llama_cpp(path: Path, threads: int, room: int, bench: str = "", **options: Any) -> Opened:
-    """ik_llama.cpp through ik-llama-cpp-python or by its `llama-bench`; options: those of `IkLlama` or flags.
-
-    Through its inner classes, since its own loop chooses tokens in Python, one number of the vocabulary at a time.
-    """
-    if bench:
-        return llama_bench(path, threads, bench, options, gp=True)
-    import numpy as np
-    from ik_llama_cpp import IkLlama
-    from ik_llama_cpp import _ctypes_api as library
-    from ik_llama_cpp._internals import make_batch_range
-
-    llama = IkLlama(str(_gguf(path)), n_ctx=room, n_threads=threads, verbose=False, **options)
-    vocab_size, hidden_size = llama._model.n_vocab, library.llama_model_n_embd(llama._model.model)
-
-    def read(tokens: list[int], start: int) -> None:
-        batch = make_batch_range(tokens, pos_start=start)
-        failed = llama._context.decode(batch)
-        library.llama_batch_free(batch)
-        if failed:
-            raise RuntimeError(f"llama_decode returned {failed}")
-
-    def choose(prompt: list[int], length: int) -> Iterator[None]:
-        context = llama._context  # not kept without `llama`, which closes it at its own end
-        context.kv_cache_clear()
-        for start in range(0, len(prompt), context._n_ubatch):
-            read(prompt[start : start + context._n_ubatch], start)
-        for place in range(len(prompt), length):
-            token = int(np.ctypeslib.as_array(context.get_logits(), (vocab_size,)).argmax())
-            yield
-            read([token], place)
-
-    return stepwise(choose), {"vocab_size": vocab_size, "hidden_size": hidden_size}
 
 
 def _gguf(path: Path) -> Path:
@@ -242,7 +211,7 @@ RUNTIMES: dict[str, tuple[str, Callable[..., Opened]]] = {
     "genai": ("onnxruntime-genai", genai),
     "openvino": ("openvino-genai", openvino),
     "llama.cpp": ("xllamacpp", llama_cpp),
-    "ik_llama.cpp": ("ik-llama-cpp-python", ik_llama_cpp),
+    "ik_llama.cpp": ("ik-llama-cpp-python", partial(llama_cpp, ik=True)),
     "optimum": ("optimum-onnx", optimum),
 }
 
