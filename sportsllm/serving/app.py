@@ -88,9 +88,8 @@ class Server:
             "/slots": self._slots,
             "/metrics": self._metrics,
         }
-        description = encode_json(describe({path: kind for path, (kind, _) in posts.items()}, gets))
         files = {
-            "/openapi.json": Response(description, media_type="application/json"),
+            "/openapi.json": JSONResponse(describe({path: kind for path, (kind, _) in posts.items()}, gets)),
             "/": Response(Path(__file__).with_name("page.html").read_bytes(), media_type="text/html"),
         }
         routes = [self._post(path, *each) for path, each in posts.items()]

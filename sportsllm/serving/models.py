@@ -80,11 +80,7 @@ class ServedModel:
 
     @cached_property
     def _constraints(self) -> Constraints:
-        try:
-            return Constraints(self.tokenizer, self.engine.slots.config, sorted(self._stop_tokens))
-        except ModuleNotFoundError:
-            message = "constraints need the package llguidance: pip install 'sportsllm-compress[serve]'"
-            raise ApiError(501, message, "not_supported_error") from None
+        return Constraints(self.tokenizer, self.engine.slots.config, sorted(self._stop_tokens))
 
     def render(self, messages: Sequence[Message]) -> str:
         """A conversation by the chat template, up to where the answer begins.

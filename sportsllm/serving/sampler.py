@@ -88,11 +88,7 @@ class Sampler:
 
 
 class Constraints:
-    """Constraints on text by llguidance, for one model's tokenizer.
-
-    Raises:
-        ModuleNotFoundError: llguidance is not installed.
-    """
+    """Constraints on text by llguidance, for one model's tokenizer."""
 
     def __init__(self, tokenizer: TextTokenizer, config: ModelConfig, stop_tokens: Sequence[int]) -> None:
         from llguidance import LLMatcher, LLTokenizer
