@@ -177,7 +177,8 @@ def table(path: str, *columns: str) -> str:
     """Columns of a file in benchmarks/results, `name=Heading`; `name==value` keeps only the rows with that value."""
     rows = read_rows(path, dict(column.split("==", 1) for column in columns if "==" in column))
     shown = [column.partition("=")[::2] for column in columns if "==" not in column]
-    return grid((title or name for name, title in shown), ([row[name] or "-" for name, _ in shown] for row in rows))
+    cells = ([re.sub(r"^\d{5,}$", lambda n: f"{int(n[0]):,}", row[name] or "-") for name, _ in shown] for row in rows)
+    return grid((title or name for name, title in shown), cells)
 
 
 def source(path: str, name: str) -> str:
