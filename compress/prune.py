@@ -281,7 +281,7 @@ def _cut(
     if job.experts is None or shape != Shape.of(work.model.config):
         pruned = work.cut(smaller, samples, refit=True)
         if job.scores is None:
-            save_scores(directory, work.scores, work.model.config)
+            save_scores(directory, work.scores)
     cut = {
         "calibration_tokens": sum(sample.numel() for sample in samples),
         "kept_layers": pruned.layers,

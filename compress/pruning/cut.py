@@ -114,8 +114,9 @@ def prune_model(
     reduced = None
     if heads_change(model.config, smaller):
         reduced = reduce_heads(model, smaller, scores, samples)
-        every = [torch.ones(smaller.num_attention_heads)] * model.config.num_hidden_layers
-        scores = dataclasses.replace(scores, units={**scores.units, "query_head": every})
+        alike = torch.ones(smaller.num_attention_heads)
+        every = {("query_head", layer): alike for layer in range(model.config.num_hidden_layers)}
+        scores = dataclasses.replace(scores, units=scores.units | every)
     source = model if reduced is None else reduced
     kept = choose_units(source.config, scores, smaller, layers)
     hidden, into = smaller.hidden_size, None

@@ -31,9 +31,6 @@ from sportsllm.models.sublayer import HIDDEN, Unit
 SCORES_FILE = "importance.safetensors"
 _DISTANCE_SAMPLES = 32  # of which distances of layers are taken; the runs that come out nearest are tried
 
-Found = dict[tuple[str, int], Tensor]
-"""Scores by a unit's name and layer."""
-
 
 @dataclass(frozen=True)
 class Scores:
@@ -41,17 +38,17 @@ class Scores:
 
     Attributes:
         directions: the residual stream's principal directions.
-        units: by the unit's name, one (K,) a layer; empty in layers that have none of it.
+        units: (K,) by the unit's name and the layer.
         layer_distance: (L + 1, L + 1); [i, j] is how far layers i..j-1 together move the residual stream.
     """
 
     directions: Directions
-    units: dict[str, list[Tensor]]
+    units: dict[tuple[str, int], Tensor]
     layer_distance: Tensor
 
     def of_layer(self, layer: int) -> dict[str, Tensor]:
         """Scores of one layer's units by name."""
-        return {name: scores[layer] for name, scores in self.units.items()}
+        return {name: scores for (name, number), scores in self.units.items() if number == layer}
 
 
 def scored_units(config: ModelConfig) -> dict[str, tuple[Unit, str]]:
@@ -69,19 +66,13 @@ def layer_units(config: ModelConfig) -> list[dict[str, tuple[Unit, str]]]:
     return [scored_units(config.of_layer(layer)) for layer in range(config.num_hidden_layers)]
 
 
-def by_unit(found: Found, layers: int) -> dict[str, list[Tensor]]:
-    """`Scores.units` of what each unit of each layer has."""
-    names = dict.fromkeys(name for name, _ in found)
-    return {name: [found.get((name, layer), torch.zeros(0)) for layer in range(layers)] for name in names}
-
-
 @torch.no_grad()
 def measure_scores(model: SportsLLM, samples: Sequence[Tensor], known: KnownStates | None = None) -> Scores:
     """Scores over calibration token ids, (B, T) each, whose states are `known` afterwards.
 
     One layer after the other: memory is that of one layer's products and of the residual streams.
     """
-    known, found = known or KnownStates(model), Found()
+    known, found = known or KnownStates(model), dict[tuple[str, int], Tensor]()
     states_BTD = embedded(model, samples)
     streams_LBTD, moments = [kept_like(states_BTD, islice(states_BTD, _DISTANCE_SAMPLES))], kept_like(states_BTD, ())
     units = layer_units(model.config)
@@ -108,16 +99,14 @@ def measure_scores(model: SportsLLM, samples: Sequence[Tensor], known: KnownStat
         states = nn.functional.normalize(torch.stack(sample_LTD).flatten(1, 2).float(), dim=-1)
         cosines += torch.einsum("itd,jtd->ij", states, states) / states.shape[1]
     distance = (1 - cosines / len(streams_LBTD[0])).cpu()
-    return Scores(directions_from(model, moments), by_unit(found, model.config.num_hidden_layers), distance)
+    return Scores(directions_from(model, moments), found, distance)
 
 
-def save_scores(directory: Path, scores: Scores, config: ModelConfig) -> None:
+def save_scores(directory: Path, scores: Scores) -> None:
     """Write scores beside a checkpoint, so that other shapes can be cut without measuring again."""
     tensors = {"layer_distance": scores.layer_distance}
     tensors |= {f"directions.{name}": tensor for name, tensor in scores.directions._asdict().items()}
-    tensors |= {
-        f"{name}.{layer}": scores.units[name][layer] for layer, own in enumerate(layer_units(config)) for name in own
-    }
+    tensors |= {f"{name}.{layer}": each for (name, layer), each in scores.units.items()}
     save_tensors(directory / SCORES_FILE, {name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
@@ -143,7 +132,7 @@ def load_scores(path: Path, config: ModelConfig) -> Scores:
         raise ArtifactError(message) from None
     if found != wanted:
         raise ArtifactError(f"{file}: scores of a model of another shape; make them from this one with --calibration")
-    per_unit = by_unit({(name, layer): tensors[f"{name}.{layer}"] for name, layer in counts}, layers)
+    per_unit = {(name, layer): tensors[f"{name}.{layer}"] for name, layer in counts}
     directions = Directions(*(tensors[f"directions.{name}"] for name in Directions._fields))
     return Scores(directions, per_unit, tensors["layer_distance"])
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compress.pruning.scores import Scores, by_unit, layer_units, measure_scores
+from compress.pruning.scores import Scores, layer_units, measure_scores
 from sportsllm.models.language_model import SportsLLM
 
 
@@ -18,4 +18,4 @@ def random_scores(model: SportsLLM, samples: Sequence[Tensor], seed: int = 0) ->
         for name, (unit, _) in units.items()
     }
     directions = measure_scores(model, samples).directions
-    return Scores(directions, by_unit(drawn, layers), torch.rand(layers + 1, layers + 1, generator=generator))
+    return Scores(directions, drawn, torch.rand(layers + 1, layers + 1, generator=generator))

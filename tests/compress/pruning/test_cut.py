@@ -136,8 +136,8 @@ def test_dead_units_are_cut_without_a_trace(changes: dict[str, object]) -> None:
                     module.bias[dead_neurons] = 0
     scores = measure_scores(model, batches())
     for layer in range(2):
-        assert set(torch.argsort(scores.units["neuron"][layer])[:32].tolist()) == set(dead_neurons.tolist())
-        scores.units["query_head"][layer][dead_heads] = 0
+        assert set(torch.argsort(scores.units["neuron", layer])[:32].tolist()) == set(dead_neurons.tolist())
+        scores.units["query_head", layer][dead_heads] = 0
         with torch.no_grad():
             columns = (dead_heads[:, None] * 16 + torch.arange(16)).flatten()
             model.model.layers[layer].self_attn.o_proj.weight[:, columns] = 0
@@ -170,7 +170,7 @@ def test_a_norm_of_all_heads_keeps_the_entries_of_those_that_stay() -> None:
             block.self_attn.k_norm.weight.copy_(torch.arange(32.0))
     scores = measure_scores(model, batches())
     for layer in range(2):
-        scores.units["query_head"][layer][:] = torch.tensor([0.0, 1, 3, 2])
+        scores.units["query_head", layer] = torch.tensor([0.0, 1, 3, 2])
     pruned = pruned_to(model, scores, Shape(hidden=64, intermediate=96, heads=2, kv_heads=1, layers=2, head_dim=16))
     for block in pruned.model.layers:
         assert block.self_attn.q_norm.weight.tolist() == list(range(32, 64))

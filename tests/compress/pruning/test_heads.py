@@ -186,7 +186,7 @@ def test_one_shared_head_is_read_by_the_strongest_of_all() -> None:
     scores = random_scores(model, samples())
     with torch.no_grad():
         for layer, block in enumerate(model.model.layers):
-            scores.units["query_head"][layer] = torch.tensor([7.0, 9, 0, 0, 0, 0, 8, 6])
+            scores.units["query_head", layer] = torch.tensor([7.0, 9, 0, 0, 0, 0, 8, 6])
             attention = block.self_attn
             for name in ("k_proj", "v_proj"):
                 heads = getattr(attention, name).weight.view(4, 16, -1)
