@@ -5,7 +5,7 @@
             https://arxiv.org/abs/2510.13999). Every layer keeps the same number. Then each down_proj is fitted to what
             the other experts leave of the full mixture's output.
     dense   Experts that read the same tokens, side by side, are one wide expert. Of its neurons those stay that explain
-            the outputs best after a least-squares fit (`compress.pruning.selection`). With the neurons' values
+            the outputs best after a least-squares fit (`compress.pruning.greedy`). With the neurons' values
             a and the mixture's outputs y
 
                 B = argmin sum over tokens |y - B a|^2  then the neurons S that B a is best explained by, and B_S again
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from compress import layerwise
 from compress.layer_fit import LeastSquares
 from compress.layerwise import LayerStates
+from compress.pruning.greedy import pick_order
 from compress.pruning.scores import top_indices
-from compress.pruning.selection import pick_order
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig

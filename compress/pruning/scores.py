@@ -1,4 +1,4 @@
-"""Importance of units, by the error of a layer's output: greedy selection (`compress.pruning.selection`) scores them.
+"""Importance of units, by the error of a layer's output: greedy selection (`compress.pruning.greedy`) scores them.
 
 Distance of a run of layers = 1 - E[cos(x before, x after)], ShortGPT's block influence (https://arxiv.org/abs/2403.03853)
 for one layer, and its form for several (https://arxiv.org/abs/2403.17887).
@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from compress.layerwise import KnownStates, Statistic, blocks_of, embedded, input_moment, kept_like, mirrored, summed
+from compress.pruning.greedy import pick_order
 from compress.pruning.hidden import Directions, directions_from, norm_moment
-from compress.pruning.selection import pick_order
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import save_tensors

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.pruning.greedy import pick_order
 from compress.pruning.scores import load_scores, measure_scores, save_scores
-from compress.pruning.selection import pick_order
 from sportsllm.models.config import Experts
 from tests.support.models import tiny_model
 from tests.support.scores import random_scores
@@ -94,9 +94,9 @@ def test_a_twin_is_not_kept_twice() -> None:
 def test_many_units_are_picked_several_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, weight = problem(12)
     one_by_one = pick_order(inputs.T @ inputs, weight, 1)
-    monkeypatch.setattr("compress.pruning.selection._PENDING", 3)  # the whole matrix is brought up to date now and then
+    monkeypatch.setattr("compress.pruning.greedy._PENDING", 3)  # the whole matrix is brought up to date now and then
     assert torch.equal(pick_order(inputs.T @ inputs, weight, 1), one_by_one)
-    monkeypatch.setattr("compress.pruning.selection._STEPS", 4)
+    monkeypatch.setattr("compress.pruning.greedy._STEPS", 4)
     together = pick_order(inputs.T @ inputs, weight, 1)
     assert sorted(together.tolist()) == sorted(one_by_one.tolist()) == [float(n) for n in range(1, 13)]
     assert together.argmax() == one_by_one.argmax()
