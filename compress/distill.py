@@ -166,7 +166,7 @@ def distill_student(
     stage = Stage("distill", record, [training.teacher, *start.inputs, *training.inputs()], seed=training.config.seed)
 
     def make(directory: Path) -> JsonObject:
-        text = StudentText.read(training, load_config(training.teacher), out)
+        text = StudentText.read(training, out)
         copy_tokenizer(training.teacher, directory)
         started = directory / _STARTED
         if resume and started.exists():

@@ -153,7 +153,7 @@ def prune(
         raise UsageError("--valid scores a recovery or a smaller vocabulary: add --recover or --vocab-size, or omit it")
     scores = Path(given["scores"]) if "scores" in given else None
     job = PruneJob(checkpoint, text, given.get("samples"), scores, recovery, experts, reading)
-    read = None if recovery is None else cache(partial(StudentText.read, recovery, load_config(checkpoint), out))
+    read = None if recovery is None else cache(partial(StudentText.read, recovery, out))
     work = Calibration(job, out.parent, text=read)
     shape, found = choose_shape(work, target, out, partial(_recovered, work))
     result = prune_checkpoint(work.job, shape, out, work, resume=resume, search=found)
@@ -218,7 +218,7 @@ def prune_checkpoint(
         network, cut = _cut(job, work, shape, directory, resume, begun)
         training: JsonObject = {}
         if recovery is not None:
-            text = (work.text or partial(StudentText.read, recovery, smaller, out))()
+            text = (work.text or partial(StudentText.read, recovery, out))()
             known = {} if begun is None else manifest_of(begun).results
             mapped = recovery if begun is None else after_search(recovery, known["tokens"], search[0].nats_before)
             mapped = mapped.matching_kept(cut["kept_layers"])

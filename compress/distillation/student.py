@@ -131,9 +131,9 @@ class StudentText:
     tokenizer: TextTokenizer
 
     @staticmethod
-    def read(training: StudentTraining, student: ModelConfig, out: Path) -> StudentText:
+    def read(training: StudentTraining, out: Path) -> StudentText:
         """Read and tokenize the training's files, with the teacher's tokenizer, for a run that writes `out`."""
-        tokenizer = load_tokenizer(training.teacher, student, training.reading)
+        tokenizer = load_tokenizer(training.teacher, load_config(training.teacher), training.reading)
         split = training.read_corpus()
         return StudentText(split, tokenize(split.train, tokenizer, token_cache(out)), tokenizer)
 
@@ -209,6 +209,6 @@ def recover(
     text: StudentText | None = None,
 ) -> JsonObject:
     """Train a model that was cut or rounded, in place: `train_student`, the score before under its own name."""
-    text = text or StudentText.read(training, model.config, run.directory)
+    text = text or StudentText.read(training, run.directory)
     results = train_student(model, training, text, cache, run, "recover")
     return {"bits_per_byte_before_recovery": results.pop("bits_per_byte_before"), **results}
