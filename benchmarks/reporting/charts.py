@@ -59,9 +59,7 @@ class Chart:
 def chart(identifier: str, title: str, caption: str, data: list[Plot], x: Plot, y: Plot, **layout: Any) -> Chart:
     """A chart of plotly traces. The axes have their `title` as text; `layout` is anything else of plotly's layout."""
     axes = {"xaxis": {**x, "title": {"text": x["title"]}}, "yaxis": {**y, "title": {"text": y["title"]}}}
-    legend = sum("name" in trace for trace in data) > 1
-    figure = {"data": data, "layout": {**axes, "height": _HEIGHT, "showlegend": legend, **layout}}
-    return Chart(identifier, title, caption, figure)
+    return Chart(identifier, title, caption, {"data": data, "layout": {**axes, "height": _HEIGHT, **layout}})
 
 
 def color(index: int) -> str:

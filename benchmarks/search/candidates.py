@@ -15,6 +15,7 @@ from benchmarks.devices.verdict import known
 from benchmarks.model_size import ModelFormat, file_bytes, sizes
 from benchmarks.predict.latency import predict_figures
 from compress.pruning.shapes import Shape, head_counts, hidden_sizes, shape_for_share, widths
+from compress.quantization.mixed_precision import DEFAULT_GROWTH
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.memory import BLOCK_SIZES, usual_cache
@@ -22,7 +23,6 @@ from sportsllm.models.memory import BLOCK_SIZES, usual_cache
 WHOLE = "nothing cut"
 ANCHORS = ("feed-forward", "depth", "evenly")
 """The simplest cuts, which are tried before all others."""
-MIXED_GROWTH = 0.05  # of an INT4 model's matrices: `quantize` gives the most sensitive ones 8 bits
 _EVEN_SHARES = range(5, 100, 5)  # percent of the parameters
 _EXPERT_SHARES = (2, 4)  # half and a quarter of the experts
 
@@ -93,9 +93,9 @@ def candidate_of(way: str, size: Size, format: ModelFormat, teacher: ModelConfig
     # optimum takes the heads' size from the hidden size, and makes its own cache.
     optimum = config.hidden_size == config.query_size and format.cache != "int8"
     predicted = known(predict_figures(config, device, format).figures)
-    if format.precision == "int4":
+    if format.precision == "int4":  # `quantize` gives the most sensitive matrices 8 bits
         stored = sizes(config, format)
-        predicted["file_mb"] += MIXED_GROWTH * (stored.layers.bytes + stored.head.bytes) / 1e6
+        predicted["file_mb"] += DEFAULT_GROWTH * (stored.layers.bytes + stored.head.bytes) / 1e6
     return Candidate(way, size, format, config.parameters, predicted, closed_to=() if optimum else ("optimum",))
 
 

@@ -21,7 +21,6 @@ from benchmarks.measure.bench import ShortBench
 from benchmarks.model_size import ModelFormat, file_bytes, sizes
 from benchmarks.search.candidates import (
     ANCHORS,
-    MIXED_GROWTH,
     WHOLE,
     Candidate,
     Size,
@@ -99,11 +98,10 @@ def test_a_mixture_may_lose_experts_and_options_name_them_only_then(tmp_path: Pa
 
 def test_an_int4_candidate_has_room_for_the_matrices_that_quantize_gives_8_bits() -> None:
     """Its file is predicted larger by as much as `quantize --bits 4` may add, and not that of another format."""
-    assert MIXED_GROWTH == DEFAULT_GROWTH
     for stored in (ModelFormat("int4", 64), ModelFormat("int8", 128)):
         candidate = candidate_of("", Size(FULL, TEACHER.vocab_size), stored, TEACHER, load_device("laptop-x86"))
         matrices = sum(part.bytes for part in (sizes(TEACHER, stored).layers, sizes(TEACHER, stored).head))
-        growth = MIXED_GROWTH * matrices if stored.precision == "int4" else 0.0
+        growth = DEFAULT_GROWTH * matrices if stored.precision == "int4" else 0.0
         assert candidate.predicted["file_mb"] * 1e6 == pytest.approx(file_bytes(TEACHER, stored) + growth)
 
 
@@ -154,7 +152,7 @@ def test_each_way_is_planned_in_each_format_as_large_as_the_budget_allows() -> N
 def test_a_budget_that_only_int4_can_meet_gets_the_whole_teacher_in_int4() -> None:
     teacher, device = preset("tiny-5m"), load_device("raspberry-pi-5")
     size = file_bytes(teacher, ModelFormat("int4", 64)) / 1e6
-    planned = started(with_limits(device.name, file_mb=(1.01 + MIXED_GROWTH) * size), teacher).plain(False)
+    planned = started(with_limits(device.name, file_mb=(1.01 + DEFAULT_GROWTH) * size), teacher).plain(False)
     assert [one.format.precision for one in planned if one.way == WHOLE] == ["int4", "int4"]
 
 
