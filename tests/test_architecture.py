@@ -78,8 +78,8 @@ MOST_LINES = {
     "sportsllm": 18_991,
     "compress": 7_638,
     "export": 6_387,
-    "benchmarks": 9_197,
-    "tests": 25_621,
+    "benchmarks": 9_199,
+    "tests": 25_631,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
