@@ -133,10 +133,11 @@ class StoredStates(Sequence[Tensor]):
     def __getitem__(self, place: slice) -> list[Tensor]: ...
 
     def __getitem__(self, place: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(len(self))[place]]
-        state = torch.empty(self._shapes[place])
-        self._file.seek(self._starts[place])
+        chosen = range(len(self))[place]
+        if isinstance(chosen, range):
+            return [self[each] for each in chosen]
+        state = torch.empty(self._shapes[chosen])
+        self._file.seek(self._starts[chosen])
         self._file.readinto(state.numpy().data)
         return state.to(self._device)
 

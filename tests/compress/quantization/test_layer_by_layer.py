@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from compress.layerwise import StoredStates
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.layer_by_layer import TABLE_SHARE, quantize_calibrated, round_checkpoint
 from compress.quantization.mixed_precision import measure_groups
@@ -124,6 +125,12 @@ def test_the_bands_of_wide_second_moments_change_no_rounding(
         quantize_calibrated(tmp_path, model.config, packed, samples, gptq=False)
         found.append({name: tensor for name, tensor in packed.tensors.items() if name.endswith("_packed")})
     assert max(float((found[0][name] != found[1][name]).float().mean()) for name in found[0]) < 0.005
+
+
+def test_states_in_a_file_are_read_like_those_of_a_list(tmp_path: Path) -> None:
+    states = [torch.full((1, 2), float(number)) for number in range(3)]
+    stored = StoredStates(tmp_path, states)
+    assert torch.equal(torch.cat([stored[-1], *stored[1:], *stored]), torch.cat([states[-1], *states[1:], *states]))
 
 
 def test_inputs_that_overflow_are_refused(checkpoint: Path, tmp_path: Path) -> None:
