@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 PADDING_NOTED = 10.0
 """Percent of padding from which a line is printed."""
-_SENSITIVITY_SAMPLES = 4  # samples that choose the matrices with 8 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,13 +232,14 @@ def round_weights(
     """Write quantized tensors; also the sensitivity of each group of matrices if precisions are mixed."""
     from compress.quantization.layer_by_layer import round_checkpoint
     from compress.quantization.mixed_precision import choose_bits, measure_groups
+    from compress.quantization.plan import SENSITIVITY_SAMPLES
     from sportsllm.formats.safetensors import WEIGHTS
     from sportsllm.processors import training_device
 
     config, groups, samples = plan.config, [], plan.read_samples()
     device = training_device(quiet=True)
     if plan.budget is not None:
-        few = samples[:: max(1, len(samples) // _SENSITIVITY_SAMPLES)][:_SENSITIVITY_SAMPLES]
+        few = samples[:: max(1, len(samples) // SENSITIVITY_SAMPLES)][:SENSITIVITY_SAMPLES]
         groups = measure_groups(plan.checkpoint, plan.model, config, few, directory, device=device)
         config = choose_bits(config, groups, plan.budget.spare_bytes(plan.model, config))
     given = plan.checkpoint, plan.model, config, plan.method, samples, keep_originals

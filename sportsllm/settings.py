@@ -149,7 +149,7 @@ TRAINING_STEP: Group = {
     "price_per_hour": Setting(float, "Price per hour of the target, or of each GPU", "none", 0),
 }
 QUANTIZATION: Group = {
-    "samples": Setting(int, "Calibration samples", "64; 16 for balance", 1),
+    "samples": Setting(int, "Calibration samples", "64; 16 for balance; 4 for a size with rtn or mse", 1),
     "head_bits": Setting(int, "Bits of embedding and head: 4, 8, or 32 for float32", "8"),
     "symmetric": Setting(bool, "No zero point in 4-bit blocks", "false at 4 bits"),
     "bits_per_weight": Setting(

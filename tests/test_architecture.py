@@ -76,10 +76,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 18_991,
-    "compress": 7_638,
+    "compress": 7_644,
     "export": 6_387,
     "benchmarks": 9_199,
-    "tests": 25_631,
+    "tests": 25_644,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

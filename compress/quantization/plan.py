@@ -20,6 +20,8 @@ from sportsllm.text.documents import held_out_setting, left_out, manifest_settin
 
 METHODS = {"rtn": 0, "mse": 0, "balance": 16, "gptq": 64}
 """Rounding methods, with the default number of calibration samples; 0 for those that read no text."""
+SENSITIVITY_SAMPLES = 4
+"""Samples that choose the matrices with 8 bits."""
 LEAST_TOKENS = 4_096  # of calibration text: with 400 GPTQ is worse than no text at all, more than this gain little
 
 
@@ -50,7 +52,10 @@ class QuantizationPlan:
         """Calibration token ids, (1, T) each."""
         if self.text is None:
             return []
-        return self.text.read(self.checkpoint, self.model, METHODS[self.method] or 64, LEAST_TOKENS)
+        samples, least = METHODS[self.method], LEAST_TOKENS
+        if not samples:  # the text is for the sensitivities alone
+            samples, least = SENSITIVITY_SAMPLES, 0
+        return self.text.read(self.checkpoint, self.model, samples, least)
 
 
 def plan_quantization(

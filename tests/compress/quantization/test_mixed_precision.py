@@ -125,6 +125,12 @@ def test_the_stage_keeps_the_budget_and_its_export_is_faithful(
     assert sportsllm.export(tmp_path / "out", out=tmp_path / "onnx", threads=1).parity["passed"]
 
 
+def test_a_size_without_calibration_reads_few_samples(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    text, budget = CalibrationText((corpus_file,)), SizeBudget(bits_per_weight=6.5)
+    result = quantize_checkpoint(checkpoint, tmp_path / "out", method="mse", text=text, budget=budget)
+    assert result.sensitivity and 0 < result.calibration_tokens <= 4 * 128
+
+
 @pytest.mark.parametrize("method", ["balance", "gptq"])
 def test_shared_experts_keep_eight_bits(corpus_file: Path, checkpoint: Path, tmp_path: Path, method: str) -> None:
     model = tiny_model(num_hidden_layers=1, mlp_kind="experts", experts=Experts(4, 2, shared=1))
