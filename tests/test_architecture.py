@@ -78,8 +78,8 @@ MOST_LINES = {
     "sportsllm": 18_991,
     "compress": 7_644,
     "export": 6_387,
-    "benchmarks": 9_199,
-    "tests": 25_644,
+    "benchmarks": 9_200,
+    "tests": 25_648,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.devices.schema import Device
 from benchmarks.measure.bench import short_bench
+from benchmarks.measure.machine import choose_cpus, default_threads
 from benchmarks.measure.process import QUIET_CORES, wait_for_quiet
 from benchmarks.model_size import ModelFormat
 from benchmarks.predict.calibrate import export_untrained
@@ -224,7 +225,7 @@ class Trials:
                 atomic_write_text(kept, json.dumps({"fingerprint": key, "figures": figures}))
                 return Timed(figures, busy=False)
             log(f"{candidate.name}: other programs used {cores:.1f} cores while it was timed")
-            if not wait_for_quiet(self.patience_s):
+            if not wait_for_quiet(self.patience_s, choose_cpus(self.source.threads or default_threads())):
                 self.patience_s = 0.0  # the next ones are timed once, so that a busy machine takes no time from trials
                 break
         log(f"{candidate.name}: the machine stays busy, so its times are not used; predicted ones stand in")

@@ -18,6 +18,7 @@ from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import judge
 from benchmarks.fit import FitResult, _make, complaint, finish_best, fit, run_fit
 from benchmarks.measure.bench import ShortBench
+from benchmarks.measure.machine import choose_cpus
 from benchmarks.model_size import ModelFormat, file_bytes, sizes
 from benchmarks.search.candidates import (
     ANCHORS,
@@ -417,7 +418,7 @@ def line(checkpoint: Path, texts: list[str], tmp_path_factory: pytest.TempPathFa
     line = Line(checkpoint, corpus, budget, folder / "fit")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.search.trials.short_bench", line.timed)
-        patch.setattr("benchmarks.search.trials.wait_for_quiet", lambda _: True)
+        patch.setattr("benchmarks.search.trials.wait_for_quiet", lambda *_: True)
         patch.setattr("benchmarks.measure.bench.run_bench", line.measured)
         patch.setattr("benchmarks.reporting.bench_tables.print_bench", lambda *_: None)
         yield line
@@ -462,16 +463,19 @@ def test_a_search_from_start_to_end(line: Line, capsys: pytest.CaptureFixture[st
 def test_a_machine_that_stays_busy_is_waited_for_once(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its times are not used, and the time limit is not spent on waiting before each candidate."""
-    waits = list[float]()
-    monkeypatch.setattr("benchmarks.search.trials.wait_for_quiet", lambda seconds: bool(waits.append(seconds)))
+    """Its times are not used, and the time limit is not spent on waiting before each candidate.
+
+    Only what other programs do on the processors that are measured counts.
+    """
+    waits = list[tuple[float, list[int] | None]]()
+    monkeypatch.setattr("benchmarks.search.trials.wait_for_quiet", lambda *asked: bool(waits.append(asked)))
     monkeypatch.setattr("benchmarks.search.trials.short_bench", lambda *_: ShortBench({"file_mb": 0.1}, 1.0))
     device, config = load_device(str(line.budget)), load_config(line.teacher)
-    trials = Trials(Source(line.teacher, (), ()), device, tmp_path, line.corpus, 1)
+    trials = Trials(Source(line.teacher, (), (), threads=1), device, tmp_path, line.corpus, 1)
     for size in ways(config)["feed-forward"][:2]:
         timed = trials.timed(candidate_of("feed-forward", size, ModelFormat("int4", 32), config, device))
         assert timed.busy and timed.figures == {"file_mb": 0.1}
-    assert waits == [60.0, 0.0]
+    assert waits == [(60.0, choose_cpus(1)), (0.0, choose_cpus(1))]
 
 
 def test_short_sequences_of_a_recovery_do_not_ask_the_first_ranking_for_samples_that_the_text_lacks(
