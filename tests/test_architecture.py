@@ -79,7 +79,7 @@ MOST_LINES = {
     "compress": 7_644,
     "export": 6_387,
     "benchmarks": 9_200,
-    "tests": 25_648,
+    "tests": 25_649,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

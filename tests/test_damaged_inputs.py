@@ -132,7 +132,7 @@ def _mutated_template(data: bytes, draw: random.Random) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def made(checkpoint: Path, corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(checkpoint: Path, int4: Path, corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One good file or directory of every kind."""
     root = tmp_path_factory.mktemp("damaged")
     run_stage(root / "model", Stage("train", {"corpus": ["a.jsonl"]}), lambda out: _copied(checkpoint, out))
@@ -143,6 +143,7 @@ def made(checkpoint: Path, corpus_file: Path, tmp_path_factory: pytest.TempPathF
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model-1.safetensors")}
     (root / "sharded" / INDEX).write_text(json.dumps(index))
     _copied(checkpoint, root / "plain")
+    _copied(int4, root / "packed", ("config.json", WEIGHTS))
     template = "{% for m in messages %}\n{{ m.role }}: {{ m.content | trim }}\n{% endfor %}\n{{ bos_token }}\n"
     (root / "plain" / "chat_template.jinja").write_text(template)
     _copied(checkpoint, Exports(root / "onnx")().directory, ("tokenizer.json", "tokenizer_config.json"))
@@ -208,7 +209,7 @@ def _state(directory: Path) -> RunState:
 
 
 def _targets(root: Path) -> dict[str, Target]:
-    plain, onnx, signals = root / "plain", root / "onnx" / "0", root / "signals"
+    plain, packed, onnx, signals = root / "plain", root / "packed", root / "onnx" / "0", root / "signals"
 
     def run_onnx() -> None:
         decoder = open_decoder(onnx, threads=1, kernels="portable")
@@ -239,6 +240,7 @@ def _targets(root: Path) -> dict[str, Target]:
         "index of shards": Target(root / "sharded" / INDEX, lambda: load_checkpoint(root / "sharded"), 70),
         "recipe": Target(root / "recipe.toml", lambda: load_recipe(root / "recipe.toml"), 80, "toml"),
         "config.json": Target(plain / "config.json", lambda: load_checkpoint(plain), 110),
+        "config.json of INT4": Target(packed / "config.json", lambda: load_checkpoint(packed), 60),
         "report inputs": Target(root / "bench.json", report, 60),
         "metrics": Target(root / "next" / "metrics.jsonl", report, 20, "lines"),
         "manifest": Target(root / "model" / MANIFEST, manifest, 90),
@@ -261,9 +263,9 @@ def _targets(root: Path) -> dict[str, Target]:
 
 
 NAMES = [
-    "corpus", "questions", "index of shards", "recipe", "config.json", "report inputs", "metrics", "manifest",
-    "tokenizer.json", "tokenizer_config.json", "device file", "training state", "optimizer state", "chat template",
-    "ONNX", "safetensors", "teacher cache", "GGUF",
+    "corpus", "questions", "index of shards", "recipe", "config.json", "config.json of INT4", "report inputs",
+    "metrics", "manifest", "tokenizer.json", "tokenizer_config.json", "device file", "training state",
+    "optimizer state", "chat template", "ONNX", "safetensors", "teacher cache", "GGUF",
 ]  # fmt: skip
 
 
