@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
@@ -14,7 +14,8 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantization.gguf_grids import gptq_blocks, plain
 from compress.quantization.layer_by_layer import quantize_calibrated, quantize_without_data
 from compress.quantization.packed_checkpoint import ROWS, PackedCheckpoint
-from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, RoundedModel, StoredMatrix
+from sportsllm.errors import ArtifactError
+from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, BlockType, RoundedModel, StoredMatrix
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.calibration import CalibrationText
 from sportsllm.models.config import ModelConfig
@@ -34,22 +35,25 @@ class BlockCheckpoint(PackedCheckpoint):
 
     def add_matrix(self, module: str, weight_NK: Tensor, search: bool) -> None:
         """A module's matrix, on the grid of least squared error."""
-        kind = self.types[module]
-        if kind in _DENSE:
-            self._store(module, weight_NK.float().numpy().astype(_DENSE[kind]))
+        if (dense := _DENSE.get(self.types[module])) is not None:
+            self._store(module, weight_NK.float().numpy().astype(dense))
         else:
-            self._add(module, [plain(rows, BLOCK_TYPES[kind]) for rows in torch.split(weight_NK, ROWS)])
+            self._add(module, weight_NK, plain)
 
     def add_by_gptq(self, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
         """A module's matrix, rounded for inputs with the damped second moment `gram_KK`."""
-        kind = self.types[module]
-        if kind in _DENSE:
+        if self.types[module] in _DENSE:
             self.add_matrix(module, weight_NK, search=True)
         else:
-            self._add(module, [gptq_blocks(rows, gram_KK, BLOCK_TYPES[kind]) for rows in torch.split(weight_NK, ROWS)])
+            self._add(module, weight_NK, lambda rows_NK, kind: gptq_blocks(rows_NK, gram_KK, kind))
 
-    def _add(self, module: str, parts: Sequence[Blocks]) -> None:
-        self._store(module, np.concatenate([part.pack() for part in parts]))
+    def _add(self, module: str, weight_NK: Tensor, rounded: Callable[[Tensor, BlockType], Blocks]) -> None:
+        kind = BLOCK_TYPES[self.types[module]]
+        try:  # packed part by part, since levels take 8 bytes each before
+            parts = [rounded(rows_NK, kind).pack() for rows_NK in torch.split(weight_NK, ROWS)]
+        except ArtifactError as error:
+            raise ArtifactError(f"{module}: {error}") from None
+        self._store(module, np.concatenate(parts))
 
     def _store(self, module: str, data: np.ndarray) -> None:
         self.stored[module] = StoredMatrix(self.types[module], data)

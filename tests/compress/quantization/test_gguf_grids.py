@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.quantization.block_checkpoint import BlockCheckpoint
 from compress.quantization.gguf_grids import gptq_blocks, plain, plain_grid, refit
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, TABLE, Blocks
 from tests.support import llama_cpp
+from tests.support.models import tiny_config
 from tests.support.training import allocated_peak
 
 
@@ -91,5 +93,13 @@ def test_levels_of_the_table_are_the_nearest() -> None:
 
 @pytest.mark.parametrize("name", ["Q4_K", "IQ4_NL"])
 def test_weights_beyond_float16_are_refused(name: str) -> None:
-    with pytest.raises(ArtifactError, match="float16 scales cannot reach"):
-        plain(torch.full((1, 256), 1e9), BLOCK_TYPES[name])
+    packed = BlockCheckpoint(tiny_config(), {"lm_head": name})
+    with pytest.raises(ArtifactError, match="lm_head: weights beyond the reach of float16 scales"):
+        packed.add_matrix("lm_head", torch.full((1, 256), 1e9), search=True)
+
+
+def test_a_table_is_packed_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole numbers take 8 bytes each before they are packed."""
+    monkeypatch.setattr("compress.quantization.block_checkpoint.ROWS", 64)
+    packed, (weight, _) = BlockCheckpoint(tiny_config(), {"lm_head": "Q4_0"}), problem(rows=2_048, columns=256)
+    assert allocated_peak(lambda: packed.add_matrix("lm_head", weight, search=True)) < weight.nbytes
