@@ -247,7 +247,7 @@ class Follower:
 
     def _lead(self, logits_TV: Logits) -> Logits:
         for logits_V in logits_TV:
-            logits_V[self._text[self._written]] = np.inf
+            logits_V[self._text[self._written]] = np.finfo(np.float32).max
             self._written += 1
         return logits_TV
 
