@@ -75,11 +75,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 18_991,
+    "sportsllm": 19_003,
     "compress": 7_648,
     "export": 6_387,
     "benchmarks": 9_200,
-    "tests": 25_659,
+    "tests": 25_675,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

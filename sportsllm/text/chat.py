@@ -291,22 +291,34 @@ def _with_replies(render: Callable[[Messages, bool], str], messages: Messages, h
             continue  # some templates write what the system says later, or not at all
         content = message["content"].strip()
         found = whole.find(content, read)
+        after = found + len(content)
         if message["role"] == "assistant":
+            if found < 0 or not content:
+                found, after = _content_place(render, messages, place, whole)
             # Some templates write a turn in another way if turns follow it: its content tells where the reply is.
             before = render(messages[:place], True) if place else None
             until = render(messages[: place + 1], False)
             begin = len(before) if before is not None and whole.startswith(before) else found
-            end = len(until) if whole.startswith(until) else _after_token(whole, found, content, special)
+            end = len(until) if whole.startswith(until) else _after_token(whole, after, special)
             if begin < 0 or end < begin:
                 raise ValueError(f"reply {len(replies) + 1} is not in its text as it is given")
             reply = whole[begin:end].rstrip()
             replies.append((begin, begin + len(reply) if reply.endswith(special) else end))
-        read = max(read, found + len(content)) if found >= 0 else read
+        read = max(read, after) if found >= 0 else read
     return RenderedChat(whole, replies)
 
 
-def _after_token(text: str, found: int, content: str, special: Sequence[str]) -> int:
-    """The end of the first special token behind the content, which was found there; of the content if none follows."""
-    place = found + len(content)
+def _content_place(
+    render: Callable[[Messages, bool], str], messages: Messages, place: int, whole: str
+) -> tuple[int, int]:
+    """Begin and end of what a template writes of a message, such as a reply without its reasoning; -1 if not found."""
+    marked = [*messages[:place], {**messages[place], "content": _BEGIN}, *messages[place + 1 :]]
+    before, mark, after = render(marked, False).partition(_BEGIN)
+    end = len(whole) - len(after) if mark and whole.endswith(after) else -1
+    return len(before) if whole.startswith(before) else -1, end
+
+
+def _after_token(text: str, place: int, special: Sequence[str]) -> int:
+    """The end of the first special token from a place on; the place if none follows."""
     ends = [(at, at + len(token)) for token in special if (at := text.find(token, place)) >= 0]
-    return -1 if found < 0 else min(ends)[1] if ends else place
+    return -1 if place < 0 else min(ends)[1] if ends else place

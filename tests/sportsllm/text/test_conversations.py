@@ -58,6 +58,14 @@ TEMPLATES = {
         " + '[/INST]' }}{% else %}{% generation %}{{ ' ' + m.content + '</s>' }}{% endgeneration %}{% endif %}"
         "{% endfor %}",
     ),
+    "qwen3": (  # leaves the reasoning of earlier turns out, and gives the last one some
+        ["<|im_start|>", "<|im_end|>"],
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+        "{% if loop.last %}{{ '<think>\n' if '<think>' not in m.content }}{{ m.content }}{% else %}"
+        "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% endif %}{{ '<|im_end|>' }}"
+        "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    ),
 }
 CHATS = [
     [("user", "Who won?"), ("assistant", "Vestnes 🏉, 82-84.")],
@@ -67,6 +75,14 @@ CHATS = [
         ("assistant", "They did."),
         ("user", "Who?"),
         ("assistant", "Who?"),
+    ],
+    [
+        ("user", "Who?"),
+        ("assistant", "<think>\nHm.\n</think>\n\nThey."),
+        ("user", "And?"),
+        ("assistant", ""),
+        ("user", "So?"),
+        ("assistant", "<think>\nOh.\n</think>\n\nWe."),
     ],
 ]
 
@@ -97,7 +113,7 @@ def test_masks_are_those_of_transformers(name: str, marked: bool, tokenizer_dire
     assert [list(each.ids) for each in ours] == [each["input_ids"] for each in expected]
     assert [list(map(int, each.scored or [])) for each in ours] == [each["assistant_masks"] for each in expected]
     assert all(any(each["assistant_masks"]) for each in expected)
-    assert [each.bytes for each in ours] == [len("Vestnes 🏉, 82-84.".encode()), len("They did.Who?")]
+    assert [each.bytes for each in ours] == [len(chat.replies.encode()) for chat in chats]
 
 
 MESSAGES = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "They."}]
