@@ -77,9 +77,9 @@ LONGEST = 80
 MOST_LINES = {
     "sportsllm": 19_003,
     "compress": 7_648,
-    "export": 6_387,
+    "export": 6_394,
     "benchmarks": 9_200,
-    "tests": 25_675,
+    "tests": 25_685,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

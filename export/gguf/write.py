@@ -53,7 +53,8 @@ _GEMMA = {
     "gemma2": "Gemma 2 with every second layer full, bounded scores and logits,",
     "gemma3": "Gemma 3 with full layers at equal distances",
 }
-UNTIED = ("olmo2", "stablelm", "gptneox")
+_UNTIED = ("olmo2", "stablelm", "gptneox")
+_WITHOUT_BIASES = ("gemma2", "gemma3", "olmo2", "qwen3", "qwen3moe", "smollm3")
 
 
 def architecture_of(config: ModelConfig) -> str:
@@ -63,8 +64,9 @@ def architecture_of(config: ModelConfig) -> str:
         UsageError: it has none for this model.
     """
     family = _NAMES.get(family := family_of(config) or "", family)
-    if family == "mixtral" and config.sliding_window is None:
-        family = "llama"
+    full_width = config.query_size == config.hidden_size  # not if heads were pruned
+    if (family == "mixtral" and config.sliding_window is None) or (family == "qwen2" and not full_width):
+        family = "llama"  # which has experts, the same biases, and heads of any width
     if family not in ARCHITECTURES:
         kinds = f"a model with {config.attention_kind} attention and {config.mlp_kind} feed-forward"
         raise UsageError(f"GGUF: {family or kinds} is not supported; use a model of {', '.join(ARCHITECTURES)}")
@@ -89,12 +91,17 @@ def architecture_of(config: ModelConfig) -> str:
             raise UsageError("GGUF: YaRN with other settings than factor and original context is not supported")
     if scaling is not None and scaling.rope_type == "llama3" and scaling != replace(LLAMA3, factor=scaling.factor):
         raise UsageError("GGUF: llama3 scaling with other settings than a factor and Llama 3's own is not supported")
-    if family in UNTIED and config.tie_word_embeddings:
-        raise UsageError(f"GGUF: llama.cpp reads {family} models with a head of their own alone; this one's is tied")
+    biases = config.attention_bias or config.attention_output_bias or config.mlp_bias
+    for said, found in (
+        ("with a head of their own alone; this one's is tied", family in _UNTIED and config.tie_word_embeddings),
+        ("with a tied head alone", family == "gemma2" and not config.tie_word_embeddings),
+        ("without biases alone", family in _WITHOUT_BIASES and biases),
+        ("with heads that are together as wide as the hidden size alone", family == "olmo2" and not full_width),
+    ):
+        if found:
+            raise UsageError(f"GGUF: llama.cpp reads {family} models {said}")
     if config.experts is not None and (config.dense_layers or config.experts.weights != "sum"):
         raise UsageError("GGUF: llama.cpp knows Qwen3-MoE with experts in all layers and weights that sum to 1")
-    if family in ("qwen3", "qwen3moe") and config.attention_bias:
-        raise UsageError("GGUF: llama.cpp has no architecture with norms of queries and keys and with biases")
     return family
 
 

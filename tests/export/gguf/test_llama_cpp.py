@@ -44,6 +44,7 @@ MIXTRAL = {"mlp_kind": "experts", "experts": Experts(4, 4), "tie_word_embeddings
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"attention_bias": True},
+    "qwen2, pruned heads": {"attention_bias": True, "num_attention_heads": 2, "num_key_value_heads": 1},
     "qwen3": {"qk_norm": True, "tie_word_embeddings": False},
     "smollm3": {"num_hidden_layers": 4, "layer_types": (FULL, FULL, FULL, UNROTATED)},
     "gemma2": GEMMA2,
@@ -142,6 +143,15 @@ def test_what_llama_cpp_does_not_know_is_refused(tokenizer_directory: Path, tmp_
         (
             ({"num_hidden_layers": 4, "layer_types": (UNROTATED, FULL, FULL, FULL)}, "every fourth layer"),
             (OLMO2 | {"tie_word_embeddings": True}, "olmo2 models with a head of their own alone"),
+            (
+                OLMO2 | {"num_attention_heads": 2},
+                "olmo2 models with heads that are together as wide as the hidden size",
+            ),
+            (GEMMA2 | {"tie_word_embeddings": False}, "gemma2 models with a tied head alone"),
+            *(
+                (changes | {"attention_bias": True, "attention_output_bias": True}, "models without biases alone")
+                for changes in (OLMO2, GEMMA2, GEMMA3)
+            ),
             (MIXTRAL | {"layer_types": (SLIDING,) * 2, "sliding_window": 8}, "mixtral is not supported"),
             (QWEN3_MOE | {"experts": Experts(4, 2, weights="scores")}, "Qwen3-MoE with experts in all layers"),
             (GEMMA2 | {"logit_softcap": None}, "Gemma 2 with every second layer full, bounded"),
