@@ -5,10 +5,11 @@ Three steps lower it, each from the one before:
 
     gptq        columns one after the other, the rest moved by the Cholesky factor of H^-1
                 (https://arxiv.org/abs/2210.17323)
-    coordinate_descent     any single number moved to where the error is least, the others held (https://arxiv.org/abs/2309.01885)
+    coordinate_descent
+                each number in turn moved to where the error is least, the others held (https://arxiv.org/abs/2309.01885)
     fit_scales  all scales of a row at once, the whole numbers held: least squares with one unknown per block
 
-Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S numbers of a block.
+Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S numbers of a block, U unknowns a row, G or 2G.
 """
 
 from __future__ import annotations
