@@ -115,7 +115,7 @@ class StudentTraining:
         if directory is None:
             return None
         if processes.count() > 1:
-            raise UsageError("--signals is read by one process, not under torchrun; leave it out")
+            raise UsageError("--signals: several processes cannot read it; leave it out, or train in one process")
         wanted = wanted_info(self)
         if not (directory / SIGNALS).exists():
             make_teacher_cache(self, wanted, directory)
