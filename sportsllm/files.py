@@ -188,7 +188,7 @@ def describe(error: ValidationError) -> str:
         field = ".".join(map(str, item["loc"]))
         message = {"missing": "is missing", "extra_forbidden": "unknown field"}.get(item["type"])
         if message is None:
-            message = item["msg"].removeprefix("Value error, ")
+            message = clip(item["msg"].removeprefix("Value error, "), 200)
             if isinstance(item["input"], str | int | float | None):
                 message += f", not {clip(repr(item['input']))}"
         found.append(f"{clip(field)}: {message}" if field else message)

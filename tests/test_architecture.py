@@ -79,7 +79,7 @@ MOST_LINES = {
     "compress": 7_649,
     "export": 6_394,
     "benchmarks": 9_200,
-    "tests": 25_685,
+    "tests": 25_693,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -112,7 +112,7 @@ class Budget:
 class Bench:
     """The figures of a result that are shown: ms, s, bytes and tokens per second, None or empty if not measured."""
 
-    directory: str
+    directory: Annotated[str, Field(pattern=r"^[^\x00]*$")]
     tpot_ms: dict[_Tokens, Percentiles]
     ttft_ms: ByTokens = field(default_factory=dict)
     decode_tokens_per_s: ByTokens = field(default_factory=dict)

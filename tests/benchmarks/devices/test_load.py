@@ -108,6 +108,11 @@ def test_several_mistakes_are_one_line_by_field(tmp_path: Path) -> None:
         ("value = 7_590", "value = 75_900", "more than memory_total"),
         ("tpot_depth_tokens = 512", "tpot_depth_tokens = 100", "limits.tpot_depth_tokens"),
         ('value = 8_590\nunit = "MB"', 'value = 8_590\nunit = "GB/s"', "memory_total: is in 'GB/s'; give it in MB"),
+        (
+            'value = 8_590\nunit = "MB"',
+            f'value = 8_590\nunit = "{"x" * 999}"',
+            r"memory_total: is in 'xx.{1,200}give it in",
+        ),
         ("ttft_ms = 100", "ttft_ms = inf", "limits.ttft_ms"),
         ("tpot_p50_ms = 10", "tpot_p50_ms = 20", "the 95th percentile cannot be below"),
         ("quality_loss_percent = 1", "qualty_loss_percent = 1", "limits.qualty_loss_percent: unknown field"),

@@ -290,6 +290,9 @@ def test_inputs_that_are_no_stage_are_refused(tmp_path: Path) -> None:
     other.write_text("{}", encoding="utf-8")
     with pytest.raises(ArtifactError, match="not a result of `bench`"):
         collect([other])
+    other.write_text(json.dumps(bench_result("a\0b")), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="directory: "):
+        collect([other])
     with pytest.raises(UsageError, match="give stage directories"):
         collect([tmp_path / "absent"])
     with output_directory(tmp_path / "runs" / "export", Stage("export", {})):
