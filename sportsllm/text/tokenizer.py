@@ -163,8 +163,9 @@ class TextTokenizer:
     @property
     def turn_ends(self) -> list[int]:
         """The special token that the chat template ends a reply with, if it does: not every config.json names it."""
+        turns = ("user", "Hi"), ("assistant", "Hi"), ("user", "Hi")  # behind the last one Phi-3.5's also ends the text
         with suppress(ArtifactError):
-            (encoded,) = self.encode_documents([Conversation((("user", "Hi"), ("assistant", "Hi")))])
+            (encoded,) = self.encode_documents([Conversation(turns)])
             last = [token for token, scored in zip(encoded.ids, encoded.scored or [], strict=True) if scored][-1]
             return [last] if self._tokenizer.id_to_token(last) in self.special_texts else []
         return []

@@ -262,6 +262,13 @@ def test_text_that_spells_special_tokens_is_counted(
     assert "messages spell special tokens 2 times" in " ".join(capsys.readouterr().err.split())
 
 
+def test_the_token_that_ends_a_turn_is_not_that_of_the_text(tokenizer_directory: Path, tmp_path: Path) -> None:
+    special, template = TEMPLATES["chatml"]
+    template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    tokenizer = load_tokenizer(instruct(tokenizer_directory, tmp_path, special, template))
+    assert tokenizer.turn_ends == tokenizer.encode("<|im_end|>", special=True) != [tokenizer.end_id]
+
+
 def test_two_tokens_of_one_spelling_are_refused(chatml: TextTokenizer) -> None:
     assert chatml.directory is not None
     path = chatml.directory / "tokenizer.json"
