@@ -52,7 +52,7 @@ gpu-check: $(STAMP)
 CHECK     := runs/serve-check
 LLAMA_CPP ?= $(CHECK)/llama.cpp
 serve-check: $(KERNELS)
-	test -d $(CHECK)/lib || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(CHECK)/lib \
+	test -d $(CHECK)/lib || $(INSTALL) -c constraints.txt --target $(CHECK)/lib \
 		langchain-openai langchain-tests llm-comply "lm-eval[api]" openai schemathesis wget
 	test -d $(LLAMA_CPP) || git clone --quiet --depth 1 https://github.com/ggml-org/llama.cpp $(LLAMA_CPP)
 	$(BIN)/python -m tests.sportsllm.serving.load

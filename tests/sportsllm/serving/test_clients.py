@@ -48,7 +48,7 @@ def test_llm_comply(client: httpx.Client) -> None:
 def test_schemathesis_finds_no_server_error(client: httpx.Client) -> None:
     pytest.importorskip("schemathesis", reason="needs the package schemathesis")
     call = "from schemathesis.cli import schemathesis; schemathesis()"
-    options = ["run", f"{client.base_url}/openapi.json", "-n", "700", "-c", "not_a_server_error"]
+    options = ["run", f"{client.base_url}/openapi.json", "-n", "800", "-c", "not_a_server_error"]
     options += ["-w", "1", "--request-timeout", "120"]  # in threads, Python 3.11's parser fails in hypothesis
     done = subprocess.run([sys.executable, "-c", call, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
