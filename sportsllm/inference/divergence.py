@@ -14,7 +14,7 @@ import numpy.typing as npt
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.inference.decoder import Logits, log_probabilities
-from sportsllm.inference.scoring import TextScore, document_windows, ratio_interval, wilson_interval
+from sportsllm.inference.scoring import TextScore, document_windows, perplexity_of, ratio_interval, wilson_interval
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.conversations import Document
 from sportsllm.text.tokenizer import TextTokenizer
@@ -118,9 +118,9 @@ def compare_documents(
     low, high = wilson_interval(agreement, tokens)
     score = TextScore(float(own.sum()), tokens, text.bytes, tuple(own.tolist()))
     return score, Divergence(
-        base_perplexity=math.exp(float(theirs.sum()) / tokens),
-        perplexity_ratio=math.exp(float((own - theirs).sum()) / tokens),
-        perplexity_ratio_interval=None if ends is None else (math.exp(ends[0]), math.exp(ends[1])),
+        base_perplexity=perplexity_of(float(theirs.sum()) / tokens),
+        perplexity_ratio=perplexity_of(float((own - theirs).sum()) / tokens),
+        perplexity_ratio_interval=None if ends is None else (perplexity_of(ends[0]), perplexity_of(ends[1])),
         kl=float(every.mean(dtype=np.float64)),
         kl_interval=ratio_interval(distance.tolist(), text.tokens),
         kl_error=float(every.std(dtype=np.float64, ddof=1)) / math.sqrt(tokens) if tokens > 1 else math.inf,

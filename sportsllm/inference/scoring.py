@@ -45,7 +45,19 @@ class TextScore:
     @property
     def perplexity(self) -> float:
         """exp(mean nats per token); comparable only between models with one tokenizer."""
-        return math.exp(self.nats / self.tokens)
+        return perplexity_of(self.nats / self.tokens)
+
+
+def perplexity_of(nats: float) -> float:
+    """exp(mean nats per token), or a ratio of two perplexities for a difference.
+
+    Raises:
+        ArtifactError: the exponential exceeds every number.
+    """
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        raise ArtifactError(f"a loss of {nats:,.0f} nats per token has no perplexity; the model is damaged") from None
 
 
 def windows(length: int, context: int, stride: int | None = None) -> Iterator[tuple[int, int, int]]:
@@ -139,10 +151,9 @@ def score_documents(
 def ratio_interval(over: Sequence[float], under: Sequence[float]) -> tuple[float, float] | None:
     """95% interval of sum(over) / sum(under) by a paired bootstrap over documents; None for few documents.
 
-    Those without anything to score (`under` is 0) do not count. Pairs are resampled, so most of the variance between
-    documents cancels; the interval is the percentiles of the
-    resampled ratios (Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13; ratios of paired sums as
-    in https://aclanthology.org/W04-3250).
+    Documents without anything to score (`under` is 0) do not count. Pairs are resampled, so most of the variance
+    between documents cancels. The interval is the percentiles of the resampled ratios (Efron and Tibshirani 1993, An
+    Introduction to the Bootstrap, chapter 13; ratios of paired sums as in https://aclanthology.org/W04-3250).
     """
     pairs = np.array([pair for pair in zip(over, under, strict=True) if pair[1]], dtype=np.float64)
     if (size := len(pairs)) < LEAST_DOCUMENTS:

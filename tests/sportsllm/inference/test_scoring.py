@@ -110,6 +110,10 @@ def test_scores_that_are_no_numbers_are_refused(
     for flag, file in (("--text", corpus_file), ("--questions", questions)):
         cli.refuses(3, "the model's logits are not finite", "eval", tmp_path / "model", flag, file)
     cli.refuses(3, "the model's logits are not finite", "generate", tmp_path / "model", "--prompt", "The match")
+    model.model.norm.weight.data *= 1e-33
+    saved(tmp_path / "large", model, tokenizer_directory)
+    for more in ((), ("--against", tmp_path / "large")):
+        cli.refuses(3, "nats per token has no perplexity", "eval", tmp_path / "large", "--text", corpus_file, *more)
 
 
 def test_documents_with_nothing_to_score_give_no_interval() -> None:
