@@ -96,6 +96,7 @@ def architecture_of(config: ModelConfig) -> str:
         ("with a head of their own alone; this one's is tied", family in _UNTIED and config.tie_word_embeddings),
         ("with a tied head alone", family == "gemma2" and not config.tie_word_embeddings),
         ("without biases alone", family in _WITHOUT_BIASES and biases),
+        ("with biases alone", family == "gptneox" and not config.attention_bias),
         ("with heads that are together as wide as the hidden size alone", family == "olmo2" and not full_width),
     ):
         if found:

@@ -87,9 +87,9 @@ def check_kinds(config: ModelConfig, cache: str = "fp32", standard: bool = False
     if config.attention_kind not in CACHE_KINDS.get(cache, (config.attention_kind,)):
         raise UsageError(f"--kv-cache {cache}: attention of kind {config.attention_kind!r} has none; leave it out")
     if config.head_dim % HEAD_MULTIPLE and config.attention_kind in ("grouped_query", "selected") and not standard:
+        advice = "; use --format standard" if config.attention_kind == "grouped_query" else ""
         raise UsageError(
-            f"heads of {config.head_dim} channels: ONNX Runtime's attention takes multiples of {HEAD_MULTIPLE}; "
-            "use --format standard"
+            f"heads of {config.head_dim} channels: ONNX Runtime's attention takes multiples of {HEAD_MULTIPLE}{advice}"
         )
 
 

@@ -152,6 +152,7 @@ def test_what_llama_cpp_does_not_know_is_refused(tokenizer_directory: Path, tmp_
                 (changes | {"attention_bias": True, "attention_output_bias": True}, "models without biases alone")
                 for changes in (OLMO2, GEMMA2, GEMMA3)
             ),
+            (NEOX | {"attention_bias": False, "attention_output_bias": False}, "gptneox models with biases alone"),
             (MIXTRAL | {"layer_types": (SLIDING,) * 2, "sliding_window": 8}, "mixtral is not supported"),
             (QWEN3_MOE | {"experts": Experts(4, 2, weights="scores")}, "Qwen3-MoE with experts in all layers"),
             (GEMMA2 | {"logit_softcap": None}, "Gemma 2 with every second layer full, bounded"),
