@@ -77,9 +77,9 @@ LONGEST = 80
 MOST_LINES = {
     "sportsllm": 19_015,
     "compress": 7_649,
-    "export": 6_394,
-    "benchmarks": 9_200,
-    "tests": 25_704,
+    "export": 6_395,
+    "benchmarks": 9_210,
+    "tests": 25_709,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -91,7 +91,10 @@ def measure_sustained(asked: Specification) -> dict[str, Any]:
 
 
 def measure_texts(asked: Specification) -> dict[str, Any]:
-    """Load, then `time_text` of each kind: a match report again, the one behind it, and the model's own text."""
+    """Load, then `time_text` of each kind: a match report again, the one behind it, and the model's own text.
+
+    All are as long as the own text, which a slow model ends after `longest_text_s`.
+    """
     from sportsllm.simulator import simulate
     from sportsllm.text.tokenizer import load_tokenizer
 
@@ -100,7 +103,12 @@ def measure_texts(asked: Specification) -> dict[str, Any]:
     begin, count = [tokenizer.begin_id], min(FOLLOWED, (decoder.config.max_position_embeddings - 1) // 2)
     reports = tokenizer.encode("\n\n".join(simulate(asked["seed"], index).text for index in range(8)))
     first, second = reports[:count], reports[count : 2 * count]
-    own = list(generate(decoder, begin, count, Sampling(seed=asked["seed"])))
+    own, started = list[int](), time.perf_counter()
+    for token in generate(decoder, begin, count, Sampling(seed=asked["seed"])):
+        own.append(token)
+        if len(own) >= LEAST_STEPS and time.perf_counter() - started > asked["longest_text_s"]:
+            break
+    first, second = first[: len(own)], second[: len(own)]
     kinds = {"copying": (begin + first, first), "match reports": (begin + first, second), "open text": (begin, own)}
     return {**loaded, "texts": {kind: time_text(cast(Verifier, decoder), *text, asked) for kind, text in kinds.items()}}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.labels import MISSING
-from benchmarks.measure.worker import measure_texts, time_passes
+from benchmarks.measure.worker import LEAST_STEPS, measure_texts, time_passes
 from benchmarks.reporting.bench_tables import bench_tables
 from benchmarks.reporting.measured import as_bench
 from export.kernels import library as built
@@ -245,11 +245,14 @@ def test_bench_times_passes_and_says_what_they_would_gain(exports: Exports) -> N
 def test_bench_writes_kinds_of_text_with_and_without_lookup(exports: Exports, tmp_path: Path) -> None:
     shutil.copytree(exports(bits=4, vocab_size=512).directory, tmp_path, dirs_exist_ok=True)
     shutil.copy(STORIES / "tokenizer.json", tmp_path)
-    found = measure_texts({"directory": str(tmp_path), "threads": 1, "seed": 0, "seconds_per_text": 0.0})["texts"]
+    asked = {"directory": str(tmp_path), "threads": 1, "seed": 0, "seconds_per_text": 0.0, "longest_text_s": 60.0}
+    found = measure_texts(asked)["texts"]
     assert list(found) == ["copying", "match reports", "open text"]
     for text in found.values():
         assert 0 <= text["accepted"] <= text["proposed"] and text["tokens_per_s"] > 0 < text["plain_tokens_per_s"]
         assert text["tokens"] / text["tokens_per_pass"] == pytest.approx(text["tokens"] - text["accepted"])
+    slow = measure_texts(asked | {"longest_text_s": 0.0})["texts"].values()
+    assert {text["tokens"] for text in slow} == {LEAST_STEPS - 1}, "a slow model writes shorter texts"
     assert found["copying"]["tokens_per_pass"] > max(4, found["match reports"]["tokens_per_pass"])
     texts = {"copying": {"proposed": 8, "accepted": 6, "tokens_per_pass": 4.0, "tokens_per_s": 900.0}}
     tables = bench_tables(as_bench({"directory": "x", "tpot_ms": {}, "texts": texts}))
