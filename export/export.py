@@ -113,7 +113,7 @@ def export(
         format=format,
         dtype=dtype,
         kv_cache=kv_cache,
-        given=CalibrationText(tuple(calibration or ()), reading=take_reading(found, checkpoint)),
+        given=CalibrationText(tuple(calibration or ()), found.get("samples"), reading=take_reading(found, checkpoint)),
         inline=bool(found.get("inline")),
         threads=threads,
         provider=provider,

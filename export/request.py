@@ -77,6 +77,7 @@ class ExportRequest:
             "inline": self.inline,
             "transformers_js": self.format == "web" and bool(library_files()),
             "calibration": [str(path) for path in self.text.files],
+            "samples": self.text.samples,
             "rope_scaling": rope_scaling,
         }
         return {
@@ -106,10 +107,11 @@ def _excluded(request: ExportRequest) -> Iterator[tuple[str, bool]]:
     """Parameters that exclude each other: what to say, and whether they are given."""
     kind, cache = request.format, request.kv_cache
     elsewhere = not find_provider(request.provider).is_cpu
-    yield (
-        "--calibration is for --kv-cache int8 and GGUF's --dtype q4_k_m and the like; leave it out, or add one of them",
-        bool(request.given.files) and cache != "int8" and request.mix is None,
-    )
+    for flag, given in {"--calibration": request.given.files, "--set samples": request.given.samples}.items():
+        yield (
+            f"{flag} is for --kv-cache int8 and GGUF's --dtype q4_k_m and the like; leave it out, or add one of them",
+            bool(given) and cache != "int8" and request.mix is None,
+        )
     for flag, given in {"--kv-cache": cache is not None, "--provider": elsewhere, "--set": request.inline}.items():
         yield f"{flag} is for ONNX graphs; leave it out, or --format gguf", given and kind == "gguf"
     yield (

@@ -106,6 +106,7 @@ SHAPE: Group = {
 }
 EXPORT: Group = {
     "inline": Setting(bool, "Write a graph without ONNX functions, which the kernels cannot run", "false"),
+    "samples": Setting(int, "Calibration samples", "64 for GGUF's block types, 16 for an INT8 cache", 1),
 }
 BENCH: Group = {
     "rounds": Setting(int, "Fresh processes per figure", "5", 1),

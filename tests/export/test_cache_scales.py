@@ -50,9 +50,10 @@ def test_silent_channels_keep_a_scale_above_zero() -> None:
 
 def test_the_command_measures_on_text(checkpoint: Path, exported: Path, corpus_file: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"threads": 1, "kv_cache": "int8", "calibration": [corpus_file]}
-    result = sportsllm.export(checkpoint, out=tmp_path / "out", **options)
+    result = sportsllm.export(checkpoint, out=tmp_path / "out", settings=["samples=8"], **options)
     assert result.kv_cache == "int8" and result.parity["passed"]
-    assert read_manifest(tmp_path / "out").settings["kv_cache"] == "int8"
+    made = read_manifest(tmp_path / "out").settings
+    assert made["kv_cache"] == "int8" and made["samples"] == 8
     plain = OnnxDecoder(tmp_path / "out", 1).logits([5, 6, 7, 8])
     full = OnnxDecoder(exported, 1).logits([5, 6, 7, 8])
     assert 0 < np.abs(plain - full).max() < 0.1 * full.std()
@@ -79,6 +80,7 @@ def test_without_text_the_model_writes_its_own(
     [
         ({"calibration": ["matches"]}, UsageError, "is for `kv_cache` int8"),
         ({"kv_cache": "fp16", "calibration": ["matches"]}, UsageError, "is for `kv_cache` int8"),
+        ({"settings": ["samples=4"]}, UsageError, "samples is for `kv_cache` int8"),
         ({"kv_cache": "int8", "calibration": ["nothing.txt"]}, ArtifactError, "nothing.txt"),
     ],
 )
