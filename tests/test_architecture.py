@@ -75,7 +75,7 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_016,
+    "sportsllm": 19_017,
     "compress": 7_649,
     "export": 6_397,
     "benchmarks": 9_210,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path, PurePath
 
 from sportsllm.errors import ArtifactError
@@ -167,7 +168,7 @@ def _cell(text: object) -> str:
 
 def _digits(value: float) -> str:
     """Three significant digits, without an exponent."""
-    return f"{float(f'{value:.3g}'):,g}"
+    return f"{Decimal(f'{value:.3g}'):,f}"
 
 
 def _texts(paths: Sequence[str] | str) -> str:

@@ -25,7 +25,7 @@ from tests.support.training import options_of
 BENCH: dict[str, Any] = {
     "runtime": "onnxruntime",
     "threads": 2,
-    "ttft_ms": {"128": 4.5, "512": 2025.0},
+    "ttft_ms": {"128": 4.5, "512": 2_025_000.0},
     "tpot_ms": {"32": {"p50": 0.5}, "512": {"p50": 0.75}},
     "peak_rss_bytes": 80_000_000,
     "clean": False,
@@ -130,7 +130,7 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dic
     scored.write_text(json.dumps({"directory": str(line["tuned"]), **figures}), encoding="utf-8")
     write_card(onnx, [bench, scored])
     card = (onnx / "README.md").read_text(encoding="utf-8")
-    assert "| A Processor | 4.5 | 2,020 | 0.5 | 0.75 | 80 |" in card and "other programs disturbed it" in card
+    assert "| A Processor | 4.5 | 2,020,000 | 0.5 | 0.75 | 80 |" in card and "other programs disturbed it" in card
     assert (
         "| `measured` | 1.2500 | `wiki/valid.jsonl` |" in card and "| `large` | 1.2000 | `wiki/valid.jsonl` |" in card
     )
@@ -148,7 +148,7 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dic
     bench.write_text(json.dumps({**BENCH, "directory": str(onnx), "budget": None}), encoding="utf-8")
     result = sportsllm.report([onnx, line["int4"], bench], tmp_path / "report.md", cards=True)
     assert result.cards == [onnx / "README.md"]
-    assert "| A Processor | 4.5 | 2,020 | 0.5 | 0.75 | 80 |" in (onnx / "README.md").read_text(encoding="utf-8")
+    assert "| A Processor | 4.5 | 2,020,000 | 0.5 | 0.75 | 80 |" in (onnx / "README.md").read_text(encoding="utf-8")
     assert verify_directory(onnx)[1] == [] and digest(onnx) == before
 
 
