@@ -112,7 +112,8 @@ def _excluded(request: ExportRequest) -> Iterator[tuple[str, bool]]:
             f"{flag} is for --kv-cache int8 and GGUF's --dtype q4_k_m and the like; leave it out, or add one of them",
             bool(given) and cache != "int8" and request.mix is None,
         )
-    for flag, given in {"--kv-cache": cache is not None, "--provider": elsewhere, "--set": request.inline}.items():
+    graphs = {"--kv-cache": cache is not None, "--provider": elsewhere, "--set inline": request.inline}
+    for flag, given in graphs.items():
         yield f"{flag} is for ONNX graphs; leave it out, or --format gguf", given and kind == "gguf"
     yield (
         f"--format standard with --kv-cache {cache}: no standard operator reads such a cache; leave one of them out",

@@ -93,6 +93,7 @@ REFUSED: list[tuple[str | dict[str, Any], dict[str, Any], str]] = [
     ({}, {"kv_cache": "int4"}, "`kv_cache` 'int4'"),
     ({}, WEB | {"kv_cache": "fp16"}, "`format` web with `kv_cache` fp16"),
     ({}, STANDARD | INT8, "`format` standard with `kv_cache` int8.*leave one"),
+    ({}, {"format": "gguf", "settings": {"inline": True}}, "`settings` inline is for ONNX graphs"),
     ({}, STANDARD | {"kv_cache": "fp16"}, "no standard operator reads such a cache"),
 ]
 
