@@ -76,10 +76,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 19_017,
-    "compress": 7_649,
+    "compress": 7_654,
     "export": 6_398,
     "benchmarks": 9_210,
-    "tests": 25_712,
+    "tests": 25_719,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -24,6 +24,7 @@ from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import check_names, load_block, load_last_norm, load_positions, load_table
 from sportsllm.formats.safetensors import TensorFiles
+from sportsllm.inference.decoder import require_finite
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import EMBEDDING, HEAD, input_groups
 from sportsllm.models.language_model import Block, first_positions, rope_of
@@ -156,6 +157,9 @@ def _last_gradients(
     """(R, 1, T, D) for each chunk: gradients of the log probability of R draws by the states after the last layer.
 
     With logits W h the gradient by h is W[drawn] - sum over v of p(v) W[v], and its second term serves all draws.
+
+    Raises:
+        ArtifactError: the logits are not finite.
     """
     norm, cap = load_last_norm(tensors, model).to(device), model.logit_softcap
     draw = torch.Generator().manual_seed(seed)
@@ -166,6 +170,7 @@ def _last_gradients(
             normed_BTD = norm(last_BTD)
         logits_TV = softcapped(F.linear(normed_BTD[0], head_VD), cap)
         slope_TV = None if cap is None else 1 - (logits_TV / cap).square()
+        require_finite(float(logits_TV.max()))
         p_TV = logits_TV.log_softmax(-1).exp_()
         del logits_TV
         p_here_TV = p_TV.cpu()  # so that all devices draw the same

@@ -125,6 +125,13 @@ def test_the_stage_keeps_the_budget_and_its_export_is_faithful(
     assert sportsllm.export(tmp_path / "out", out=tmp_path / "onnx", threads=1).parity["passed"]
 
 
+def test_logits_that_overflow_are_refused(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.model.layers[1].post_attention_layernorm.weight.data.mul_(1e30)
+    with pytest.raises(ArtifactError, match="logits are not finite"):
+        measure_groups(saved(tmp_path, model), model.config, QuantizationConfig(), [torch.arange(64)[None]])
+
+
 def test_a_size_without_calibration_reads_few_samples(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     text, budget = CalibrationText((corpus_file,)), SizeBudget(bits_per_weight=6.5)
     result = quantize_checkpoint(checkpoint, tmp_path / "out", method="mse", text=text, budget=budget)
