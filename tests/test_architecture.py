@@ -75,11 +75,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_017,
-    "compress": 7_654,
+    "sportsllm": 19_023,
+    "compress": 7_656,
     "export": 6_398,
     "benchmarks": 9_210,
-    "tests": 25_719,
+    "tests": 25_734,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -24,6 +24,7 @@ from sportsllm.formats.artifact import Stage, partial_directory, replace_state, 
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import directory_bytes
+from sportsllm.inference.decoder import require_finite
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.processors import training_device
 from sportsllm.text.documents import held_out_setting
@@ -111,6 +112,7 @@ def _stored_rows(
             for start in range(0, info.sequence, _AT_ONCE):
                 count = min(_AT_ONCE, info.sequence - start)
                 logits_NV = logits(place * info.sequence + start, count).div_(info.temperature)
+                require_finite(float(logits_NV.max()))
                 chunks.append(sample_sparse(torch.softmax(logits_NV, dim=-1), rng))
             yield {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         bar.advance(len(part) * info.sequence)

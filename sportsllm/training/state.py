@@ -22,6 +22,7 @@ from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
 from sportsllm.files import STATE_DIRECTORY, JsonObject, read_json
 from sportsllm.formats.artifact import LAUNCHES, STATE_FILE, replace_state
 from sportsllm.formats.checkpoint import save_tensors
+from sportsllm.inference.decoder import require_finite
 from sportsllm.inference.scoring import TextScore, ratio_interval, score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
@@ -121,13 +122,18 @@ class RunState:
     best: dict[str, Tensor] | None = None
 
     def start(self, validation: Validation) -> float | None:
-        """Score weights that are useful before the first step: for the report, and as step 0."""
+        """Score weights that are useful before the first step: for the report, and as step 0.
+
+        Raises:
+            ArtifactError: the score is not finite.
+        """
         if not validation.keep_start:
             return None
         log("scoring held-out text before training")
         if validation.reported:
             self.nats_before = validation.before(self.model)
-        return self.consider(validation)
+        require_finite(score := self.consider(validation))
+        return score
 
     def consider(self, validation: Validation) -> float:
         """Score the current weights and keep them if they are the best; returns the score."""

@@ -294,3 +294,11 @@ def test_damaged_directories_are_refused(made: Path, checkpoint: Path, corpus_fi
         (copied / "signals.json").write_text(json.dumps(info | change), encoding="utf-8")
         with pytest.raises(ArtifactError, match=message):
             opened(checkpoint, corpus_file, copied)
+
+
+def test_signals_of_logits_that_overflow_are_refused(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    model = load_checkpoint(checkpoint)
+    model.model.norm.weight.data *= 1e38
+    save_checkpoint(tmp_path, model, checkpoint)
+    with pytest.raises(ArtifactError, match="logits are not finite"):
+        opened(tmp_path, corpus_file, tmp_path / "signals")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compress import prune, quantize
-from sportsllm.errors import DivergedError, InterruptedRun
+from sportsllm.errors import ArtifactError, DivergedError, InterruptedRun
 from sportsllm.inference.scoring import TextScore
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.results import TrainingResult
@@ -100,6 +100,13 @@ def test_a_fresh_start_is_not_scored(batches: PackedSequences, tmp_path: Path) -
     validation = Validation(scripted([2.0], seen), reported)
     assert train_model(fresh(), batches, language_model_loss, config, tmp_path, validation=validation).best_step == 4
     assert len(seen) == 1
+
+
+def test_a_start_without_a_score_is_refused(batches: PackedSequences, tmp_path: Path) -> None:
+    """No step would be better than nan."""
+    validation = Validation(scripted([math.nan], []), reported, keep_start=True)
+    with pytest.raises(ArtifactError, match="logits are not finite"):
+        train_model(fresh(), batches, language_model_loss, CONFIG, tmp_path, validation=validation)
 
 
 def test_a_run_that_diverges_keeps_the_best_so_far(batches: PackedSequences, tmp_path: Path) -> None:
