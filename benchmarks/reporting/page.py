@@ -122,7 +122,8 @@ def savings_line(stages: Sequence[StageSummary]) -> str | None:
         before, after = old["bits_per_byte"], new["bits_per_byte"]
         change = f"{abs(100 * (after / before - 1)):.1f}% {'more' if after > before else 'fewer'}"
         parts.append(f"{change} bits per byte ({bits(after)} against {bits(before)})")
-    verdict = "" if last.verdict is None else f"; verdict on its budget: {last.verdict}"
+    budget = None if last.bench is None else last.bench.budget
+    verdict = "" if budget is None else f"; budget of {budget.target}: {budget.verdict}"
     return f"{last.name} against {first.name}: {', '.join(parts)}{verdict}" if parts else None
 
 
