@@ -274,8 +274,8 @@ def _print(result: QuantizeResult) -> None:
     bits = result.bits
     lines = [
         f"{result.out}: {result.parameters:,} parameters in {result.size_bytes / 1e6:.2f} MB, INT{bits} groups of "
-        f"{result.group_size} by {result.method}, {result.bits_per_weight:.2f} bits per weight with scales, "
-        f"embedding and head {result.head_bits} bits"
+        f"{result.group_size} by {result.method}, {result.bits_per_weight:.2f} bits per weight of the layers "
+        f"with scales; embedding and head: {result.head_bits} bits"
     ]
     if (result.padding_percent or 0.0) >= PADDING_NOTED:
         lines.append(
