@@ -78,7 +78,7 @@ MOST_LINES = {
     "sportsllm": 19_023,
     "compress": 7_656,
     "export": 6_398,
-    "benchmarks": 9_211,
+    "benchmarks": 9_212,
     "tests": 25_734,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""

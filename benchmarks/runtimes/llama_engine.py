@@ -8,6 +8,7 @@ those of a context begin with its length in tokens. Imports only numpy beside th
 from __future__ import annotations
 
 import ctypes as c
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -78,7 +79,7 @@ def library() -> Any:
     return found
 
 
-class Engine:
+class Engine(ABC):
     """A GGUF file in an engine that reads at most `at_once` tokens at a time.
 
     Attributes:
@@ -88,12 +89,12 @@ class Engine:
     at_once: int
     shape: dict[str, int]
 
+    @abstractmethod
     def read(self, tokens: Sequence[int], start: int = 0, every: bool = False) -> npt.NDArray[np.float32]:
         """Logits of the last token or of every one, (T, V), overwritten by the next call.
 
         `start` is the position of the first token, 0 for a new text.
         """
-        raise NotImplementedError
 
     def read_all(self, tokens: Sequence[int], every: bool = False) -> Iterator[npt.NDArray[np.float32]]:
         """`read` of a whole text, `at_once` tokens at a time."""
