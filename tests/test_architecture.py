@@ -75,7 +75,7 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_023,
+    "sportsllm": 19_033,
     "compress": 7_656,
     "export": 6_398,
     "benchmarks": 9_212,

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from numbers import Real
 
 from sportsllm.errors import UsageError
 from sportsllm.models import description
+from sportsllm.models.field_checks import check_choice, check_field, check_size
 from sportsllm.models.kinds import ATTENTION, FEED_FORWARD
 from sportsllm.models.rope import RopeScaling
 
@@ -30,18 +29,6 @@ DIMENSIONS = {
 }
 """Each dimension of a shape, as flags and files name it, and the field of `ModelConfig` that it is."""
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-MOST_LAYERS = 2**12
-_BOUNDS = {
-    "vocab_size": (1, 2**24),
-    "max_position_embeddings": (2, 2**24),
-    "num_hidden_layers": (1, MOST_LAYERS),
-    "dense_layers": (0, MOST_LAYERS),
-    "sliding_window": (1, 2**24),
-    "bos_token_id": (0, 2**24),
-    "eos_token_id": (-1, 2**24),  # some models without such a token have -1
-    "pad_token_id": (-1, 2**24),
-}
-"""Least and most of a whole number, 1 to 2**20 if not given: a damaged file ends in a line and not in a full memory."""
 _ROTARY_NUMBERS = 2**29  # of the cosine and sine tables together
 _WHOLE = {"layer_types": None, "rotary_dim": None, "attention_softcap": None}
 _PLAIN = {"qk_norm": False, "attention_bias": False, "attention_output_bias": False, **_WHOLE}
@@ -54,44 +41,6 @@ _REQUIRED: dict[str, dict[str, object]] = {
 }  # fmt: skip
 """By kind of attention, the values that fields must have."""
 _CHOICES = {"norm_kind": ("rms", "layer"), "position_kind": ("rotary", "learned", "none")}
-
-
-def check_size(name: str, value: object, least: int = 1, most: int = 2**20) -> None:
-    """Refuse what is no whole number in a range."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise UsageError(f"config: {name} is {value!r}; it must be a whole number from {least} to {most:,}")
-
-
-def _check_field(name: str, value: object, declared: str) -> None:
-    """Refuse a value of a field that is not of the type that it is declared as."""
-    kind = declared.removesuffix(" | None")
-    if value is None and kind != declared:
-        return
-    if kind.startswith("int"):
-        for each in value if isinstance(value, tuple) and "tuple" in kind else (value,):
-            check_size(name, each, *_BOUNDS.get(name, (1, 2**20)))
-        return
-    match kind:
-        case "bool":
-            fits, words = isinstance(value, bool), "true or false"
-        case "float":
-            fits = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-            words = "a finite number"
-        case "str":
-            fits, words = isinstance(value, str), "a text"
-        case "tuple[str, ...]":
-            fits = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
-            words = "a list of texts"
-        case _:  # a record, which checks itself
-            return
-    if not fits:
-        raise UsageError(f"config: {name} is {value!r}; it must be {words}")
-
-
-def check_choice(name: str, value: str, known: Sequence[str]) -> None:
-    """Refuse what is none of the known values."""
-    if value not in known:
-        raise UsageError(f"config: {name} is {value!r}; use one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -260,7 +209,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            _check_field(field.name, getattr(self, field.name), str(field.type))
+            check_field(field.name, getattr(self, field.name), str(field.type))
         if self.max_position_embeddings * self.head_dim > _ROTARY_NUMBERS:
             raise UsageError(
                 f"config: max_position_embeddings is {self.max_position_embeddings:,}; with head_dim {self.head_dim} "

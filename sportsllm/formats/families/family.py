@@ -8,7 +8,8 @@ from typing import Any
 
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, clip
-from sportsllm.models.config import FULL, MOST_LAYERS, SLIDING, ModelConfig, check_size
+from sportsllm.models.config import FULL, SLIDING, ModelConfig
+from sportsllm.models.field_checks import MOST_LAYERS, check_size
 
 ORIGINAL_CONTEXT = "original_max_position_embeddings"
 """A field that `transformers` reads for longrope, besides the one in `rope_scaling`."""
