@@ -79,7 +79,7 @@ MOST_LINES = {
     "compress": 7_656,
     "export": 6_398,
     "benchmarks": 9_212,
-    "tests": 25_734,
+    "tests": 25_408,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -3,7 +3,6 @@
 import dataclasses
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,35 +83,6 @@ def test_a_draft_proposes_and_the_tokens_are_the_same(exports: Exports, monkeypa
     monkeypatch.setattr(alike, "prefill", lambda *given, **more: calls.append(1) or prefill(*given, **more))
     list(generate(decoder, [9, 8, 7], 60, Sampling(0), draft=alike))
     assert calls == [1]
-
-
-def test_a_draft_leaves_the_distribution_of_sampled_texts(exports: Exports, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chi-square of 2,800 texts against the product of the model's own probabilities, at 0.1% significance.
-
-    Its power is 99.9% if the chances of texts are off by a quarter (root mean square), 97% if by a fifth.
-    """
-    decoder = OnnxDecoder(exports(**SETTINGS[0]).directory, 1, kernels="native")
-    draft = OnnxDecoder(exports(bits=8, asymmetric=True).directory, 1)
-    sampling, prompt, length, count = Sampling(1.3, top_k=2, top_p=1.0), [1, 2, 3], 6, 2800
-    made = list[DraftLookup]()
-    monkeypatch.setattr(decoder_module, "DraftLookup", lambda *given: made.append(DraftLookup(*given)) or made[-1])
-    seeded = (dataclasses.replace(sampling, seed=seed) for seed in range(count))
-    drawn = Counter(tuple(generate(decoder, prompt, length, each, draft=draft)) for each in seeded)
-
-    chances = {(): 1.0}
-    for _ in range(length):
-        longer = dict[tuple[int, ...], float]()
-        for text, chance in chances.items():
-            logits = decoder.logits([*prompt, *text])[-1].astype(np.float64)
-            two = np.argsort(-logits)[:2]
-            odds = np.exp((logits[two] - logits[two[0]]) / sampling.temperature)
-            longer |= {(*text, int(token)): chance * odd / odds.sum() for token, odd in zip(two, odds, strict=True)}
-        chances = longer
-    assert len(chances) == 64 and drawn.keys() <= chances.keys() and min(chances.values()) * count > 5
-    statistic = sum((drawn[text] - count * chance) ** 2 / (count * chance) for text, chance in chances.items())
-    spread = 2 / (9 * 63)
-    assert statistic < 63 * (1 - spread + 3.09 * spread**0.5) ** 3  # Wilson-Hilferty, 63 degrees of freedom
-    assert sum(each.accepted for each in made) > 1000
 
 
 def test_a_draft_reads_a_prompt_in_chunks_between_tokens(exports: Exports, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 import math
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from threading import Event
 
 import numpy as np
@@ -10,22 +9,12 @@ import torch
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.inference.batch_sampling import sample_texts
-from sportsllm.inference.decoder import Sampling, choose, draw, generate, open_decoder, penalize, probabilities, until
+from sportsllm.inference.decoder import Sampling, draw, generate, penalize, probabilities, until
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.models import tiny_model
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], dtype=np.float32))
-
-
-def test_top_k_top_p_and_temperature_by_hand() -> None:
-    assert probabilities(LOGITS, Sampling(1.0, 0, 1.0)) == pytest.approx([0.4, 0.3, 0.2, 0.06, 0.04], abs=1e-6)
-    assert probabilities(LOGITS, Sampling(1.0, 2, 1.0)) == pytest.approx([4 / 7, 3 / 7, 0, 0, 0], abs=1e-6)
-    # 0.4 + 0.3 misses 0.75, so the third token is in.
-    assert probabilities(LOGITS, Sampling(1.0, 0, 0.75)) == pytest.approx([4 / 9, 3 / 9, 2 / 9, 0, 0], abs=1e-6)
-    squared = np.array([0.16, 0.09, 0.04, 0.0036, 0.0016])
-    assert probabilities(LOGITS, Sampling(0.5, 0, 1.0)) == pytest.approx(squared / squared.sum(), abs=1e-6)
 
 
 def test_sampling_agrees_with_transformers_filters() -> None:
@@ -69,17 +58,6 @@ def test_a_draw_inverts_the_cumulative_distribution() -> None:
     assert draw(certain, Sampling(1.0, 0, 1.0), np.array([np.nextafter(1.0, 0.0)])) == [1]  # never what has no chance
 
 
-def test_greedy_and_seed() -> None:
-    rng = np.random.default_rng(0)
-    assert choose(LOGITS, [], Sampling(temperature=0), rng) == 0
-    draws = [
-        [choose(LOGITS, [], Sampling(1.0, 0, 1.0), np.random.default_rng(s)) for s in range(400)] for _ in range(2)
-    ]
-    assert draws[0] == draws[1]
-    share = draws[0].count(0) / 400
-    assert abs(share - 0.4) < 0.15  # six standard deviations
-
-
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(), Sampling(1.0, 0, 1.0)], ids=str)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_not_finite_are_refused(value: float, sampling: Sampling) -> None:
@@ -112,30 +90,6 @@ def test_context_is_the_limit() -> None:
     assert len(list(generate(decoder, [0] * 120, 100, Sampling(temperature=0)))) == 8
     with pytest.raises(UsageError, match="context is 128"):
         list(generate(decoder, [0] * 128, 1, Sampling()))
-
-
-def test_stories260k_greedy_text(stories: Path) -> None:
-    decoder = open_decoder(stories)
-    tokenizer = load_tokenizer(stories, decoder.config)
-    prompt = [tokenizer.begin_id, *tokenizer.encode("Once upon a time")]
-    text = "".join(tokenizer.decode_stream(prompt, generate(decoder, prompt, 55, Sampling(temperature=0))))
-    assert text.startswith(
-        ", there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, red ball."
-    )
-
-
-def test_sequences_of_one_length_are_decoded_as_a_batch() -> None:
-    """Lengths may differ; each sequence gets the logits of the whole text read at once."""
-    model = tiny_model()
-    decoder = TorchDecoder(model)
-    rows = [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
-    logits = decoder.prefill(rows, max_length=8)
-    for new in ([10, 11, 12, 13], [14, 15, 16, 17]):
-        logits = decoder.step(new)
-        rows = [[*row, token] for row, token in zip(rows, new, strict=True)]
-    with torch.inference_mode():
-        expected = torch.cat([model(torch.tensor([row]))[:, -1] for row in rows])
-    np.testing.assert_allclose(logits, expected.numpy(), atol=1e-4)
 
 
 def test_any_cut_gives_the_text_before_the_first_stop_and_no_piece_later() -> None:
@@ -187,26 +141,6 @@ def test_a_row_in_a_batch_of_other_lengths_equals_the_row_alone() -> None:
         alone(model, prompt, stops, row) for prompt, row in zip(prompts, uniform, strict=True)
     ]
     assert len({len(text.tokens) for text in found}) > 5 and {text.ended for text in found} == {True, False}
-
-
-def test_what_is_written_follows_the_models_probabilities() -> None:
-    # One prompt, many rows: the second token drawn must be distributed as softmax(model) says.
-    model = tiny_model(3, vocab_size=16).eval()
-    with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(0.3)  # so that several tokens are likely, and none surely
-    rows = 4_000
-    uniform = np.random.default_rng(0).random((rows, 5))
-    text = np.array([text.tokens for text in sample_texts(model, [[5, 5, 5]] * rows, [], PLAIN, uniform)])
-    common = np.bincount(text[:, 3]).argmax()
-    second = text[text[:, 3] == common, 4]
-    with torch.no_grad():
-        expected = torch.softmax(model(torch.tensor([[5, 5, 5, common]]))[0, -1].double(), -1).numpy()
-    counts = np.bincount(second, minlength=16)
-    # Chi-squared with 15 degrees of freedom is above 45 once in ten thousand draws.
-    enough = expected * len(second) > 5
-    assert enough.sum() >= 4
-    statistic = ((counts - expected * len(second)) ** 2 / (expected * len(second)))[enough].sum()
-    assert statistic < 45
 
 
 def test_a_cancelled_batch_stops_at_once() -> None:

@@ -16,7 +16,6 @@ from sportsllm.inference.scoring import (
     score_documents,
     windows,
 )
-from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.command_line import CommandLine
@@ -72,16 +71,6 @@ def test_stories260k_has_its_published_perplexity(stories: Path) -> None:
     score = score_documents(decoder, tokenizer, beginnings)
     assert score.perplexity == pytest.approx(4.66, abs=0.05)
     assert score.bits_per_byte == pytest.approx(1.115, abs=0.005)
-
-
-def test_batched_scores_do_not_depend_on_their_neighbours() -> None:
-    decoder = TorchDecoder(tiny_model())
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(0, 384, size=n).tolist() for n in (2, 100, 1, 37)]
-    together, alone = decoder.score(rows), [decoder.score([row])[0] for row in rows]
-    for a, b, row in zip(together, alone, rows, strict=True):
-        assert len(a) == len(row) - 1
-        assert np.allclose(a, b, atol=1e-5)
 
 
 def test_choices_are_compared_per_byte(checkpoint: Path) -> None:

@@ -12,10 +12,7 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, load_config, to_hf
 from sportsllm.models.config import Experts
 from sportsllm.models.description import (
-    block_matrices,
-    block_units,
     check_parameters,
-    input_groups,
     matrix_shapes,
     parameters,
 )
@@ -26,8 +23,7 @@ from sportsllm.models.training_memory import layer_activation_bytes
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.settings import TrainConfig
-from tests.support import gelu_kind
-from tests.support.models import saved, tiny_config, tiny_model
+from tests.support.models import saved, tiny_config
 
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -49,36 +45,6 @@ def test_the_description_is_the_model(changes: dict[str, Any]) -> None:
     assert config.parameters == sum(p.numel() for p in model.parameters())
     matrices = [name for name in matrix_shapes(config, layers_only=True) if not name.endswith(f"mlp.{ROUTER}")]
     assert len(block_weights(model)) == len(matrices)
-
-
-def test_inputs_units_and_sources_belong_together() -> None:
-    config = tiny_config()
-    assert [[m.name for m in group] for group in input_groups(config)] == [
-        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        ["self_attn.o_proj"],
-        ["mlp.gate_proj", "mlp.up_proj"],
-        ["mlp.down_proj"],
-    ]
-    units = block_units(config)
-    for matrix in block_matrices(config):
-        assert matrix.rows == units[matrix.row_unit].count * units[matrix.row_unit].size
-        assert matrix.columns == units[matrix.column_unit].count * units[matrix.column_unit].size
-        assert getattr(config, units[matrix.row_unit].field) == units[matrix.row_unit].count
-        assert matrix.scale_source in {None, *(m.name for m in block_matrices(config))}
-
-
-def test_inputs_named_alike_are_the_same_tensor() -> None:
-    model = tiny_model()
-    seen: dict[str, torch.Tensor] = {}
-    block = model.model.layers[0]
-    for matrix in block_matrices(model.config):
-        block.get_submodule(matrix.name).register_forward_pre_hook(
-            lambda _module, args, name=matrix.name: seen.update({name: args[0]})
-        )
-    model(torch.tensor([[5, 6, 7]]))
-    for group in input_groups(model.config):
-        assert all(seen[matrix.name] is seen[group[0].name] for matrix in group)
-    assert len({id(seen[group[0].name]) for group in input_groups(model.config)}) == 4
 
 
 def test_what_no_kind_describes_is_refused_by_name() -> None:
@@ -117,10 +83,3 @@ def test_a_config_of_our_own_layout(gelu: str) -> None:
     assert data["model_type"] == "sportsllm" and config_from_hf(data) == config
     with pytest.raises(ArtifactError, match="unknown field 'router'"):
         config_from_hf(data | {"router": 1})
-
-
-def test_without_its_kind_a_checkpoint_is_refused() -> None:
-    with gelu_kind.registered() as name:
-        data = to_hf(tiny_config(mlp_kind=name))
-    with pytest.raises(ArtifactError, match="mlp_kind is 'erf_gelu'; use one of swiglu"):
-        config_from_hf(data)

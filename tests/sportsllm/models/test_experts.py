@@ -10,7 +10,6 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from benchmarks.flops import matmul_parameters
-from sportsllm.errors import UsageError
 from sportsllm.models import memory as size
 from sportsllm.models.config import Experts
 from sportsllm.models.experts import BIAS_STEP, balance_biases, imbalance, pop_expert_load, route
@@ -21,7 +20,7 @@ from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.text.tokens import tokenize
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.settings import TrainConfig
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import tiny_model
 
 
 def model_with(dense: bool = False, **changes: Any) -> Any:
@@ -78,20 +77,6 @@ def test_training_memory_lies_between_that_of_like_layers() -> None:
     assert 3 * found == pytest.approx(least + 2 * most)  # both without what is no layer's: the last norm, the tables
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"dense_layers": 2}, "dense_layers is 2; of a mixture of experts the first 1 to 1 layers"),
-        ({"dense_layers": 1}, "dense_intermediate_size is None"),
-        ({"dense_layers": 1, "experts": None, "mlp_kind": "swiglu"}, "dense_layers is 1; of a mixture"),
-        ({"dense_intermediate_size": 96}, "dense_layers is 0; of a mixture"),
-    ],
-)
-def test_impossible_dense_layers_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        tiny_config(**{"mlp_kind": "experts", "experts": Experts(4, 2)} | changes)
-
-
 def test_the_balancing_loss_is_that_of_transformers() -> None:
     """Theirs sums over the choices of a token, ours takes their mean."""
     generator = torch.Generator().manual_seed(0)
@@ -142,18 +127,3 @@ def test_training_logs_the_share_of_every_expert(texts: list[str], tokenizer_dir
     shares = [line["expert_shares"] for line in lines if "expert_shares" in line]
     assert len(shares) == 2
     assert all(sum(layer) == pytest.approx(1.0, abs=1e-3) for found in shares for layer in found)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"active": 5}, "5 experts a token of 4; choose 1 to 4"),
-        ({"router": "hash"}, "router is 'hash'; use one of softmax, sigmoid"),
-        ({"groups": 3}, "4 experts in 3 groups"),
-    ],
-)
-def test_impossible_mixtures_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        model_with(**changes)
-    with pytest.raises(UsageError, match="give both or none"):
-        tiny_config(experts=Experts(4, 2))

@@ -3,17 +3,11 @@ numbers near 1; gradients sum over all tokens and are allowed 1e-5 of their larg
 """
 
 import itertools
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from sportsllm.errors import UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.huggingface import config_from_hf, to_hf
-from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import GATES
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import KVCache
@@ -88,12 +82,6 @@ def test_its_state_does_not_grow() -> None:
     assert state_bytes(tiny_config())["fp32"] == 0
 
 
-def test_the_preset_has_the_parameters_of_its_transformer() -> None:
-    config, other = preset("lstm-1m"), preset("tiny-1m")
-    assert config.parameters == 964_992  # 262,144 + 3 * (9 * 128 * 128 + 4 * 128 + 3 * 128 * 224 + 2 * 128) + 128
-    assert config.parameters / other.parameters == pytest.approx(1, abs=0.02)
-
-
 def test_forget_gates_start_open_and_recurrent_matrices_orthogonal() -> None:
     model = SportsLLM(tiny_config(**LSTM))
     model.initialize(0)
@@ -101,15 +89,6 @@ def test_forget_gates_start_open_and_recurrent_matrices_orthogonal() -> None:
     assert torch.equal(attention.f_proj.bias, torch.ones(48)) and not attention.i_proj.bias.any()
     for matrix in attention.state_matrices:
         assert torch.allclose(matrix.weight @ matrix.weight.T, torch.eye(48), atol=1e-5)
-
-
-def test_a_checkpoint_and_its_config_survive(tmp_path: Path) -> None:
-    model = lstm_model()
-    config = config_from_hf(to_hf(model.config))
-    assert config == model.config and to_hf(config)["model_type"] == "sportsllm"
-    save_checkpoint(tmp_path, model)
-    tokens = torch.arange(10)[None]
-    assert torch.equal(load_checkpoint(tmp_path)(tokens), model(tokens))
 
 
 def test_adapters_change_the_recurrent_product() -> None:
@@ -135,17 +114,3 @@ def test_who_watches_a_matrix_sees_all_that_it_reads() -> None:
     assert torch.equal(seen["f_proj"], x_BTD)
     assert torch.allclose(seen["out_proj"], h_BTH, atol=2e-6)
     assert torch.allclose(seen["hf_proj"][:, 1:], h_BTH[:, :-1], atol=2e-6) and not seen["hf_proj"][:, 0].any()
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"position_kind": "rotary"}, "position_kind is 'rotary'"),
-        ({"num_attention_heads": 2, "num_key_value_heads": 2}, "num_attention_heads is 2"),
-        ({"qk_norm": True}, "qk_norm is True"),
-        ({"attention_kind": "grouped_query"}, "'grouped_query' has positions"),
-    ],
-)
-def test_what_an_lstm_has_not_is_refused(changes: dict[str, Any], word: str) -> None:
-    with pytest.raises(UsageError, match=word):
-        ModelConfig(**{**vars(tiny_config()), **LSTM, **changes})

@@ -8,12 +8,9 @@ import pytest
 from sportsllm.errors import UsageError
 from sportsllm.formats.packed import QuantizedWeight, pack
 from sportsllm.models.description import block_matrices
-from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.memory import (
     WeightFormat,
-    block_parameters,
     kv_cache_bytes_per_token,
-    quantized_bytes,
     tensor_shapes,
     weight_bytes,
 )
@@ -23,51 +20,12 @@ from tests.support.models import tiny_config
 TINY = tiny_config(vocab_size=100, hidden_size=48, intermediate_size=80, num_hidden_layers=3)
 
 
-def test_breakdown_of_small() -> None:
-    config = PRESETS["small"]
-    block = block_parameters(config)
-    assert {block[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")} == {589_824}
-    assert {block[name] for name in ("gate_proj", "up_proj", "down_proj")} == {1_572_864}
-    assert block["input_layernorm"] == block["post_attention_layernorm"] == 768
-    assert sum(block.values()) == 7_079_424
-    parts = config.parameters_by_component()
-    assert parts["embedding"] == 12_288_000
-    assert parts["attention"] + parts["feed_forward"] + parts["norms"] - 768 == 84_953_088
-    assert parts["head"] == 0
-    assert config.parameters == 97_241_856
-
-
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({"attention_bias": True}, {"q_proj.bias", "k_proj.bias", "v_proj.bias"}),
-        ({"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}, {"o_proj.bias"}),
-        ({"qk_norm": True, "tie_word_embeddings": False}, {"q_norm", "k_norm"}),
-    ],
-)
-def test_block_parameters_are_those_of_the_model(changes: dict[str, Any], names: set[str]) -> None:
-    config = TINY.with_changes(**changes)
-    block = block_parameters(config)
-    assert names <= set(block)
-    layer = SportsLLM(config).model.layers[0]
-    assert sum(block.values()) == sum(parameter.numel() for parameter in layer.parameters())
-
-
 def _packed(rows: int, columns: int, bits: int, block: int, zero_points: bool) -> QuantizedWeight:
     groups = -(-columns // block)
     zeros = pack(np.zeros((rows, groups), dtype=np.uint8), bits) if zero_points else None
     quants = np.zeros((rows, groups, block), dtype=np.uint8)
     scales = np.ones((rows, groups), dtype=np.float32)
     return QuantizedWeight(pack(quants, bits), scales, zeros, bits, block, columns)
-
-
-@pytest.mark.parametrize("zero_points", [False, True])
-@pytest.mark.parametrize("block", [16, 32, 128])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_size_is_that_of_the_packed_bytes(bits: int, block: int, zero_points: bool) -> None:
-    for rows, columns in ((5, 32), (7, 48), (3, 80), (4, 130)):
-        expected = _packed(rows, columns, bits, block, zero_points).nbytes
-        assert quantized_bytes(rows, columns, bits, block, zero_points) == expected
 
 
 @pytest.mark.parametrize("zero_points", [False, True])
@@ -87,13 +45,6 @@ def test_quantized_model_is_the_sum_of_its_matrices(
     # What stays float32: the biases of q, k and v, and the norms.
     total += 4 * (3 * (64 + 2 * 32) + 3 * 2 * 48 + 48)
     assert weight_bytes(config, WeightFormat(precision, block, head_bits, zero_points)) == total
-
-
-def test_head_bits_32_leaves_the_tables_alone() -> None:
-    config = PRESETS["tiny-1m"]
-    difference = weight_bytes(config, WeightFormat("int4", head_bits=32)) - weight_bytes(config, WeightFormat("int4"))
-    numbers = config.vocab_size * config.hidden_size
-    assert difference == 4 * numbers - (numbers + 2 * numbers // 32)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import config_from_hf, to_hf
 from sportsllm.models import selection
 from sportsllm.models.config import Selection
@@ -178,23 +177,3 @@ def test_what_it_counts_and_how_its_config_is_written() -> None:
     data = to_hf(config)
     assert data["model_type"] == "sportsllm" and data["selection"] == asdict(SELECTION)
     assert config_from_hf(data) == config
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"selection": None}, "attention_kind 'selected' with selection None; give both"),
-        ({"attention_kind": "grouped_query"}, "attention_kind 'grouped_query' with selection"),
-        ({"layer_types": ("sliding", "full"), "sliding_window": 8}, "layer_types is .* it must be None"),
-        ({"position_kind": "learned"}, "'learned'; with attention_kind 'selected' it must be 'rotary'"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        selected_model().config.with_changes(**changes)
-
-
-@pytest.mark.parametrize("sizes", [{"tokens": 30, "block": 4}, {"tokens": 8, "block": 4}, {"block": 0}, {"heads": 1.5}])
-def test_sizes_of_a_selection(sizes: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="config: selection: "):
-        Selection(**sizes)

@@ -267,13 +267,3 @@ def test_the_token_that_ends_a_turn_is_not_that_of_the_text(tokenizer_directory:
     template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
     tokenizer = load_tokenizer(instruct(tokenizer_directory, tmp_path, special, template))
     assert tokenizer.turn_ends == tokenizer.encode("<|im_end|>", special=True) != [tokenizer.end_id]
-
-
-def test_two_tokens_of_one_spelling_are_refused(chatml: TextTokenizer) -> None:
-    assert chatml.directory is not None
-    path = chatml.directory / "tokenizer.json"
-    data = json.loads(path.read_text(encoding="utf-8"))
-    data["added_tokens"].append({**data["added_tokens"][-1], "id": 1 + data["added_tokens"][-1]["id"]})
-    path.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.raises(ArtifactError, match=r"2 added tokens are spelled '<\|im_end\|>'"):
-        load_tokenizer(chatml.directory)

@@ -15,7 +15,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.serving.sampler import Constraints
 from sportsllm.text.documents import read_documents
 from sportsllm.text.token_counts import count_tokens, token_pieces
-from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer, read_tokenizer, same_tokenizer
+from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer, read_tokenizer
 from sportsllm.text.tokenizer_training import train_tokenizer
 from tests.support.models import TINY_VOCAB, tiny_config
 
@@ -44,11 +44,6 @@ def test_stream_is_the_text_and_never_half_a_character(tokenizer: TextTokenizer)
     pieces = list(tokenizer.decode_stream(prompt, rest))
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
-
-
-def test_size_and_special_tokens(tokenizer: TextTokenizer) -> None:
-    assert tokenizer.vocab_size == TINY_VOCAB
-    assert (tokenizer.begin_id, tokenizer.end_id) == (0, 1)
 
 
 def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -109,12 +104,6 @@ def test_an_added_token_without_a_row_is_left_out(
     assert tokenizer.vocab_size == TINY_VOCAB
     assert tokenizer.encode("an <|image|>", special=True) == load_tokenizer(tokenizer_directory).encode("an <|image|>")
     assert Constraints(tokenizer, tiny_config(), [1]).make("regex", "a+")
-
-
-def test_same_tokenizer(tokenizer_directory: Path, texts: list[str], tmp_path: Path) -> None:
-    train_tokenizer(texts, TINY_VOCAB - 1, tmp_path)
-    assert same_tokenizer(tokenizer_directory, tokenizer_directory)
-    assert not same_tokenizer(tokenizer_directory, tmp_path)
 
 
 @pytest.mark.parametrize("digits", ["grouped", "single"])

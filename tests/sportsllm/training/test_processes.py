@@ -158,24 +158,6 @@ def test_torchrun_starts_again_what_it_began_and_leaves_another_run_s_state_alon
     assert said.count(f"resumed at step 3 of {STEPS}") == 2 and len(losses(tmp_path / "out")) == STEPS, said
 
 
-def test_a_group_of_processes_leaves_none_behind(tmp_path: Path) -> None:
-    """Not even those of other groups, which torchrun starts."""
-    code = "import os, pathlib, time; os.fork() or os.fork() or os.setsid()"
-    code += "; pathlib.Path(str(os.getpid())).touch(); time.sleep(30)"
-    with pytest.raises(KeyError), process_group("-c", f"import os; os.chdir({str(tmp_path)!r}); {code}"):
-        while len(started := list(tmp_path.iterdir())) < 3:
-            time.sleep(0.01)
-        began = time.monotonic()
-        raise KeyError
-    assert time.monotonic() - began < 15, "it waited for a process that lives"
-    time.sleep(0.1)  # until a killed process is gone
-    assert [pid for pid in map(int, (each.name for each in started)) if _runs(pid)] == []
-
-
-def _runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 def _odd_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a module of a library's name, on a machine whose own name has no address."""
     for name, text in (
