@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,12 +89,12 @@ def bench(
     import json
 
     from benchmarks.devices.load import load_target
-    from benchmarks.devices.verdict import DISTANCES, check_on_device, judge_budget
+    from benchmarks.devices.verdict import DISTANCES, check_on_device
     from benchmarks.measure.bench import parse_numbers, round_checks, run_bench
     from benchmarks.predict.latency import predict_directory
     from benchmarks.quality import Model, task_quality, text_quality
     from benchmarks.reporting.bench_tables import print_bench, verdict_line
-    from benchmarks.reporting.measured import as_bench
+    from benchmarks.reporting.measured import as_bench, judge_bench
     from benchmarks.runtimes.compare import measure_against, parse_runtimes, portable_too, turn_depths
     from export.runtime.providers import find_provider
     from export.runtime.session import kernels_of_directory
@@ -147,11 +148,12 @@ def bench(
             result["noise_reasons"].append(f"the turns of {', '.join(unsteady)} do not agree or are too few")
     if gguf is not None:
         result |= {"directory": str(gguf), "file_bytes": gguf.stat().st_size}
-    predict = predict_directory if gguf is None else None
-    result["budget"] = device and judge_budget(device, result, config, directory, on_device, predict)
+    predict = partial(predict_directory, config=config, directory=directory) if gguf is None else None
+    measured = as_bench(result)
+    budget = None if device is None else judge_bench(device, measured, config, on_device, predict)
+    measured, result["budget"] = replace(measured, budget=budget), budget and asdict(budget)
     if out is not None:
         atomic_write_text(out, json.dumps(result, indent=1) + "\n")
-    measured = as_bench(result)
     print_bench(output(), measured)
     if measured.budget is None or measured.budget.verdict == "pass":
         return BenchResult(measured=measured, figures=result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -235,7 +235,7 @@ def _memory_in_use(config: ModelConfig, tokens: int, weights: Mapping[str, int])
 def _predictions(
     config: ModelConfig, device: Device, group_size: int, head_bits: int, cache: str | None
 ) -> dict[str, Any]:
-    from benchmarks.devices.verdict import judge
+    from benchmarks.devices.verdict import judge, worst
     from benchmarks.model_size import ModelFormat
     from benchmarks.predict.latency import predict, predict_figures, reliability
     from sportsllm.models.memory import PRECISIONS, usual_cache
@@ -246,11 +246,13 @@ def _predictions(
             ModelFormat(name, group_size, head_bits, zero_points=_ZERO_POINTS and name == "int4") for name in PRECISIONS
         )
     ]
+    judged = [(each, judge(device, {}, predict_figures(config, device, each))) for each in formats]
     return {
         "device": device.name,
         "predicted": [row for each in formats for row in predict(config, device, each)],
         "predicted_budget": {
-            each.precision: judge(device, {}, predict_figures(config, device, each)).to_json() for each in formats
+            each.precision: {"target": device.name, "verdict": worst(limits), "limits": list(map(asdict, limits))}
+            for each, limits in judged
         },
         "efficiency": reliability(device),
     }

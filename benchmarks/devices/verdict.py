@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.devices.load import is_this_machine, processor_name
@@ -19,7 +18,6 @@ from benchmarks.devices.schema import Device, Limits
 from benchmarks.labels import LIMITS
 from sportsllm.console import log
 from sportsllm.errors import UsageError
-from sportsllm.models.config import ModelConfig
 
 TIMED_STEPS = 148
 """Tokens decoded after a depth to time it, 20 of them to warm up: the deepest depth leaves room for them."""
@@ -107,22 +105,10 @@ class LimitVerdict:
     reason: str | None = None
 
 
-@dataclass(frozen=True)
-class BudgetVerdict:
-    """A model held to all limits of a target: `fail` if it fails one, `pass` if it passes all, else `uncertain`."""
-
-    target: str
-    limits: tuple[LimitVerdict, ...]
-
-    @property
-    def verdict(self) -> Verdict:
-        """The worst of the limits' verdicts."""
-        found = {limit.verdict for limit in self.limits}
-        return "fail" if "fail" in found else "uncertain" if "uncertain" in found else "pass"
-
-    def to_json(self) -> dict[str, Any]:
-        """`target`, `verdict` and `limits`, each with the fields of `LimitVerdict`."""
-        return {"target": self.target, "verdict": self.verdict, "limits": [asdict(limit) for limit in self.limits]}
+def worst(limits: Iterable[LimitVerdict]) -> Verdict:
+    """That of a budget: `fail` if it fails one limit, `pass` if it passes all, else `uncertain`."""
+    found = {limit.verdict for limit in limits}
+    return "fail" if "fail" in found else "uncertain" if "uncertain" in found else "pass"
 
 
 def misses(figures: Figures, device: Device) -> dict[str, float]:
@@ -141,8 +127,8 @@ def judge(
     measured: Figures,
     predicted: Predicted | None = None,
     intervals: Mapping[str, Interval | None] | None = None,
-) -> BudgetVerdict:
-    """Compare figures with a device's limits.
+) -> list[LimitVerdict]:
+    """Hold figures to a device's limits.
 
     Args:
         measured: values by the limit's name (`file_mb`, `ttft_ms`, ...); absent or None is unknown.
@@ -171,7 +157,7 @@ def judge(
             verdict = "pass" if high <= limit else "fail" if low > limit or math.isnan(value) else "uncertain"
         known = None if value is None else source
         found.append(LimitVerdict(name, limit, LIMITS[name].unit, value, known, low, high, verdict, reason))
-    return BudgetVerdict(device.name, tuple(found))
+    return found
 
 
 def check_on_device(device: Device, on_device: bool, processor: str = "cpu") -> None:
@@ -189,80 +175,3 @@ def check_on_device(device: Device, on_device: bool, processor: str = "cpu") -> 
     if on_device and device.recognise is not None and not is_this_machine(device, processor):
         here = f"{processor_name()}, {platform.machine()}"
         log(f"--on-device: this machine ({here}) does not look like {device.name}; its figures decide all the same")
-
-
-def judge_budget(
-    device: Device,
-    result: Mapping[str, Any],
-    config: ModelConfig,
-    directory: Path,
-    on_device: bool,
-    predict: Callable[[Device, ModelConfig, Path], Predicted] | None = None,
-) -> dict[str, Any]:
-    """The `budget` part of a bench result: by the measurement on the device itself, else by the prediction.
-
-    Args:
-        device, on_device: the budget, and whether this machine is it, recognised or not.
-        result: figures as `run_bench` collects them; `placement`, if there is one, says what processor they are of.
-        predict: makes the predictions for another device; without it only the files' own figures are known there.
-
-    Returns:
-        `BudgetVerdict.to_json`, and `tpot_depth_tokens`, `decided_by` ("measurement" or "prediction"),
-        `measured_here`, and `efficiency`, what a prediction that decides was made with.
-    """
-    lengths = limit_lengths(device.limits, config.max_position_embeddings)
-    measured, intervals = _measured(result, lengths)
-    processor = (result.get("placement") or {}).get("processor", "cpu")
-    exported = not str(result.get("runtime", "")).startswith("torch")  # PyTorch's figures are no export's
-    here = exported and (on_device or is_this_machine(device, processor))
-    predicted = None if predict is None or (here and processor != "gpu") else predict(device, config, directory)
-    deciding = dict(measured) if here else {name: measured[name] for name in MACHINE_INDEPENDENT}
-    if processor == "gpu":  # the card's memory was not measured, the process's was
-        deciding.pop("peak_memory_mb", None)
-    if here and predicted is not None:
-        predicted = replace(predicted, figures={"peak_memory_mb": predicted.figures.get("peak_memory_mb")})
-    outcome = judge(device, deciding, predicted, intervals)
-    return {
-        **({} if predicted is None else {"efficiency": dict(predicted.made_with)}),
-        **outcome.to_json(),
-        "tpot_depth_tokens": lengths.tpot_depth or 0,
-        "decided_by": "measurement" if here else "prediction",
-        "of_export": exported,
-        "measured_here": measured,
-    }
-
-
-def _measured(
-    result: Mapping[str, Any], lengths: Lengths
-) -> tuple[dict[str, float | None], dict[str, Interval | None]]:
-    """A bench result's figures by the limits' names, None if the context is too short for one, and their confidence
-    intervals, None if one round gives none.
-
-    Memory is a maximum of few processes that agree within a percent: it counts as it is, as the file's size does.
-    """
-    depth, prompt = str(lengths.tpot_depth), str(lengths.ttft_prompt)
-    per_token = result["tpot_ms"].get(depth, {})
-    figures = {
-        "file_mb": result["file_bytes"] / 1e6,
-        "peak_memory_mb": result["peak_rss_bytes"] / 1e6,
-        "ttft_ms": result["ttft_ms"].get(prompt),
-        "tpot_p50_ms": per_token.get("p50"),
-        "tpot_p95_ms": per_token.get("p95"),
-        **{name: result.get(name) for name in QUALITIES},
-    }
-    keys = {
-        "ttft_ms": f"ttft_ms.{prompt}",
-        "tpot_p50_ms": f"tpot_ms.{depth}.p50",
-        "tpot_p95_ms": f"tpot_ms.{depth}.p95",
-    }
-    noise = {name: result.get("noise", {}).get(key) for name, key in keys.items()}
-    intervals: dict[str, Interval | None] = {
-        name: None if one["rounds"] == 1 else (one["low"], one["high"])
-        for name, one in noise.items()
-        if one is not None
-    }
-    for name, interval in QUALITIES.items():
-        if result.get(name) is not None:
-            ends = result.get(interval)
-            intervals[name] = None if ends is None else (ends[0], ends[1])
-    return figures, intervals

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.devices.verdict import QUALITIES
 from benchmarks.flops import forward_flops_per_token, training_flops_per_token
 from benchmarks.labels import BUDGET_DEPTH, is_number
 from benchmarks.reporting.fits import FIT_FILE, Fit, read_fit
@@ -66,16 +65,11 @@ class StageSummary:
 
         A context with no room for a budget's depth gives the time per token at the deepest that was measured.
         """
-        found = {"bits_per_byte": self.bits_per_byte}
-        if self.size_bytes is not None:
-            found["file_mb"] = self.size_bytes / 1e6
+        found: dict[str, float | None] = {}
         if (bench := self.bench) is not None:
             depth = bench.budget.tpot_depth_tokens if bench.budget is not None else None
-            times = bench.tpot_ms.get(str(depth or BUDGET_DEPTH))
-            found["ttft_ms"] = bench.ttft_ms.get(str(BUDGET_DEPTH))
-            found |= {} if times is None else {"tpot_p50_ms": times.p50, "tpot_p95_ms": times.p95}
-            found |= {name: getattr(bench, name) for name in QUALITIES}
-            found["peak_memory_mb"] = None if bench.peak_rss_bytes is None else bench.peak_rss_bytes / 1e6
+            found = bench.figures(BUDGET_DEPTH, depth or BUDGET_DEPTH)
+        found |= {"bits_per_byte": self.bits_per_byte, "file_mb": self.size_bytes and self.size_bytes / 1e6}
         return {name: value for name, value in found.items() if value is not None}
 
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from benchmarks.devices.verdict import LimitVerdict, Verdict
+from benchmarks.devices.load import is_this_machine
+from benchmarks.devices.schema import Device
+from benchmarks.devices.verdict import (
+    MACHINE_INDEPENDENT,
+    QUALITIES,
+    LimitVerdict,
+    Predicted,
+    Verdict,
+    judge,
+    limit_lengths,
+    worst,
+)
 from benchmarks.labels import LIMITS
+from benchmarks.spread import Spread
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, read_json, validate
 from sportsllm.inference.scoring import TaskScore
+from sportsllm.models.config import ModelConfig
 
 _ADVICE = "measure again with bench --out"
 
@@ -32,15 +45,6 @@ class Percentiles:
     p90: Figure = None
     p95: Figure = None
     p99: Figure = None
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Confidence interval of a figure over the rounds."""
-
-    low: Figure = None
-    high: Figure = None
-    noisy: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,14 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Budget:
-    """A model held to a target's limits; `of_export` is False for PyTorch's figures."""
+    """A model held to a target's limits.
+
+    Attributes:
+        decided_by: `measurement` on the device itself, else `prediction`.
+        of_export: False for PyTorch's figures.
+        measured_here: all figures by the limits' names, whatever decides.
+        efficiency: what a prediction that decides was made with.
+    """
 
     target: str
     verdict: Verdict
@@ -127,7 +138,7 @@ class Bench:
     sustained: Sustained | None = None
     against: dict[str, Peer] = field(default_factory=dict)
     against_ratios: dict[str, Ratio] = field(default_factory=dict)
-    noise: dict[str, Interval] = field(default_factory=dict)
+    noise: dict[str, Spread] = field(default_factory=dict)
     noise_reasons: list[str] = field(default_factory=list)
     clean: bool = True
     rounds: int = 1
@@ -161,6 +172,31 @@ class Bench:
         """Who scored its quality, and on which text; None without one."""
         return None if self.bits_per_byte is None else ("bench", *(self.text_digests or self.text or ()))
 
+    def figures(self, prompt: int | None, depth: int | None) -> dict[str, float | None]:
+        """What was measured by the limits' names, in MB and ms: the first token after `prompt` others, the next one
+        after `depth`; None if the context is too short for one."""
+        times = self.tpot_ms.get(str(depth))
+        return {
+            "file_mb": None if self.file_bytes is None else self.file_bytes / 1e6,
+            "peak_memory_mb": None if self.peak_rss_bytes is None else self.peak_rss_bytes / 1e6,
+            "ttft_ms": self.ttft_ms.get(str(prompt)),
+            "tpot_p50_ms": None if times is None else times.p50,
+            "tpot_p95_ms": None if times is None else times.p95,
+            **{name: getattr(self, name) for name in QUALITIES},
+        }
+
+    def intervals(self, prompt: int | None, depth: int | None) -> dict[str, tuple[float, float] | None]:
+        """Confidence intervals of the same figures, None if one round or too little text gives none.
+
+        Memory is a maximum of few processes that agree within a percent: it counts as it is, as the file's size does.
+        """
+        keys = {"ttft_ms": f"ttft_ms.{prompt}"}
+        keys |= {f"tpot_{name}_ms": f"tpot_ms.{depth}.{name}" for name in ("p50", "p95")}
+        timed = {name: self.noise[key] for name, key in keys.items() if key in self.noise}
+        found = {name: None if one.rounds == 1 else (one.low, one.high) for name, one in timed.items()}
+        scored = {name: ends for name, ends in QUALITIES.items() if getattr(self, name) is not None}
+        return found | {name: getattr(self, ends) for name, ends in scored.items()}
+
 
 def as_bench(data: Mapping[str, Any], where: object = "bench") -> Bench:
     """Check a result; `where` names its file in errors.
@@ -179,6 +215,45 @@ def as_bench(data: Mapping[str, Any], where: object = "bench") -> Bench:
 def as_budget(data: Mapping[str, Any]) -> Budget:
     """The `budget` part of a result that was just made."""
     return validate(Budget, data, "budget")
+
+
+def judge_bench(
+    device: Device,
+    bench: Bench,
+    config: ModelConfig,
+    on_device: bool,
+    predict: Callable[[Device], Predicted] | None = None,
+) -> Budget:
+    """Hold a result to a budget: by the measurement on the device itself, else by the prediction.
+
+    Args:
+        device, on_device: the budget, and whether this machine is it, recognised or not.
+        config: of the measured model; `bench.placement`, if there is one, says on what processor it ran.
+        predict: makes the predictions for another device; without it only the files' own figures are known there.
+    """
+    lengths = limit_lengths(device.limits, config.max_position_embeddings)
+    places = lengths.ttft_prompt, lengths.tpot_depth
+    measured, intervals = bench.figures(*places), bench.intervals(*places)
+    processor = (bench.placement or {}).get("processor", "cpu")
+    exported = not bench.runtime.startswith("torch")  # PyTorch's figures are no export's
+    here = exported and (on_device or is_this_machine(device, processor))
+    predicted = None if predict is None or (here and processor != "gpu") else predict(device)
+    deciding = dict(measured) if here else {name: measured[name] for name in MACHINE_INDEPENDENT}
+    if processor == "gpu":  # the card's memory was not measured, the process's was
+        deciding.pop("peak_memory_mb", None)
+    if here and predicted is not None:
+        predicted = replace(predicted, figures={"peak_memory_mb": predicted.figures.get("peak_memory_mb")})
+    limits = judge(device, deciding, predicted, intervals)
+    return Budget(
+        target=device.name,
+        verdict=worst(limits),
+        limits=limits,
+        tpot_depth_tokens=lengths.tpot_depth or 0,
+        decided_by="measurement" if here else "prediction",
+        of_export=exported,
+        measured_here=measured,
+        efficiency=None if predicted is None else dict(predicted.made_with),
+    )
 
 
 def read_bench(path: Path) -> Bench:

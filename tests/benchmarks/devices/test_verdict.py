@@ -1,51 +1,47 @@
 """Judging limits: known, unknown and predicted figures, and contexts too short for a limit."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.devices.load import load_device, load_target, write_device
 from benchmarks.devices.verdict import (
     TIMED_STEPS,
-    BudgetVerdict,
+    LimitVerdict,
     Predicted,
     depths_that_fit,
     judge,
-    judge_budget,
     limit_lengths,
     misses,
+    worst,
 )
 from benchmarks.measure import bench
 from benchmarks.measure.worker import window_around
 from benchmarks.model_size import ModelFormat
 from benchmarks.predict.latency import predict_figures
+from benchmarks.reporting.measured import Bench, Percentiles, judge_bench
 from sportsllm.models.presets import PRESETS
 from tests.support.devices import reference_machine
 
 HOST = load_device("host")
 
 
-def _by_name(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {limit["name"]: limit for limit in result["limits"]}
-
-
-def named(judged: BudgetVerdict, verdict: str) -> list[str]:
-    return [limit.name for limit in judged.limits if limit.verdict == verdict]
+def named(judged: list[LimitVerdict], verdict: str) -> list[str]:
+    return [limit.name for limit in judged if limit.verdict == verdict]
 
 
 def test_a_limit_is_kept_missed_or_open() -> None:
     limits = HOST.limits
     exactly = limits.given()
     kept = judge(HOST, exactly)
-    assert kept.verdict == "pass" and not misses(exactly, HOST)
-    assert {limit.source for limit in kept.limits} == {"measured"}
+    assert worst(kept) == "pass" and not misses(exactly, HOST)
+    assert {limit.source for limit in kept} == {"measured"}
     missed = judge(HOST, {**exactly, "ttft_ms": limits.ttft_ms + 0.1})
-    assert missed.verdict == "fail" and named(missed, "fail") == ["ttft_ms"]
+    assert worst(missed) == "fail" and named(missed, "fail") == ["ttft_ms"]
     broken = {**exactly, "ttft_ms": float("nan")}
-    assert judge(HOST, broken).verdict == "fail" and set(misses(broken, HOST)) == {"ttft_ms"}  # NaN keeps no limit
+    assert worst(judge(HOST, broken)) == "fail" and set(misses(broken, HOST)) == {"ttft_ms"}  # NaN keeps no limit
     unknown = judge(HOST, {**exactly, "quality_loss_percent": None})
-    assert unknown.verdict == "uncertain" and named(unknown, "uncertain") == ["quality_loss_percent"]
+    assert worst(unknown) == "uncertain" and named(unknown, "uncertain") == ["quality_loss_percent"]
 
 
 @pytest.mark.parametrize(
@@ -57,8 +53,8 @@ def test_the_interval_of_a_measurement_decides(interval: tuple[float, float] | N
     exactly = HOST.limits.given()
     value = 245.0 if interval is None else sum(interval) / 2
     result = judge(HOST, {**exactly, "ttft_ms": value}, intervals={"ttft_ms": interval})
-    assert result.verdict == verdict and named(result, "pass")
-    limit = next(each for each in result.limits if each.name == "ttft_ms")
+    assert worst(result) == verdict and named(result, "pass")
+    limit = next(each for each in result if each.name == "ttft_ms")
     assert (limit.reason is not None) == (interval is None)
 
 
@@ -66,13 +62,13 @@ def test_the_interval_of_a_measurement_decides(interval: tuple[float, float] | N
 def test_the_band_of_a_prediction_decides(value: float, verdict: str) -> None:
     predicted = Predicted({"ttft_ms": value, "file_mb": 500.0}, {"ttft_ms": 1.5})
     result = judge(HOST, {"file_mb": 50.0, "ttft_ms": None}, predicted)
-    by_name = _by_name(result.to_json())
-    assert (by_name["file_mb"]["value"], by_name["file_mb"]["source"]) == (50.0, "measured")
-    assert (by_name["ttft_ms"]["verdict"], by_name["ttft_ms"]["source"]) == (verdict, "predicted")
-    ends = by_name["ttft_ms"]["low"], by_name["ttft_ms"]["high"]
-    assert ends == pytest.approx((value / 1.5, value * 1.5))  # a factor of 1.5 either way
-    assert (by_name["tpot_p50_ms"]["verdict"], by_name["tpot_p50_ms"]["source"]) == ("uncertain", None)
-    assert result.target == "host" and result.verdict == ("fail" if verdict == "fail" else "uncertain")
+    by_name = {limit.name: limit for limit in result}
+    assert (by_name["file_mb"].value, by_name["file_mb"].source) == (50.0, "measured")
+    first = by_name["ttft_ms"]
+    assert (first.verdict, first.source) == (verdict, "predicted")
+    assert (first.low, first.high) == pytest.approx((value / 1.5, value * 1.5))  # a factor of 1.5 either way
+    assert (by_name["tpot_p50_ms"].verdict, by_name["tpot_p50_ms"].source) == ("uncertain", None)
+    assert worst(result) == ("fail" if verdict == "fail" else "uncertain")
     with pytest.raises(ValueError, match="speed"):
         judge(HOST, {"speed": 1.0})
 
@@ -86,23 +82,19 @@ def test_a_context_too_short_for_a_limit_is_unknown_to_all(context: int) -> None
     """`plan` and `fit` predict what `bench` would measure: the same tokens, and nothing where it has no figure."""
     config = PRESETS["tiny-1m"].with_changes(max_position_embeddings=context)
     depths, prompts = depths_that_fit(context), bench.prompts_that_fit(context)
-    measured = {
-        "file_bytes": 1,
-        "peak_rss_bytes": 1,
-        "ttft_ms": {str(prompt): 1.0 for prompt in prompts},
-        "tpot_ms": {str(depth): {"p50": 1.0, "p95": 1.0} for depth in depths},
-        "quality_loss_percent": None,
-    }
-    budget = judge_budget(HOST, measured, config, Path(), on_device=True)
+    first, further = {str(prompt): 1.0 for prompt in prompts}, Percentiles(1.0, p95=1.0)
+    measured = Bench("x", {str(depth): further for depth in depths}, first, file_bytes=1, peak_rss_bytes=1)
+    budget = judge_bench(HOST, measured, config, on_device=True)
+    by_name = {limit.name: limit for limit in budget.limits}
     predicted = predict_figures(config, reference_machine(), ModelFormat("int4")).figures
     for name in ("ttft_ms", "tpot_p50_ms", "tpot_p95_ms"):
-        value = _by_name(budget)[name]["value"]
+        value = by_name[name].value
         assert (value is None) == (predicted[name] is None), name
-        assert (_by_name(budget)[name]["verdict"] == "uncertain") == (value is None)
+        assert (by_name[name].verdict == "uncertain") == (value is None)
     assert (predicted["ttft_ms"] is None) == (context < 512)
     assert (predicted["tpot_p50_ms"] is None) == (context <= TIMED_STEPS)
-    assert budget["tpot_depth_tokens"] == (limit_lengths(HOST.limits, context).tpot_depth or 0)
-    assert budget["verdict"] == "uncertain"  # quality is unknown
+    assert budget.tpot_depth_tokens == (limit_lengths(HOST.limits, context).tpot_depth or 0)
+    assert budget.verdict == "uncertain"  # quality is unknown
 
 
 @pytest.mark.parametrize("depth", [1, 2, 16, 32, 152, 512, 1_900])
@@ -124,5 +116,5 @@ def test_a_limit_that_may_be_left_out_is_judged_where_it_is_set(name: str, tmp_p
     write_device(device, tmp_path / "own.toml", "a test")
     assert load_device(str(tmp_path / "own.toml")) == device
     for ends, verdict in (((0.5, 1.5), "pass"), ((0.0, 2.5), "uncertain"), ((2.1, 3.0), "fail"), (None, "uncertain")):
-        assert judge(device, exactly, intervals={name: ends}).verdict == verdict
-    assert judge(HOST, exactly).verdict == "pass" and judge(device, HOST.limits.given()).verdict == "uncertain"
+        assert worst(judge(device, exactly, intervals={name: ends})) == verdict
+    assert worst(judge(HOST, exactly)) == "pass" and worst(judge(device, HOST.limits.given())) == "uncertain"

@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ import sportsllm
 from benchmarks.bench import advice
 from benchmarks.bench import bench as run
 from benchmarks.devices.load import DEVICES, is_this_machine, load_device
-from benchmarks.devices.verdict import LimitVerdict, Verdict, check_on_device, depths_that_fit, judge_budget
+from benchmarks.devices.verdict import LimitVerdict, Verdict, check_on_device, depths_that_fit
 from benchmarks.measure import bench
 from benchmarks.measure.bench import prompts_that_fit
 from benchmarks.measure.machine import choose_cpus
@@ -29,7 +30,7 @@ from benchmarks.measure.worker import time_depth
 from benchmarks.model_size import sizes, stored_format
 from benchmarks.predict.latency import Formulas, costs, predict_directory, resolve, total
 from benchmarks.reporting.bench_tables import bench_tables, describe, verdict_line
-from benchmarks.reporting.measured import Bench, Budget, as_bench, as_budget
+from benchmarks.reporting.measured import Bench, Budget, as_bench, as_budget, judge_bench
 from sportsllm.errors import UsageError
 from sportsllm.formats.manifest import Manifest, Parent, directory_bytes
 from sportsllm.inference.scoring import TextScore
@@ -236,15 +237,16 @@ def test_a_short_context_is_held_to_the_time_per_token_where_it_ends(result: dic
 
 def test_elsewhere_the_prediction_decides_and_says_so(result: dict[str, Any], export: Path) -> None:
     pi = load_device("raspberry-pi-5-8gb")
-    budget = judge_budget(pi, result, CONFIG, export, on_device=False, predict=predict_directory)
-    sources = {limit["name"]: limit["source"] for limit in budget["limits"]}
-    assert budget["decided_by"] == "prediction"
+    measured, predict = as_bench(result), partial(predict_directory, config=CONFIG, directory=export)
+    budget = judge_bench(pi, measured, CONFIG, on_device=False, predict=predict)
+    sources = {limit.name: limit.source for limit in budget.limits}
+    assert budget.decided_by == "prediction"
     assert sources["peak_memory_mb"] == "predicted" and sources["file_mb"] == "measured"
     assert sources["ttft_ms"] is None  # a prompt of 512 does not fit
-    assert "predicted" in verdict_line(as_budget(budget))
-    there = judge_budget(pi, result, CONFIG, export, on_device=True)
-    assert there["decided_by"] == "measurement"
-    assert {limit["source"] for limit in there["limits"]} == {"measured", None}
+    assert "predicted" in verdict_line(budget)
+    there = judge_bench(pi, measured, CONFIG, on_device=True)
+    assert there.decided_by == "measurement"
+    assert {limit.source for limit in there.limits} == {"measured", None}
 
 
 def test_a_graphics_card_is_not_judged_by_the_cpu(export: Path) -> None:
@@ -254,13 +256,14 @@ def test_a_graphics_card_is_not_judged_by_the_cpu(export: Path) -> None:
 
 def test_a_graphics_card_is_judged_by_what_runs_on_one(result: dict[str, Any], export: Path) -> None:
     """All but its memory: what was measured is the process's."""
-    card, there = load_device("rtx-3060"), {**result, "placement": {"processor": "gpu"}}
-    budget = judge_budget(card, there, CONFIG, export, on_device=True, predict=predict_directory)
-    sources = {limit["name"]: limit["source"] for limit in budget["limits"]}
-    assert budget["decided_by"] == "measurement" and sources["tpot_p50_ms"] == "measured"
+    card, there = load_device("rtx-3060"), as_bench({**result, "placement": {"processor": "gpu"}})
+    predict = partial(predict_directory, config=CONFIG, directory=export)
+    budget = judge_bench(card, there, CONFIG, on_device=True, predict=predict)
+    sources = {limit.name: limit.source for limit in budget.limits}
+    assert budget.decided_by == "measurement" and sources["tpot_p50_ms"] == "measured"
     assert sources["peak_memory_mb"] == "predicted"
-    unknown = judge_budget(card, there, CONFIG, export, on_device=False, predict=predict_directory)
-    assert unknown["decided_by"] == "prediction"  # a card is not recognised
+    unknown = judge_bench(card, there, CONFIG, on_device=False, predict=predict)
+    assert unknown.decided_by == "prediction"  # a card is not recognised
     with pytest.raises(UsageError, match=r"on the GPU, and the budget of raspberry-pi-5-8gb is for its CPU"):
         check_on_device(load_device("raspberry-pi-5-8gb"), True, "gpu")
     board = load_device("jetson-orin-nano-super")
