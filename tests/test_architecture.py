@@ -78,8 +78,8 @@ MOST_LINES = {
     "sportsllm": 19_033,
     "compress": 7_629,
     "export": 6_398,
-    "benchmarks": 9_194,
-    "tests": 25_370,
+    "benchmarks": 9_159,
+    "tests": 25_357,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

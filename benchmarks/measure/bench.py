@@ -79,7 +79,6 @@ def run_bench(
         "kernels": kernels,
         "prompts": prompts_that_fit(context, prompt_lengths),
         "depths": depths,
-        "pass_depth": depth,
         "steps": STEPS,
         "warm_up_steps": WARM_UP_STEPS,
         "repeats": max(REPEATS, -(-12 // check_after_rounds[0])),
@@ -95,7 +94,7 @@ def run_bench(
     timed = [worker_turn(settings, "speed"), worker_turn(settings, "bandwidth")]
     raw = take_turns(title, timed, check_after_rounds, is_steady, timeout_s)
     raw |= take_turns(title, [worker_turn(settings, "memory")], [MEMORY_ROUNDS], lambda _: True, timeout_s)
-    if raw["speed"][0]["pass_ms"] and (directory / "tokenizer.json").exists():
+    if raw["speed"][0]["exact_rows"] > 1 and (directory / "tokenizer.json").exists():
         raw |= {"texts": [run_child(worker_turn(settings, "texts"), timeout_s)]}
     figures: dict[str, Any] = {
         "directory": str(directory),

@@ -28,8 +28,6 @@ def round_figures(one: Mapping[str, Any]) -> dict[str, float]:
         steps = [sample for sweep in sweeps for sample in sweep]
         figures |= {f"tpot_ms.{depth}.{name}": value for name, value in percentiles(steps).items()}
         figures[f"decode_tokens_per_s.{depth}"] = 1000 / statistics.fmean(steps)
-    for tokens, samples in one.get("pass_ms", {}).items():
-        figures[f"pass_ms.{tokens}"] = statistics.median(samples)
     return figures
 
 
@@ -98,7 +96,6 @@ def summarise(raw: Raw) -> dict[str, Any]:
         "ttft_ms": ttft,
         "tpot_ms": middle.get("tpot_ms", {}),
         "decode_tokens_per_s": middle.get("decode_tokens_per_s", {}),
-        "pass_ms": middle.get("pass_ms", {}),
         "prefill_tokens_per_s": 1000 * int(longest) / ttft[longest] if longest else None,
         "load_s": middle["load_s"],
         "peak_rss_bytes": int(max(by_name["peak_rss_bytes"])),

@@ -37,7 +37,6 @@ STABLE_WITHIN = 0.10  # warm-up ends when the last three times agree this well
 WARM_UP_CALLS, WARM_UP_S = 8, 1.5
 LONGEST_S = 4.0  # a slow model gets fewer repeats rather than more time than this for one figure
 LEAST_STEPS, MOST_SWEEPS = 16, 4
-PASSES = (1, 2, 4, 8)  # tokens that prompt lookup reads at once
 FOLLOWED, MOST_TURNS = 128, 5  # tokens of each kind of text, with and without prompt lookup
 WINDOWS, LEAST_WINDOW_S, MOST_WINDOW_S = 30, 1.0, 30.0  # of a sustained run
 Specification = Mapping[str, Any]
@@ -63,13 +62,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def measure_speed(asked: Specification) -> dict[str, Any]:
-    """Load time, time to first token by prompt length, and times of single steps and of passes by depth."""
+    """Load time, time to first token by prompt length, and times of single steps by depth."""
     decoder, loaded = _open(asked)
     tokens = _draw_tokens(decoder, asked)
     ttft = {str(prompt): time_prompt(decoder, tokens, prompt, asked) for prompt in asked["prompts"]}
     steps = {str(depth): time_depth(decoder, tokens, depth, asked) for depth in asked["depths"]}
-    passes = time_passes(decoder, tokens, asked.get("pass_depth", 0), asked)
-    return {**loaded, "ttft_ms": ttft, "step_ms": steps, "pass_ms": passes}
+    return {**loaded, "ttft_ms": ttft, "step_ms": steps, "exact_rows": getattr(decoder, "exact_rows", 1)}
 
 
 def measure_memory(asked: Specification) -> dict[str, Any]:
@@ -206,22 +204,6 @@ def time_depth(decoder: Decoder, tokens: Sequence[int], depth: int, asked: Speci
             if len(sweeps[-1]) >= LEAST_STEPS and time.perf_counter() - sweep_started > LONGEST_S:
                 break
     return sweeps
-
-
-def time_passes(decoder: Decoder, tokens: Sequence[int], depth: int, asked: Specification) -> dict[int, list[float]]:
-    """Times to read 1, 2, 4 and 8 tokens in a pass at `depth`, in turns; empty if the decoder reads one by one."""
-    if not depth or getattr(decoder, "exact_rows", 1) == 1:
-        return {}
-    verifier = cast(Verifier, decoder)
-    rows = [count for count in PASSES if count <= min(verifier.exact_rows, len(tokens) - depth)]
-    times, started = {count: list[float]() for count in rows}, time.perf_counter()
-    decoder.prefill([tokens[:depth]], max_length=depth + rows[-1])
-    while len(times[1]) < asked["repeats"] or time.perf_counter() - started < asked["seconds_per_figure"]:
-        for count, samples in times.items():
-            read = decoder.step if count == 1 else verifier.read
-            samples.append(milliseconds(functools.partial(read, tokens[depth : depth + count])))
-            verifier.rewind(count)
-    return times
 
 
 class Follower:

@@ -129,7 +129,6 @@ def bench_tables(bench: Bench) -> list[Table]:
     tables = [
         _figures(bench),
         _depths(bench),
-        _passes(bench),
         _texts(bench),
         _sustained(bench),
         _peers(bench),
@@ -185,17 +184,6 @@ def _depths(bench: Bench) -> Table:
     return Table("Time per token", headers, rows, ())
 
 
-def _passes(bench: Bench) -> Table:
-    """What reading ahead gains if each proposed token is accepted with some chance, as `inference.lookup` counts it."""
-    chances = (0.5, 0.8, 1.0)
-    rows = []
-    for tokens, time_ms in bench.pass_ms.items():
-        made = [sum(chance**place for place in range(int(tokens))) for chance in chances]
-        rows.append((tokens, *map(number, (time_ms, *(1000 * each / time_ms if time_ms else None for each in made)))))
-    headers = ("tokens read at once", "ms", *(f"tokens/s at {chance:.0%} accepted" for chance in chances))
-    return Table("Reading ahead (prompt lookup)", headers, rows, ())
-
-
 def _texts(bench: Bench) -> Table:
     rows = [
         (
@@ -206,7 +194,7 @@ def _texts(bench: Bench) -> Table:
         for kind, text in bench.texts.items()
     ]
     headers = ("text", "accepted", "tokens per pass", "tokens/s", "tokens/s without")
-    return Table("Prompt lookup by kind of text", headers, rows)
+    return Table("Prompt lookup", headers, rows)
 
 
 def _sustained(bench: Bench) -> Table:

@@ -127,7 +127,6 @@ class Bench:
     tpot_ms: dict[_Tokens, Percentiles]
     ttft_ms: ByTokens = field(default_factory=dict)
     decode_tokens_per_s: ByTokens = field(default_factory=dict)
-    pass_ms: ByTokens = field(default_factory=dict)
     texts: dict[str, WrittenText] = field(default_factory=dict)
     memory_floor: MemoryFloor = field(default_factory=lambda: MemoryFloor({}))
     prefill_tokens_per_s: Figure = None

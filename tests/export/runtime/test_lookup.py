@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.labels import MISSING
-from benchmarks.measure.worker import LEAST_STEPS, measure_texts, time_passes
+from benchmarks.measure.worker import LEAST_STEPS, measure_texts
 from benchmarks.reporting.bench_tables import bench_tables
 from benchmarks.reporting.measured import as_bench
 from export.kernels import library as built
@@ -199,19 +199,6 @@ def test_a_draft_is_asked_as_often_as_it_pays(monkeypatch: pytest.MonkeyPatch) -
     assert width(1) == 8 and width(0) < 1.3
 
 
-def test_bench_times_passes_and_says_what_they_would_gain(exports: Exports) -> None:
-    decoder = OnnxDecoder(exports(**SETTINGS[0]).directory, 1, kernels="native")
-    asked = {"repeats": 3, "seconds_per_figure": 0.0}
-    times = time_passes(decoder, [1] * 60, 40, asked)
-    assert list(times) == [1, 2, 4, 8] and all(len(samples) == 3 for samples in times.values())
-    assert list(time_passes(decoder, [1] * 44, 40, asked)) == [1, 2, 4]
-    decoder.exact_rows = 1
-    assert time_passes(decoder, [1] * 60, 40, asked) == {}
-    bench = as_bench({"directory": "x", "tpot_ms": {}, "pass_ms": {"1": 2.0, "4": 4.0}})
-    (table,) = (table for table in bench_tables(bench) if "prompt lookup" in table.title)
-    assert table.rows == [("1", "2.00", "500", "500", "500"), ("4", "4.00", "469", "738", "1,000")]
-
-
 def test_bench_writes_kinds_of_text_with_and_without_lookup(exports: Exports, tmp_path: Path) -> None:
     shutil.copytree(exports(bits=4, vocab_size=512).directory, tmp_path, dirs_exist_ok=True)
     shutil.copy(STORIES / "tokenizer.json", tmp_path)
@@ -226,5 +213,5 @@ def test_bench_writes_kinds_of_text_with_and_without_lookup(exports: Exports, tm
     assert found["copying"]["tokens_per_pass"] > max(4, found["match reports"]["tokens_per_pass"])
     texts = {"copying": {"proposed": 8, "accepted": 6, "tokens_per_pass": 4.0, "tokens_per_s": 900.0}}
     tables = bench_tables(as_bench({"directory": "x", "tpot_ms": {}, "texts": texts}))
-    (table,) = (table for table in tables if "kind of text" in table.title)
+    (table,) = (table for table in tables if table.title == "Prompt lookup")
     assert table.rows == [("copying", "75.0 %", "4.00", "900", MISSING)]
