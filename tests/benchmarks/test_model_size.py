@@ -78,13 +78,6 @@ def test_counts_by_hand() -> None:
     assert layer_activations(mixture) == attention + (256 + 8) + 2 * 3 * (256 + 384)
 
 
-def test_a_file_scales_what_decoding_reads() -> None:
-    plain = sizes(SMALL, ModelFormat("int4"))
-    whole = file_bytes(SMALL, ModelFormat("int4"))
-    given = sizes(SMALL, ModelFormat("int4", file_bytes=2 * whole))
-    assert given.layers.bytes == pytest.approx(2 * plain.layers.bytes, rel=1e-6)
-
-
 def test_the_stored_format_follows_the_configuration(tmp_path: Path) -> None:
     config = to_hf(SHAPE)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")

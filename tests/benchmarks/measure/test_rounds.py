@@ -212,13 +212,6 @@ def test_a_run_called_steady_is_seldom_wrong_and_a_calm_one_is_seldom_refused() 
     assert agree([]) is False and agree([spread([1.0])]) is False
 
 
-def test_one_round_has_no_interval() -> None:
-    one = spread([3.0])
-    assert (one.low, one.high, one.half_width, one.noisy) == (3.0, 3.0, None, None)
-    even = spread([2.0, 2.0, 2.0])
-    assert (even.low, even.high, even.noisy) == (2.0, 2.0, False)
-
-
 def test_a_paired_interval_of_a_loss_covers_it_and_is_narrow() -> None:
     """Documents differ by 100%, the loss between the models by 1%: the pairs show it, both sums apart would not."""
     rng, held = np.random.default_rng(0), 0

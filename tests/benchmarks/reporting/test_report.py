@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.labels import number
 from benchmarks.report import report
 from benchmarks.reporting.inputs import Inputs, Sample, StageSummary, collect
 from benchmarks.reporting.measured import Bench, as_bench
@@ -162,11 +161,6 @@ def test_the_last_stages_measurement_gives_the_verdict() -> None:
     for text in (page_of("T", inputs)[1].text, markdown("T", inputs)):
         assert "pi: pass (speed and memory are predicted: this machine is not the device)" in text
         assert "NOISY" not in text
-
-
-def test_numbers_have_three_digits() -> None:
-    shown = [number(value) for value in (0, 0.01234, 1.234, 12.34, 123.4, 12_345.6, float("nan"), None)]
-    assert shown == ["0", "0.0123", "1.23", "12.3", "123", "12,346", "\u2013", "\u2013"]
 
 
 def test_all_that_bench_measured_is_shown() -> None:

@@ -19,7 +19,7 @@ from benchmarks.devices.verdict import judge
 from benchmarks.fit import FitResult, _make, complaint, finish_best, fit, run_fit
 from benchmarks.measure.bench import ShortBench
 from benchmarks.measure.machine import choose_cpus
-from benchmarks.model_size import ModelFormat, file_bytes, sizes
+from benchmarks.model_size import ModelFormat, file_bytes
 from benchmarks.search.candidates import (
     ANCHORS,
     WHOLE,
@@ -35,7 +35,6 @@ from benchmarks.search.results import print_fit
 from benchmarks.search.rounds import Search, Tried, run_rounds, start_search, try_longer, try_plain
 from benchmarks.search.trials import BENCH_S, Clock, Losses, Timed, Trials
 from compress.pruning.shapes import Shape, shape_for_share
-from compress.quantization.mixed_precision import DEFAULT_GROWTH
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, InterruptedRun, UsageError
 from sportsllm.formats.huggingface import load_config, to_hf
@@ -97,24 +96,6 @@ def test_a_mixture_may_lose_experts_and_options_name_them_only_then(tmp_path: Pa
     assert "experts" not in prune_settings(source, replace(whole, layers=1), tmp_path, tmp_path, 1)
 
 
-def test_an_int4_candidate_has_room_for_the_matrices_that_quantize_gives_8_bits() -> None:
-    """Its file is predicted larger by as much as `quantize --bits 4` may add, and not that of another format."""
-    for stored in (ModelFormat("int4", 64), ModelFormat("int8", 128)):
-        candidate = candidate_of("", Size(FULL, TEACHER.vocab_size), stored, TEACHER, load_device("laptop-x86"))
-        matrices = sum(part.bytes for part in (sizes(TEACHER, stored).layers, sizes(TEACHER, stored).head))
-        growth = DEFAULT_GROWTH * matrices if stored.precision == "int4" else 0.0
-        assert candidate.predicted["file_mb"] * 1e6 == pytest.approx(file_bytes(TEACHER, stored) + growth)
-
-
-def test_formats_go_from_fine_to_small() -> None:
-    weights = [each for each in formats(TEACHER) if each.cache != "int8"]
-    assert [each.precision for each in weights] == ["fp32", "int8", "int4", "int4"]
-    lengths = [file_bytes(TEACHER, each) for each in weights]
-    assert lengths == sorted(lengths, reverse=True)
-    assert weights[-1].head_bits == 4 and weights[-1].block_size <= TEACHER.hidden_size  # larger ones save nothing
-    assert {ModelFormat("fp32"), ModelFormat("int4", 64, cache="fp16")} <= set(weights)  # as `export` makes them
-
-
 def test_on_a_gpu_every_format_is_float16_and_predicted_so(tmp_path: Path) -> None:
     """An INT8 cache has no such graph; unrounded weights take two bytes."""
     search = started(with_limits(), target=Target("host", True, "cuda", "gpu"))
@@ -125,13 +106,6 @@ def test_on_a_gpu_every_format_is_float16_and_predicted_so(tmp_path: Path) -> No
     source = Source(tmp_path, (), ())
     assert export_settings(source, ModelFormat("int4"), tmp_path, tmp_path, "gpu")["dtype"] == "fp16"
     assert "dtype" not in export_settings(source, ModelFormat("int4"), tmp_path, tmp_path)
-
-
-def test_where_everything_fits_only_the_whole_teacher_is_planned() -> None:
-    planned = started(load_device("laptop-x86")).plain(sure=True)
-    assert {one.way for one in planned} == {WHOLE}
-    assert [one.format.name for one in planned][:2] == ["fp32", "int8-b64"]
-    assert all(one.format.cache != "int8" for one in planned)  # a smaller cache saves nothing that is needed
 
 
 def test_each_way_is_planned_in_each_format_as_large_as_the_budget_allows() -> None:
@@ -148,13 +122,6 @@ def test_each_way_is_planned_in_each_format_as_large_as_the_budget_allows() -> N
     wider = Size(replace(ffn.size.shape, intermediate=ffn.size.shape.intermediate + 32), TEACHER.vocab_size)
     assert "file_mb" in search.missed(candidate_of("x", wider, ffn.format, TEACHER, search.device), sure=False)
     assert ffn.bound_by == ("file_mb",)
-
-
-def test_a_budget_that_only_int4_can_meet_gets_the_whole_teacher_in_int4() -> None:
-    teacher, device = preset("tiny-5m"), load_device("raspberry-pi-5")
-    size = file_bytes(teacher, ModelFormat("int4", 64)) / 1e6
-    planned = started(with_limits(device.name, file_mb=(1.01 + DEFAULT_GROWTH) * size), teacher).plain(False)
-    assert [one.format.precision for one in planned if one.way == WHOLE] == ["int4", "int4"]
 
 
 def test_a_budget_that_only_a_shorter_cache_can_meet_gets_one() -> None:
