@@ -44,9 +44,9 @@ struct Rounded {
   int bits = 0;                        // of the matrix
   int64_t columns = 0, chunks = 0;     // of one row
   int8_t* numbers = nullptr;           // (M, chunks, 128 or 64)
-  float* scales = nullptr;             // (M, chunks, 4)
+  float* scales = nullptr;             // (M, chunks, 4, 4), four times each
   int32_t* zero_correction = nullptr;  // (M, chunks, 4, 4): -8 or -128 times the sum of a part's numbers, and three zeros
-  float* sums = nullptr;               // (M, chunks, 4), of the rounded values
+  float* sums = nullptr;               // (M, chunks, 4, 4), of the rounded values, four times each
 };
 
 // What keys and values are cached in; INT8 with a scale for each column.

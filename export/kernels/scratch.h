@@ -64,9 +64,9 @@ class Scratch {
     const int64_t size = 4 * part_columns(matrix.bits), padded = matrix.blocks() * matrix.block;
     out.bits = matrix.bits, out.columns = matrix.columns, out.chunks = (padded + size - 1) / size;
     out.numbers = take<int8_t>(rows * out.chunks * size);
-    out.scales = take<float>(rows * out.chunks * 4);
+    out.scales = take<float>(rows * out.chunks * 16);
     out.zero_correction = take<int32_t>(rows * out.chunks * 16);
-    out.sums = take<float>(rows * out.chunks * 4);
+    out.sums = take<float>(rows * out.chunks * 16);
     return out;
   }
 

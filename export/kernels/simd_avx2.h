@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "kernels.h"
 #include "simd_x86.h"
 
 namespace KERNEL_VARIANT {
@@ -20,7 +21,11 @@ using U = I;
 
 constexpr int kTileHalves = 1;
 constexpr int64_t kFewestOfTile = 5;
+#if KERNEL_AVX_VNNI
 constexpr int kRowTokens = 2;
+#else
+constexpr int kRowTokens = 4;
+#endif
 
 static inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 static inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -60,10 +65,6 @@ static inline __m256 power_of_two_8(__m256 n) {
 static inline F power_of_two(F n) { return {power_of_two_8(n.a), power_of_two_8(n.b)}; }
 
 static inline __m256 twice(const float* p) { return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p)); }
-static inline __m256 two_of_4(const float* p) {
-  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_set1_ps(p[0])), _mm_set1_ps(p[1]), 1);
-}
-static inline F expand4(const float* p) { return {two_of_4(p), two_of_4(p + 2)}; }
 static inline F one_quarter(const float* p) { return {twice(p), twice(p)}; }
 static inline F two_quarters(const float* p) { return {twice(p), twice(p + 4)}; }
 
@@ -87,6 +88,7 @@ static inline __m256 sums_of_two(__m256 a, __m256 b, __m256 c, __m256 d) {
 static inline F sums_of_quarters(const F (&x)[4]) {
   return {sums_of_two(x[0].a, x[1].a, x[2].a, x[3].a), sums_of_two(x[0].b, x[1].b, x[2].b, x[3].b)};
 }
+#if KERNEL_AVX_VNNI
 static inline __m256i sums_of_two(__m256i a, __m256i b, __m256i c, __m256i d) {
   const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
   const __m256i cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
@@ -95,6 +97,7 @@ static inline __m256i sums_of_two(__m256i a, __m256i b, __m256i c, __m256i d) {
 static inline I sums_of_quarters(const I (&x)[4]) {
   return {sums_of_two(x[0].a, x[1].a, x[2].a, x[3].a), sums_of_two(x[0].b, x[1].b, x[2].b, x[3].b)};
 }
+#endif
 static inline float max_lane(F x) {
   const __m256 eight = max_in_8(_mm256_max_ps(x.a, x.b));
   return _mm256_cvtss_f32(eight);
@@ -138,39 +141,26 @@ static inline __m256i load_32(const int8_t* p) { return _mm256_loadu_si256(reint
 
 #if KERNEL_AVX_VNNI
 static inline __m256i add_products(__m256i start, __m256i w, __m256i x) { return _mm256_dpbusd_avx_epi32(start, w, x); }
-#endif
 static inline __m256i dot_nibbles_8(__m256i start, __m256i w, const int8_t* x) {
-  const __m256i low = low_nibbles(w), high = high_nibbles(w);
-#if KERNEL_AVX_VNNI
-  return add_products(add_products(start, low, load_32(x)), high, load_32(x + 64));
-#else
-  // Sums of four products fit 16 bits: 4 * 15 * 127.
-  const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low, load_32(x)), _mm256_maddubs_epi16(high, load_32(x + 64)));
-  return _mm256_add_epi32(start, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-#endif
+  return add_products(add_products(start, low_nibbles(w), load_32(x)), high_nibbles(w), load_32(x + 64));
 }
 static inline I dot_nibbles(I start, U w, const int8_t* x) {
   return {dot_nibbles_8(start.a, w.a, x), dot_nibbles_8(start.b, w.b, x + 32)};
 }
-#if !KERNEL_AVX_VNNI
-// The sum of (w - 128) * x over four bytes, so that sums of two products fit 16 bits: 2 * 128 * 127.
-static inline __m256i dot_signed(__m256i w, __m256i x) {
-  const __m256i signed_w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(signed_w), _mm256_sign_epi8(x, signed_w));
-  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-}
-#endif
-static inline __m256i dot_bytes_8(__m256i start, __m256i w, const int8_t* x) {
-#if KERNEL_AVX_VNNI
-  return add_products(start, w, load_32(x));
-#else
-  (void)start;  // nothing is left for it
-  return dot_signed(w, load_32(x));
-#endif
-}
 static inline I dot_bytes(I start, U w, const int8_t* x) {
-  return {dot_bytes_8(start.a, w.a, x), dot_bytes_8(start.b, w.b, x + 32)};
+  return {add_products(start.a, w.a, load_32(x)), add_products(start.b, w.b, load_32(x + 32))};
 }
+#else
+// Sums of two products of numbers from -128 to 127, given one's sizes and signs, so that they fit 16 bits: 2 * 128 * 127.
+static inline __m256i pairs_signed(__m256i size, __m256i sign, __m256i x) {
+  return _mm256_maddubs_epi16(size, _mm256_sign_epi8(x, sign));
+}
+static inline __m256i less_128(__m256i w) { return _mm256_xor_si256(w, _mm256_set1_epi8(-128)); }
+static inline __m256i add_pairs(__m256i x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
+static inline __m256i dot_signed(__m256i w, __m256i x) {
+  return add_pairs(pairs_signed(_mm256_abs_epi8(less_128(w)), less_128(w), x));
+}
+#endif
 
 #if KERNEL_AVX_VNNI
 template <int>
@@ -206,9 +196,48 @@ static inline I add_four(I so_far, U w, const int8_t* x) {
 template <int BITS>
 static inline I end_dot(I so_far, int32_t middle) {
   if (BITS == 8) return so_far;
-  const __m256i ones = _mm256_set1_epi16(1), start = _mm256_set1_epi32(middle);
-  return {_mm256_add_epi32(start, _mm256_madd_epi16(so_far.a, ones)),
-          _mm256_add_epi32(start, _mm256_madd_epi16(so_far.b, ones))};
+  const __m256i start = _mm256_set1_epi32(middle);
+  return {_mm256_add_epi32(start, add_pairs(so_far.a)), _mm256_add_epi32(start, add_pairs(so_far.b))};
+}
+
+#define KERNEL_OWN_DOT_ROWS 1  // instead of those of kernel_functions.h
+template <int BITS>
+static inline __m256i add_dots(__m256i x, __m256i y) {
+  return BITS == 4 ? _mm256_add_epi16(x, y) : _mm256_add_epi32(x, y);
+}
+// A half of four rows' chunk, unpacked for all tokens. At 4 bits all sums of a quarter's products fit 16 bits,
+// 16 * 15 * 127, and the zero correction follows; at 8 bits the products contain it.
+template <int BITS, int TOKENS>
+static inline void dot_rows_8(const __m256i (&w)[4], const sportsllm::Rounded& x, int64_t at, int half, __m256i (&sums)[TOKENS]) {
+  __m256i p[4], q[4];
+  for (int r = 0; r < 4; ++r) {
+    p[r] = BITS == 4 ? low_nibbles(w[r]) : _mm256_abs_epi8(less_128(w[r]));
+    q[r] = BITS == 4 ? high_nibbles(w[r]) : less_128(w[r]);
+  }
+  for (int i = 0; i < TOKENS; ++i) {
+    const int64_t chunk = at + i * x.chunks;
+    const int8_t* numbers = x.numbers + chunk * 4 * sportsllm::part_columns(BITS) + half * 32;
+    __m256i dot[4];
+    for (int r = 0; r < 4; ++r) {
+      dot[r] = BITS == 4 ? _mm256_add_epi16(_mm256_maddubs_epi16(p[r], load_32(numbers)),
+                                            _mm256_maddubs_epi16(q[r], load_32(numbers + 64)))
+                         : add_pairs(pairs_signed(p[r], q[r], load_32(numbers)));
+    }
+    const __m256i ab = add_dots<BITS>(_mm256_unpacklo_epi32(dot[0], dot[1]), _mm256_unpackhi_epi32(dot[0], dot[1]));
+    const __m256i cd = add_dots<BITS>(_mm256_unpacklo_epi32(dot[2], dot[3]), _mm256_unpackhi_epi32(dot[2], dot[3]));
+    sums[i] = add_dots<BITS>(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+    if (BITS == 8) continue;
+    const __m256i correction = load_32(reinterpret_cast<const uint8_t*>(x.zero_correction + chunk * 16 + half * 8));
+    sums[i] = _mm256_add_epi32(add_pairs(sums[i]), _mm256_shuffle_epi32(correction, 0));
+  }
+}
+// See kernel_functions.h.
+template <int BITS, int TOKENS>
+static inline void dot_rows(const U (&w)[4], const sportsllm::Rounded& x, int64_t at, I (&sums)[TOKENS]) {
+  __m256i a[TOKENS], b[TOKENS];
+  dot_rows_8<BITS, TOKENS>({w[0].a, w[1].a, w[2].a, w[3].a}, x, at, 0, a);
+  dot_rows_8<BITS, TOKENS>({w[0].b, w[1].b, w[2].b, w[3].b}, x, at, 1, b);
+  for (int i = 0; i < TOKENS; ++i) sums[i] = {a[i], b[i]};
 }
 #endif
 

@@ -40,10 +40,6 @@ static inline F power_of_two(F n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
 
-static inline F expand4(const float* p) {
-  const __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-  return _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(_mm_loadu_ps(p)));
-}
 static inline F one_quarter(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
 static inline F two_quarters(const float* p) {
   const F x = _mm512_castps256_ps512(_mm256_loadu_ps(p));

@@ -64,7 +64,6 @@ static inline F power_of_two(F n) {
   return each([&](int i) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n.v[i]), bias), 23)); });
 }
 
-static inline F expand4(const float* p) { return each([=](int i) { return vld1q_dup_f32(p + i); }); }
 static inline F one_quarter(const float* p) { return each([=](int) { return vld1q_f32(p); }); }
 static inline F two_quarters(const float* p) { return each([=](int i) { return vld1q_f32(p + i / 2 * 4); }); }
 

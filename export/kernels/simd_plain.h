@@ -56,7 +56,6 @@ static inline F to_float(I x) { return each([&](int i) { return static_cast<floa
 // 2 to a whole power from -126 to 127.
 static inline F power_of_two(F n) { return each([&](int i) { return std::ldexp(1.0f, static_cast<int>(n.lane[i])); }); }
 
-static inline F expand4(const float* p) { return each([=](int i) { return p[i / 4]; }); }  // four lanes each
 // Four numbers in each quarter of the lanes: the same in all, or in two the first four and in two the next.
 static inline F one_quarter(const float* p) { return each([=](int i) { return p[i % 4]; }); }
 static inline F two_quarters(const float* p) { return each([=](int i) { return p[i / 8 * 4 + i % 4]; }); }

@@ -115,7 +115,7 @@ struct Owned : Matrix {
 double rounded_at(const Rounded& x, int64_t m, int64_t k) {
   const int64_t size = part_columns(x.bits), part = m * x.chunks * 4 + k / size, i = k % size;
   const int8_t* chunk = x.numbers + part / 4 * 4 * size + part % 4 * 16;
-  return static_cast<double>(x.scales[part]) * chunk[x.bits == 4 ? i / 2 + i % 2 * 64 : i];
+  return static_cast<double>(x.scales[part * 4]) * chunk[x.bits == 4 ? i / 2 + i % 2 * 64 : i];
 }
 
 void compare_product(const Owned& w, const Rounded& x, const float* inputs, int64_t m, const float* found) {
