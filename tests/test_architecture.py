@@ -79,7 +79,7 @@ MOST_LINES = {
     "compress": 7_629,
     "export": 6_398,
     "benchmarks": 9_159,
-    "tests": 25_216,
+    "tests": 24_892,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -14,10 +14,8 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface import to_hf
 from sportsllm.formats.packed import QUANT_METHOD
 from sportsllm.models.config import Experts
-from sportsllm.models.presets import PRESETS
 from tests.support.models import tiny_config
 
-SMALL = PRESETS["small"]
 PRODUCTS = {"MatMulNBits", "DynamicQuantizeMatMul", "FusedMatMul", "MatMul", "DequantizeLinear"}
 # Large enough for the tensors to lie in the data file.
 SHAPE = tiny_config(vocab_size=500, hidden_size=256, intermediate_size=384, head_dim=64, max_position_embeddings=256)

@@ -59,15 +59,6 @@ def test_the_command_measures_on_text(checkpoint: Path, exported: Path, corpus_f
     assert 0 < np.abs(plain - full).max() < 0.1 * full.std()
 
 
-def test_a_float16_cache_needs_no_text(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
-    result = sportsllm.export(checkpoint, out=tmp_path / "out", threads=1, kv_cache="fp16")
-    assert result.parity["passed"]
-    assert result.kv_cache == "fp16"
-    decoder = OnnxDecoder(tmp_path / "out", 1)
-    plain, full = decoder.logits([5, 6, 7, 8]), OnnxDecoder(exported, 1).logits([5, 6, 7, 8])
-    assert 0 < np.abs(plain - full).max() < 0.01 * full.std()
-
-
 def test_without_text_the_model_writes_its_own(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

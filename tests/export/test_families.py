@@ -101,13 +101,3 @@ def test_sliding_and_unrotated_layers_in_float16(name: str, tmp_path: Path) -> N
     families.save(name, tmp_path / "checkpoint")
     result = sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", dtype="fp16", threads=1)
     assert result.parity["kl"] < 1e-3  # the gate's own limit: activations have 11 bits
-
-
-@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2"])
-def test_gguf_is_refused_by_family(name: str, tmp_path: Path) -> None:
-    from export.gguf.write import architecture_of
-
-    families.save(name, tmp_path)
-    with pytest.raises(UsageError, match=r"GGUF: .* is not supported; use") as caught:
-        architecture_of(load_config(tmp_path))
-    assert "\n" not in str(caught.value)

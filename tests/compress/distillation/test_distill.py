@@ -18,7 +18,7 @@ from sportsllm.text.packing import Batch
 from sportsllm.text.tokenizer_training import train_tokenizer
 from sportsllm.training.settings import Start, TrainConfig
 from tests.support.distillation import FP32, run
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import tiny_model
 
 
 def test_a_checkpoint_student_moves_towards_the_teacher(
@@ -119,18 +119,6 @@ def test_the_teacher_names_its_corpus(
     assert recorded_text(copy, "valid") == [] and "held out by hash instead" in capsys.readouterr().err
     with pytest.raises(ArtifactError, match="not found; give --corpus"):
         recorded_text(copy, "corpus")
-
-
-def test_preset_student_takes_the_teachers_vocabulary(
-    tokenizer_directory: Path, corpus_file: Path, tmp_path: Path
-) -> None:
-    teacher = tmp_path / "teacher"
-    teacher.mkdir()
-    model = SportsLLM(tiny_config(hidden_size=256, intermediate_size=256, max_position_embeddings=1024))
-    model.initialize(0)
-    save_checkpoint(teacher, model, tokenizer_directory)
-    run(teacher, "tiny-300k", tmp_path / "out", corpus_file)
-    assert load_checkpoint(tmp_path / "out").config.vocab_size == 384
 
 
 def test_a_packed_student_is_refused(checkpoint: Path, int4: Path, corpus_file: Path, tmp_path: Path) -> None:

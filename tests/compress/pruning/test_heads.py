@@ -38,24 +38,6 @@ def logits(model: SportsLLM) -> torch.Tensor:
         return model(samples(1, seed=7)[0])
 
 
-def test_turned_and_scaled_heads_merge_without_a_trace() -> None:
-    """Keys that are each other's rotary pairs turned and scaled, values any invertible map of each other."""
-    g = torch.Generator().manual_seed(1)
-    model = model_with()
-    with torch.no_grad():
-        for block in model.model.layers:
-            keys = block.self_attn.k_proj.weight.view(4, 2, 8, -1)
-            angle, scale = torch.rand(8, 1, generator=g) * 6, 0.5 + torch.rand(8, 1, generator=g)
-            for a, b in ((0, 1), (2, 3)):
-                x, y = keys[a, 0].clone(), keys[a, 1].clone()
-                keys[b, 0] = scale * (angle.cos() * x - angle.sin() * y)
-                keys[b, 1] = scale * (angle.sin() * x + angle.cos() * y)
-                values = block.self_attn.v_proj.weight.view(4, 16, -1)
-                values[b] = torch.randn(16, 16, generator=g) @ values[a]
-    exact = merge_kv_heads(model, 2)
-    assert torch.allclose(logits(exact), logits(model), atol=1e-3, rtol=1e-3)
-
-
 def outputs_of(model: SportsLLM, name: str, size: int = 16) -> torch.Tensor:
     """(N, heads, size) outputs of a matrix of layer 0 over the calibration samples, float64."""
     found: list[torch.Tensor] = []

@@ -83,14 +83,6 @@ def test_every_pick_is_the_one_that_helps_most(size: int) -> None:
         assert errors[order[step]] <= min(errors.values()) * (1 + 1e-4)
 
 
-def test_a_twin_is_not_kept_twice() -> None:
-    inputs, weight = problem(6)
-    inputs[:, 4] = inputs[:, 1] * 2.0
-    weight[:, 1], weight[:, 4] = weight[:, 1] * 10, weight[:, 4] * 10  # both loud: single scores would keep both
-    scores = pick_order(inputs.T @ inputs, weight, 1)
-    assert min(scores[1], scores[4]) == 1.0 and max(scores[1], scores[4]) == 6.0
-
-
 def test_many_units_are_picked_several_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, weight = problem(12)
     one_by_one = pick_order(inputs.T @ inputs, weight, 1)

@@ -20,7 +20,6 @@ from export.gguf.write import GGUF_FILE, encode
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.convert import convert_gguf
-from sportsllm.formats.gguf.weights import rows_in_halves, rows_in_pairs
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.packed import QuantizedWeight, pack
 from sportsllm.inference.decoder import open_decoder
@@ -102,13 +101,6 @@ def test_a_longer_context_is_in_the_file(checkpoint: Path, tmp_path: Path) -> No
         with pytest.raises(UsageError, match=said):
             sportsllm.export(odd, out=tmp_path / "refused", format="gguf")
         assert not (tmp_path / "refused").exists()
-
-
-def test_the_order_of_rows_comes_back() -> None:
-    rows = torch.randn(4 * 6, 5)
-    assert torch.equal(rows_in_halves(rows_in_pairs(rows, 4), 4), rows)
-    # Head 0: channels 0 and 3, which rotate together in halves, become neighbours.
-    assert torch.equal(rows_in_pairs(rows, 4)[:2], rows[[0, 3]])
 
 
 @pytest.mark.parametrize(

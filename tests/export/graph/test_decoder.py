@@ -93,13 +93,6 @@ def test_packed_matrices_are_multiplied_exactly(bits: int, block: int, asymmetri
     assert_equals_pytorch(tmp_path, exact=True)
 
 
-@pytest.mark.parametrize("name", ["untied", "qwen2", "qwen3", "all biases", "head_dim 8, rotated outside"])
-def test_packed_shapes(name: str, tmp_path: Path) -> None:
-    model = tiny_model(**SHAPES[name])
-    save_graph(tmp_path, model, pack_model(model, 4))
-    assert_equals_pytorch(tmp_path, exact=True)
-
-
 def test_matrices_of_unlike_packing_stay_apart(tmp_path: Path) -> None:
     model = tiny_model(tie_word_embeddings=False, attention_bias=True)
     exceptions = {"q_proj": 8, "up_proj": 16, "lm_head": 8, "embed_tokens": 16}

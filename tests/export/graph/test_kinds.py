@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
@@ -13,7 +12,6 @@ import sportsllm
 from export.graph.decoder import BUILDERS, check_kinds
 from export.graph.layer import SublayerBuilder
 from export.layout import GRAPH_FILE
-from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
 from sportsllm.models.kinds import ATTENTION
 from sportsllm.models.sublayer import HIDDEN
@@ -55,26 +53,6 @@ def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], built: s
         onnx.checker.check_model(str(export.directory / GRAPH_FILE), full_check=True)
         nodes = onnx.load(str(export.directory / GRAPH_FILE), load_external_data=False).graph.node
         assert {node.domain for node in nodes} == {""} and "Gelu" in {node.op_type for node in nodes}
-
-
-@pytest.fixture
-def exported(built: str, tmp_path: Path) -> Path:
-    """By the command. Its config.json is of no family that other loaders know."""
-    save(tmp_path / "checkpoint", tiny_model(mlp_kind=built))
-    result = sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1)
-    assert result.parity["passed"]
-    return tmp_path / "out"
-
-
-def test_onnxruntime_genai_reads_it(exported: Path) -> None:
-    genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
-    parameters = genai.GeneratorParams(model := genai.Model(str(exported)))
-    parameters.set_search_options(max_length=20, do_sample=False)
-    generator = genai.Generator(model, parameters)
-    generator.append_tokens([3, 50, 7])
-    found = generator.get_logits().reshape(-1)
-    # One graph and one runtime, fed by two loaders.
-    np.testing.assert_allclose(found, OnnxDecoder(exported, 1).prefill([[3, 50, 7]])[0], atol=1e-5, rtol=0)
 
 
 def test_a_kind_without_a_builder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

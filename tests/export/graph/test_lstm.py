@@ -92,16 +92,6 @@ def test_padding_leaves_the_states_alone(dense: Export) -> None:
                 np.testing.assert_allclose(together[row], state[0], atol=TOLERANCE, rtol=0)
 
 
-def test_prompts_of_unequal_length_are_decoded_together(dense: Export) -> None:
-    decoder = OnnxDecoder(dense.directory, threads=1)
-    rows, following = draw(1, 13, 30), draw(6, 6, 6)
-    found = [decoder.prefill(rows, max_length=45)]
-    found += [decoder.step(list(tokens)) for tokens in zip(*following, strict=True)]
-    for row, (prompt, rest) in enumerate(zip(rows, following, strict=True)):
-        expected = logits_of(dense.model, prompt + rest)[len(prompt) - 1 :]
-        np.testing.assert_allclose([step[row] for step in found], expected, atol=TOLERANCE, rtol=0)
-
-
 def test_a_state_goes_on_but_never_back(dense: Export) -> None:
     """Reuse skips what was read where a prompt goes on from all of it; any other starts from zeros."""
     decoder = OnnxDecoder(dense.directory, threads=1)

@@ -49,19 +49,6 @@ def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], exports:
     assert max(found.relative_error for found in exact.comparisons) < 3e-4, "the limit of every other kind"
 
 
-def test_sequences_of_unequal_length_are_decoded_together(exports: Exports) -> None:
-    """Past what is selected for two of three; float32 in another order of additions, see `comparison`."""
-    export, rows, steps = exports(**SELECTED), rows_of(), 12
-    decoder = OnnxDecoder(export.directory, 1)
-    expected = [logits_of(export.model, row) for row in rows]
-    found = [decoder.prefill([row[: len(row) - steps] for row in rows], max_length=200)]
-    found += [decoder.step([row[len(row) - left] for row in rows]) for left in range(steps, 0, -1)]
-    spread = np.std(expected[0])
-    for row, want in enumerate(expected):
-        got = np.stack([logits[row] for logits in found])
-        np.testing.assert_allclose(got, want[-steps - 1 :], atol=3e-4 * spread, rtol=0)
-
-
 def test_as_many_as_are_selected_and_one_more(exports: Exports) -> None:
     """Around the step at which the graph begins to choose."""
     export, (row, *_) = exports(**SELECTED), rows_of()

@@ -2,17 +2,14 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.inspection import attention_weights, distance_tokens, entropy_bits
-from sportsllm.models.kinds import ATTENTION
-from sportsllm.models.language_model import ATTENTION_MODULES
-from sportsllm.models.sublayer import HIDDEN, Kept, Matrix, Sublayer
 from tests.support import families
+from tests.support.lstm_models import LSTM
 from tests.support.models import tiny_model
 
 IDS = torch.randint(0, 384, (40,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -52,23 +49,5 @@ def test_entropy_and_distance_are_their_sums() -> None:
     assert float(entropy_bits(torch.full((1, 8, 8), 1 / 8))[0]) == pytest.approx(3.0)
 
 
-def _mean(config: Any) -> Sublayer:
-    """A token's output is a matrix times the mean of what came before: no softmax anywhere."""
-    size = config.hidden_size
-    matrices = (Matrix("mix", size, size, HIDDEN, HIDDEN, HIDDEN, True),)
-    return Sublayer(matrices, matrices, (), Kept())
-
-
-class _MeanLayer(torch.nn.Module):
-    def __init__(self, config: Any, layer: int) -> None:
-        super().__init__()
-        self.mix = torch.nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-
-    def forward(self, x_BTD: Any, *_: Any) -> Any:
-        return self.mix(x_BTD.cumsum(1) / torch.arange(1, x_BTD.shape[1] + 1)[None, :, None])
-
-
-def test_a_layer_without_attention_has_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ATTENTION, "mean", _mean)
-    monkeypatch.setitem(ATTENTION_MODULES, "mean", _MeanLayer)
-    assert attention_weights(tiny_model(attention_kind="mean"), IDS) == [None, None]
+def test_a_layer_without_attention_has_no_weights() -> None:
+    assert attention_weights(tiny_model(**LSTM), IDS) == [None, None]

@@ -86,12 +86,17 @@ def test_closed_groups_of_experts_stay_closed() -> None:
     assert (chosen_XK[:, 0] // 2 == chosen_XK[:, 1] // 2).all()
 
 
-def test_gpt2_as_it_was_first_published(tmp_path: Path) -> None:
-    """Names without their first part, and the causal mask among the tensors."""
-    peer = families.save("gpt2", tmp_path)
-    tensors = {name.removeprefix("transformer."): t for name, t in load_file(tmp_path / "model.safetensors").items()}
-    tensors["h.0.attn.bias"] = torch.ones(1, 1, 320, 320).tril()
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+@pytest.mark.parametrize(
+    ("name", "prefix", "layer"), [("gpt2", "transformer.", "h.0.attn"), ("gpt-neox", "", "gpt_neox.layers.0.attention")]
+)
+def test_gpt_as_it_was_first_published(name: str, prefix: str, layer: str, tmp_path: Path) -> None:
+    """The causal mask and rotary frequencies are among the tensors, and GPT-2's names lack their first part."""
+    peer, file = families.save(name, tmp_path), tmp_path / "model.safetensors"
+    tensors = {each.removeprefix(prefix): tensor for each, tensor in load_file(file).items()}
+    tensors[f"{layer}.bias"] = torch.ones(1, 1, 320, 320).tril()
+    if name == "gpt-neox":
+        tensors |= {f"{layer}.masked_bias": torch.tensor(-1e9), f"{layer}.rotary_emb.inv_freq": torch.ones(2)}
+    save_file(tensors, file, metadata={"format": "pt"})
     with torch.inference_mode():
         assert distance(load_checkpoint(tmp_path)(TOKENS), peer(TOKENS).logits) < TOLERANCE
 
@@ -109,17 +114,6 @@ def test_bounded_scores_and_logits_have_their_gradients(tmp_path: Path) -> None:
     for name in ("embed_tokens", *(f"layers.0.self_attn.{part}_proj" for part in "qkvo")):
         theirs = peer.get_parameter(f"model.{name}.weight").grad
         assert distance(ours.get_parameter(f"model.{name}.weight").grad, theirs) < 10 * TOLERANCE, name
-
-
-def test_gpt_neox_as_it_was_first_published(tmp_path: Path) -> None:
-    """The causal mask and the rotary frequencies are among the tensors."""
-    peer = families.save("gpt-neox", tmp_path)
-    tensors, base = load_file(tmp_path / "model.safetensors"), "gpt_neox.layers.0.attention"
-    tensors |= {f"{base}.bias": torch.ones(1, 1, 320, 320).tril(), f"{base}.masked_bias": torch.tensor(-1e9)}
-    tensors[f"{base}.rotary_emb.inv_freq"] = torch.ones(2)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with torch.inference_mode():
-        assert distance(load_checkpoint(tmp_path)(TOKENS), peer(TOKENS).logits) < TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -194,8 +194,3 @@ def test_yarn_needs_a_base_above_one() -> None:
 def test_bad_requests_are_refused(text: str, named: str) -> None:
     with pytest.raises(UsageError, match=named):
         with_rope_scaling(tiny_config(), text)
-
-
-def test_a_stretched_model_is_not_stretched_again() -> None:
-    with pytest.raises(UsageError, match="by yarn:4 already, to 512 tokens; start from the unstretched checkpoint"):
-        with_rope_scaling(with_rope_scaling(tiny_config(), "yarn:4"), "yarn:2")

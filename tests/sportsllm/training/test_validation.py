@@ -164,20 +164,6 @@ def test_rates_fall_as_long_as_that_is_better(
     assert again == chosen and len(moved) == len(scores), "a resumed run reads the choice"
 
 
-def test_a_good_rate_wins(batches: PackedSequences, tmp_path: Path) -> None:
-    """Real scores: a rate far too high is lowered, a low one stays."""
-
-    def score(network: SportsLLM) -> float:
-        with torch.inference_mode():
-            return sum(float(language_model_loss(network, batches.batch(i))) for i in range(100, 104))
-
-    for rate, stays in ((1e-4, True), (1.0, False)):
-        config = dataclasses.replace(LONG, learning_rate=rate)
-        (tmp_path / str(rate)).mkdir()
-        chosen = choose_rates(fresh(), batches, language_model_loss, config, tmp_path / str(rate), score)
-        assert (chosen.learning_rate == rate) == stays
-
-
 def test_short_runs_keep_their_rates(batches: PackedSequences, tmp_path: Path) -> None:
     config = dataclasses.replace(LONG, steps=399)
     assert choose_rates(fresh(), batches, language_model_loss, config, tmp_path, lambda _model: 0.0) is config

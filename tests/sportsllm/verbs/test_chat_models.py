@@ -147,7 +147,6 @@ READERS = ["train", "distill", "prune", "quantize", "eval", "data tokens"]
 FINE = [{"prompt": f"Who won match {number}?", "completion": "They."} for number in range(9)]
 PICTURE = [{"type": "text", "text": "Who?"}, {"type": "image_url", "image_url": {"url": "x"}}]
 REPLY = {"role": "assistant", "content": "They."}
-PARTS = [{"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "o?"}]}, REPLY]
 
 
 @pytest.mark.parametrize("verb", READERS)
@@ -197,20 +196,6 @@ def test_a_bad_template_ends_every_command_in_one_line(
     (model / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
     cli.refuses(3, f"{model / 'tokenizer.json'}: 2 added tokens are spelled", *reading(verb, model, chats), *out)
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("verb", READERS)
-def test_every_command_reads_every_form_and_turns_of_a_million_characters(
-    verb: str, cli: CommandLine, assistant: Path, tmp_path: Path
-) -> None:
-    share = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "They."}]
-    long = {"prompt": "goal " * 200_000, "completion": "goal " * 200_000}
-    records = [*FINE, {"conversations": share}, {"messages": PARTS}, {"text": "A late goal."}]
-    records += [long] if verb == "data tokens" else []  # the others take long for so many tokens
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
-    out = [] if verb in ("eval", "data tokens") else ["--out", tmp_path / "new"]
-    cli.result(*reading(verb, assistant, path), *out)
 
 
 def replies_that_end(directory: Path, questions: list[str]) -> int:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
-from sportsllm.slurm import levels
 from sportsllm.verbs.run import _fingerprint, load_recipe, run
 from tests.support.forked import program
 
@@ -241,8 +240,3 @@ def test_a_recipe_runs_as_arrays_of_slurm_jobs_and_a_lost_stage_alone_runs_again
     assert {name for name in first if first[name] != second[name]} == {"other"}
     with pytest.raises(ConflictError, match="another --slurm FILE"):
         run(path, out, slurm=script)
-
-
-def test_a_stage_waits_for_all_that_it_needs() -> None:
-    needs = {"a": [], "b": [], "c": ["a"], "d": ["a", "c"], "e": ["b"]}
-    assert levels(needs) == [["a", "b"], ["c", "e"], ["d"]]

@@ -1,6 +1,5 @@
 """Tokenizers of GGUF files against slow ones written from their descriptions."""
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -17,7 +16,6 @@ from sportsllm.formats.gguf.config import GGUFFile, open_gguf
 from sportsllm.formats.gguf.tokenizer import PRE_TOKENIZERS, write_tokenizer
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.gguf_files import byte_level, write_file
-from tests.support.models import STORIES
 
 TEXTS = [
     "The home side won 3-1, 12345 people SAW it; they'll and THEY'LL return.",
@@ -149,24 +147,6 @@ def test_sentencepiece_tokens(tmp_path: Path) -> None:
             text = "".join(rng.choices(" abé", weights=[2, 4, 4, 1], k=rng.randrange(1, 30)))
             assert found.encode(text) == slow_sentencepiece(text, tokenizer["tokens"], tokenizer["scores"]), text
             assert found.decode(found.encode(text)) == text
-
-
-def test_a_published_sentencepiece_model(stories: Path, tmp_path: Path) -> None:
-    """Its scores are in the original's binary file: a length, then score, length and bytes of each token."""
-    data, tokens, scores = (STORIES / "original" / "tok512.bin").read_bytes()[4:], [], []
-    while data:
-        length = int.from_bytes(data[4:8], "little")
-        scores.append(float(np.frombuffer(data[:4], np.float32)[0]))
-        tokens.append(data[8 : 8 + length].decode())
-        data = data[8 + length :]
-    theirs = json.loads((stories / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    names = sorted(theirs, key=theirs.__getitem__)
-    fields = {"tokens": names, "scores": scores, "token_type": [2, 3, 3] + [6] * 256 + [1] * (len(names) - 259)}
-    imported(tmp_path / "model.gguf", sentencepiece([]) | fields, tmp_path / "out")
-    found, expected = load_tokenizer(tmp_path / "out"), load_tokenizer(stories)
-    for text in [*TEXTS, "Once upon a time, there was a little girl named Lily. She loved to play outside!"]:
-        assert found.encode(text) == expected.encode(text)
-        assert found.decode(found.encode(text)) == text
 
 
 def test_special_tokens_and_template(tokenizer_directory: Path, tmp_path: Path) -> None:
