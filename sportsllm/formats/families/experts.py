@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -11,25 +12,65 @@ from sportsllm.formats.families.family import Family, Fields
 from sportsllm.formats.families.llama import LLAMA, MISTRAL, QWEN3, read_llama, read_mistral
 from sportsllm.models.config import LATENT, Experts, ModelConfig
 
+Names = Mapping[str, tuple[str, float]]
+"""By the names in a family's files, fields of `Experts` and the meanings of absence."""
+_MIXTRAL: Names = {
+    "num_local_experts": ("count", 8),
+    "num_experts_per_tok": ("active", 2),
+    "router_aux_loss_coef": ("balance_loss", 0.001),
+}
+_QWEN3: Names = {
+    "num_experts": ("count", 128),
+    "num_experts_per_tok": ("active", 8),
+    "router_aux_loss_coef": ("balance_loss", 0.001),
+}
+_DEEPSEEK: Names = {
+    "n_routed_experts": ("count", 0),
+    "n_shared_experts": ("shared", 0),
+    "num_experts_per_tok": ("active", 1),
+    "n_group": ("groups", 1),
+    "topk_group": ("active_groups", 1),
+    "routed_scaling_factor": ("scale", 1.0),
+}
+
+
+def _pop_experts(rest: Fields, names: Names) -> JsonObject:
+    """Fields of `Experts` by our names; null is as good as absent."""
+    found: JsonObject = {}
+    for theirs, (ours, usual) in names.items():
+        value = rest.pop(theirs, None)
+        found[ours] = usual if value is None else float(value) if isinstance(usual, float) else value
+    return found
+
+
+def _written(experts: Experts, names: Names) -> JsonObject:
+    return {theirs: getattr(experts, ours) for theirs, (ours, _) in names.items()}
+
+
+def _split_width(rest: Fields, dense: int, usual: int | None = None) -> JsonObject:
+    """`intermediate_size` is the width of the first layers, the `dense` ones without experts, which have their own."""
+    width, rest["intermediate_size"] = rest.get("intermediate_size"), rest.pop("moe_intermediate_size", usual)
+    return {"dense_layers": dense, "dense_intermediate_size": width} if dense else {}
+
+
+def _written_apart(config: ModelConfig, experts: Experts) -> JsonObject:
+    """What Qwen3-MoE and DeepSeek say of experts by the same names."""
+    return {
+        "intermediate_size": config.dense_intermediate_size or config.intermediate_size,
+        "moe_intermediate_size": config.intermediate_size,
+        "norm_topk_prob": experts.weights == "sum",
+    }
+
 
 def _read_mixtral(rest: Fields) -> JsonObject:
-    experts = Experts(
-        count=int(rest.pop("num_local_experts", 8)),
-        active=int(rest.pop("num_experts_per_tok", 2)),
-        balance_loss=float(rest.pop("router_aux_loss_coef", 0.001)),
-    )
+    experts = Experts(**_pop_experts(rest, _MIXTRAL))
     return read_mistral(rest) | {"experts": experts}
 
 
 def _write_mixtral(config: ModelConfig) -> JsonObject | None:
-    if (experts := config.experts) is None:
+    if config.experts is None:
         return None
-    return {
-        "sliding_window": config.sliding_window,
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.active,
-        "router_aux_loss_coef": experts.balance_loss,
-    }
+    return {"sliding_window": config.sliding_window} | _written(config.experts, _MIXTRAL)
 
 
 def _read_qwen3_moe(rest: Fields) -> JsonObject:
@@ -37,75 +78,34 @@ def _read_qwen3_moe(rest: Fields) -> JsonObject:
     layers, dense = rest.layers(), list(rest.pop("mlp_only_layers", None) or [])
     if dense != list(range(len(dense))) or len(dense) >= max(1, layers):
         raise ArtifactError(f"{rest.where}: mlp_only_layers is {clip(repr(dense))}; only the first layers can be dense")
-    values = read_llama(rest)
-    values["experts"] = Experts(
-        count=int(rest.pop("num_experts", 128)),
-        active=int(rest.pop("num_experts_per_tok", 8)),
-        weights="sum" if rest.pop("norm_topk_prob", False) else "scores",
-        balance_loss=float(rest.pop("router_aux_loss_coef", 0.001)),
-    )
-    if dense:
-        values |= {"dense_layers": len(dense), "dense_intermediate_size": rest.get("intermediate_size")}
-    rest["intermediate_size"] = rest.pop("moe_intermediate_size", 768)
-    return values
+    weights = "sum" if rest.pop("norm_topk_prob", False) else "scores"
+    experts = Experts(**_pop_experts(rest, _QWEN3), weights=weights)
+    return read_llama(rest) | _split_width(rest, len(dense), 768) | {"experts": experts}
 
 
 def _write_qwen3_moe(config: ModelConfig) -> JsonObject | None:
     if (experts := config.experts) is None or experts.weights == "softmax":
         return None
-    return {
-        "mlp_only_layers": list(range(config.dense_layers)),
-        "intermediate_size": config.dense_intermediate_size or config.intermediate_size,
-        "moe_intermediate_size": config.intermediate_size,
-        "num_experts": experts.count,
-        "num_experts_per_tok": experts.active,
-        "norm_topk_prob": experts.weights == "sum",
-        "router_aux_loss_coef": experts.balance_loss,
-    }
-
-
-_DEEPSEEK_EXPERTS = (
-    "n_routed_experts",
-    "n_shared_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "n_group",
-    "topk_group",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-)
+    dense = {"mlp_only_layers": list(range(config.dense_layers))}
+    return dense | _written_apart(config, experts) | _written(experts, _QWEN3)
 
 
 def _read_deepseek(rest: Fields, version: int) -> JsonObject:
     """Experts in all layers but the first ones, or in none."""
     rest.full_only()
     layers, dense = rest.layers(), rest.pop("first_k_dense_replace", 3 if version == 3 else 0)
-    given = {name: rest.pop(name, None) for name in _DEEPSEEK_EXPERTS}
+    common, normed = _pop_experts(rest, _DEEPSEEK), rest.pop("norm_topk_prob", None)
     values: JsonObject = {name: rest.pop(name, None) for name in LATENT}
     rest["head_dim"] = rest.pop("qk_rope_head_dim", rest.get("head_dim"))
     rest["num_key_value_heads"] = 1
-    if dense >= layers or not given["n_routed_experts"]:
+    if dense >= layers or not common["count"]:
+        rest.drop("moe_intermediate_size")
         return values
-    if dense:
-        values |= {"dense_layers": dense, "dense_intermediate_size": rest.get("intermediate_size")}
-    rest["intermediate_size"] = given["moe_intermediate_size"]
-    common: JsonObject = {
-        "count": given["n_routed_experts"],
-        "active": given["num_experts_per_tok"] or 1,
-        "shared": given["n_shared_experts"] or 0,
-        "scale": float(given["routed_scaling_factor"] or 1.0),
-    }
     if version == 2:
-        return values | {"mlp_kind": "experts", "experts": Experts(**common, weights="scores")}
-    experts = Experts(
-        **common,
-        router="sigmoid",
-        weights="sum" if given["norm_topk_prob"] else "scores",
-        choice_bias=True,
-        groups=given["n_group"] or 1,
-        active_groups=given["topk_group"] or 1,
-    )
-    return values | {"mlp_kind": "experts", "experts": experts}
+        experts = Experts(**common | {"groups": 1, "active_groups": 1}, weights="scores")
+    else:
+        experts = Experts(**common, router="sigmoid", weights="sum" if normed else "scores", choice_bias=True)
+    return values | _split_width(rest, dense) | {"mlp_kind": "experts", "experts": experts}
 
 
 def _write_deepseek(config: ModelConfig) -> JsonObject | None:
@@ -123,18 +123,8 @@ def _write_deepseek(config: ModelConfig) -> JsonObject | None:
         return latent | {"first_k_dense_replace": config.num_hidden_layers}
     if not experts.shared:  # its code always has some
         return None
-    return latent | {
-        "first_k_dense_replace": config.dense_layers,
-        "intermediate_size": config.dense_intermediate_size or config.intermediate_size,
-        "moe_intermediate_size": config.intermediate_size,
-        "n_routed_experts": experts.count,
-        "n_shared_experts": experts.shared,
-        "num_experts_per_tok": experts.active,
-        "n_group": experts.groups,
-        "topk_group": experts.active_groups,
-        "norm_topk_prob": experts.weights == "sum",
-        "routed_scaling_factor": experts.scale,
-    }
+    dense = {"first_k_dense_replace": config.dense_layers}
+    return latent | dense | _written_apart(config, experts) | _written(experts, _DEEPSEEK)
 
 
 _DEEPSEEK_ONLY: dict[str, tuple[object, ...]] = {
