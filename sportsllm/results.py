@@ -69,13 +69,13 @@ class StageResult(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingResult(StageResult):
-    """The result of a training. Fields are None if nothing was trained or no text was held out.
+class TrainingFigures:
+    """Figures of a training run. Those of quality are None if no text was held out.
 
     Attributes:
-        tokens, steps, epochs: length of the training.
-        tokens_per_parameter: training tokens per parameter.
+        tokens, steps: length of the training.
         tokens_per_s: training speed, without validation and saving.
+        seconds: time of the run, validation and saving included.
         loss: mean loss of the last logged steps, nats per token.
         valid_bits_per_byte: quality of the result on the report split of the held-out text.
         best_step: step whose weights were kept; 0 is the start.
@@ -89,9 +89,8 @@ class TrainingResult(StageResult):
 
     tokens: int = 0
     steps: int = 0
-    epochs: float | None = None
-    tokens_per_parameter: float | None = None
     tokens_per_s: float | None = None
+    seconds: float = 0.0
     loss: float | None = None
     valid_bits_per_byte: float | None = None
     best_step: int | None = None
@@ -101,6 +100,19 @@ class TrainingResult(StageResult):
     bits_per_byte_before: float | None = None
     worse_than_start: str | None = None
     peak_rss_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult(TrainingFigures, StageResult):
+    """A trained checkpoint. Figures are None if nothing was trained.
+
+    Attributes:
+        epochs: passes over the training text.
+        tokens_per_parameter: training tokens per parameter.
+    """
+
+    epochs: float | None = None
+    tokens_per_parameter: float | None = None
 
     @property
     def warning(self) -> str:

@@ -25,7 +25,7 @@ from sportsllm.text.reading import USUAL, Reading
 from sportsllm.text.split import TextSplit, load_corpus
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 from sportsllm.text.tokens import TokenizedDocuments, token_cache, tokenize
-from sportsllm.training.loop import train_model
+from sportsllm.training.loop import train_model, training_record
 from sportsllm.training.rate_trial import choose_rates
 from sportsllm.training.settings import TrainConfig, check_sequence
 from sportsllm.training.sharding import place
@@ -198,7 +198,7 @@ def train_student(
             resume=run.resume,
             description=description,
         )
-    return {**result.record(student, batches), "sides": text.split.sides}
+    return {**training_record(result, student, batches), "sides": text.split.sides}
 
 
 def recover(

@@ -19,7 +19,7 @@ from sportsllm.text.split import DocumentStream, TextSplit
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 from sportsllm.text.tokenizer_training import train_tokenizer
 from sportsllm.text.tokens import token_cache, tokenize
-from sportsllm.training.loop import language_model_loss, train_model
+from sportsllm.training.loop import language_model_loss, train_model, training_record
 from sportsllm.training.lora import add_adapters, merge_adapters
 from sportsllm.training.rate_trial import choose_rates
 from sportsllm.training.settings import TrainConfig, check_sequence, fit_vocabulary
@@ -99,4 +99,4 @@ def train_base_model(
     if stage.settings.get("lora_rank"):
         merge_adapters(model)
     save_checkpoint(directory, model, None if source == directory else source)
-    return {**result.record(model, batches), "trained_parameters": trained, "sides": texts.sides}
+    return {**training_record(result, model, batches), "trained_parameters": trained, "sides": texts.sides}

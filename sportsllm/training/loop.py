@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +21,7 @@ from sportsllm.files import JsonObject, parse_json
 from sportsllm.models.experts import balance_biases, pop_expert_load
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
+from sportsllm.results import TrainingFigures
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences
 from sportsllm.training.loss import cross_entropy
 from sportsllm.training.optimizers import build_optimizers, computes_in_bfloat16, rate_factor
@@ -35,44 +36,15 @@ METRICS = "metrics.jsonl"
 _SAVE_EVERY_S = 600.0
 
 
-@dataclass(frozen=True)
-class LoopResult:
-    """Result of a run.
-
-    Attributes:
-        loss: mean of the last logged steps, in nats per token.
-        tokens_per_s: without the time of scoring and saving, which `seconds` includes.
-        valid_bits_per_byte: of the weights that stay, on the report split.
-        best_step: the step whose weights stay; 0 is the start.
-        best_bits_per_byte: what it was chosen by, on the selection split; not for reports.
-        bits_per_byte_before: of the start, by a part of the report split, if the start has useful weights.
-        worse_than_start: see `sportsllm.results.TrainingResult`.
-        learning_rate, muon_learning_rate: peaks.
-    """
-
-    steps: int
-    tokens: int
-    tokens_per_s: float
-    loss: float | None
-    valid_bits_per_byte: float | None
-    best_step: int | None
-    best_bits_per_byte: float | None
-    bits_per_byte_before: float | None
-    worse_than_start: str | None
-    learning_rate: float
-    muon_learning_rate: float
-    seconds: float
-    peak_rss_bytes: int
-
-    def record(self, model: SportsLLM, batches: PackedSequences) -> JsonObject:
-        """What every training verb reports, by the names of `sportsllm.results.TrainingResult`."""
-        parameters = model.config.parameters
-        return {
-            "parameters": parameters,
-            "tokens_per_parameter": round(self.tokens / parameters, 2),
-            "epochs": round(self.tokens / batches.tokens_per_epoch, 2),
-            **asdict(self),
-        }
+def training_record(figures: TrainingFigures, model: SportsLLM, batches: PackedSequences) -> JsonObject:
+    """What every training verb reports, by the names of `TrainingResult`."""
+    parameters = model.config.parameters
+    return {
+        "parameters": parameters,
+        "tokens_per_parameter": round(figures.tokens / parameters, 2),
+        "epochs": round(figures.tokens / batches.tokens_per_epoch, 2),
+        **asdict(figures),
+    }
 
 
 def language_model_loss(model: SportsLLM, batch: Batch) -> Tensor:
@@ -99,7 +71,7 @@ def train_model(
     identity: str = "",
     resume: bool = False,
     description: str = "train",
-) -> LoopResult:
+) -> TrainingFigures:
     """Train `model` in place.
 
     Args:
@@ -202,11 +174,11 @@ class _Run:
         if validation is not None and (last or (every and step % every == 0)):
             self.write(valid_bits_per_byte=self.state.consider(validation))
 
-    def result(self, tokens_per_s: float, validation: Validation | None, started: float) -> LoopResult:
+    def result(self, tokens_per_s: float, validation: Validation | None, started: float) -> TrainingFigures:
         """Give the model its best weights and report the run."""
         state, config = self.state, self.config
         after, before, worse = (None, None, None) if validation is None else state.finish(validation)
-        return LoopResult(
+        return TrainingFigures(
             steps=state.step,
             tokens=state.step * config.tokens_per_step,
             tokens_per_s=tokens_per_s,
