@@ -32,7 +32,7 @@ from sportsllm.errors import GateError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.families.gemma import CAPS
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, RoundedModel
-from sportsllm.formats.gguf.config import ARCHITECTURES, LAYER_NORM, LLAMA3, ROPE_FACTORS, open_gguf, read_config
+from sportsllm.formats.gguf.config import ARCHITECTURES, LLAMA3, ROPE_FACTORS, WRITTEN, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import GGUFTensors, gguf_names, paired_heads, rows_in_pairs
 from sportsllm.formats.huggingface import family_of, load_config
@@ -48,13 +48,10 @@ from sportsllm.text.tokenizer import load_tokenizer
 
 BLOCK = 32
 GGUF_FILE = "model.gguf"
-_NAMES = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "qwen3_moe": "qwen3moe"}
 _GEMMA = {
     "gemma2": "Gemma 2 with every second layer full, bounded scores and logits,",
     "gemma3": "Gemma 3 with full layers at equal distances",
 }
-_UNTIED = ("olmo2", "stablelm", "gptneox")
-_WITHOUT_BIASES = ("gemma2", "gemma3", "olmo2", "qwen3", "qwen3moe", "smollm3")
 
 
 def architecture_of(config: ModelConfig) -> str:
@@ -63,25 +60,25 @@ def architecture_of(config: ModelConfig) -> str:
     Raises:
         UsageError: it has none for this model.
     """
-    family = _NAMES.get(family := family_of(config) or "", family)
+    family = family_of(config) or ""
     full_width = config.query_size == config.hidden_size  # not if heads were pruned
     if (family == "mixtral" and config.sliding_window is None) or (family == "qwen2" and not full_width):
         family = "llama"  # which has experts, the same biases, and heads of any width
-    if family not in ARCHITECTURES:
-        kinds = f"a model with {config.attention_kind} attention and {config.mlp_kind} feed-forward"
-        raise UsageError(f"GGUF: {family or kinds} is not supported; use a model of {', '.join(ARCHITECTURES)}")
+    if (kind := WRITTEN.get(family)) is None:
+        parts = f"a model with {config.attention_kind} attention and {config.mlp_kind} feed-forward"
+        raise UsageError(f"GGUF: {family or parts} is not supported; use a model of {', '.join(WRITTEN.values())}")
     if family == "smollm3" and config.layer_types != tuple(
         UNROTATED if layer % 4 == 3 else FULL for layer in range(config.num_hidden_layers)
     ):
         raise UsageError("GGUF: llama.cpp leaves rotation out in every fourth layer of SmolLM3; these layers differ")
-    if family in _GEMMA:
-        largest = config.num_hidden_layers == {"gemma2": 46, "gemma3": 62}[family]
+    if kind in _GEMMA:
+        largest = config.num_hidden_layers == {"gemma2": 46, "gemma3": 62}[kind]
         scored = config.hidden_size // config.num_attention_heads if largest else config.head_dim
         unlike = _period(config) is None or abs((config.attention_scale or 0) * scored**0.5 - 1) > 1e-6
-        if family == "gemma2":
+        if kind == "gemma2":
             unlike |= _period(config) != 2 or config.attention_softcap is None or config.logit_softcap is None
         if unlike:
-            raise UsageError(f"GGUF: llama.cpp knows {_GEMMA[family]} and scores / head_dim ** 0.5")
+            raise UsageError(f"GGUF: llama.cpp knows {_GEMMA[kind]} and scores / head_dim ** 0.5")
     scaling = config.rope_scaling
     if scaling is not None and scaling.rope_type == "longrope":
         raise UsageError("GGUF: longrope's factors are not supported; use --format onnx")
@@ -91,19 +88,19 @@ def architecture_of(config: ModelConfig) -> str:
             raise UsageError("GGUF: YaRN with other settings than factor and original context is not supported")
     if scaling is not None and scaling.rope_type == "llama3" and scaling != replace(LLAMA3, factor=scaling.factor):
         raise UsageError("GGUF: llama3 scaling with other settings than a factor and Llama 3's own is not supported")
-    biases = config.attention_bias or config.attention_output_bias or config.mlp_bias
+    its, biases = ARCHITECTURES[kind], config.attention_bias or config.attention_output_bias or config.mlp_bias
     for said, found in (
-        ("with a head of their own alone; this one's is tied", family in _UNTIED and config.tie_word_embeddings),
-        ("with a tied head alone", family == "gemma2" and not config.tie_word_embeddings),
-        ("without biases alone", family in _WITHOUT_BIASES and biases),
-        ("with biases alone", family == "gptneox" and not config.attention_bias),
+        ("with a head of their own alone; this one's is tied", its.tied is False and config.tie_word_embeddings),
+        ("with a tied head alone", its.tied is True and not config.tie_word_embeddings),
+        ("without biases alone", its.biases is False and biases),
+        ("with biases alone", its.biases is True and not config.attention_bias),
         ("with heads that are together as wide as the hidden size alone", family == "olmo2" and not full_width),
     ):
         if found:
-            raise UsageError(f"GGUF: llama.cpp reads {family} models {said}")
+            raise UsageError(f"GGUF: llama.cpp reads {kind} models {said}")
     if config.experts is not None and (config.dense_layers or config.experts.weights != "sum"):
         raise UsageError("GGUF: llama.cpp knows Qwen3-MoE with experts in all layers and weights that sum to 1")
-    return family
+    return kind
 
 
 def write_gguf(
@@ -212,10 +209,10 @@ def _sizes(kind: str, config: ModelConfig) -> dict[str, Any]:
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
     }
-    found[f"attention.layer_norm_{'' if kind in LAYER_NORM else 'rms_'}epsilon"] = float(config.rms_norm_eps)
+    found[(its := ARCHITECTURES[kind]).epsilon] = float(config.rms_norm_eps)
     if kind == "gpt2":
         return found
-    if kind in ("stablelm", "gptneox"):
+    if "use_parallel_residual" in its.keys:
         found["use_parallel_residual"] = config.parallel_residual
     found |= {
         "attention.head_count_kv": config.num_key_value_heads,
@@ -239,9 +236,9 @@ def _sizes(kind: str, config: ModelConfig) -> dict[str, Any]:
         found |= {"residual_scale": 1.0, "logit_scale": 1.0}  # which the weights have
     if kind == "gemma2":
         found |= {theirs: float(getattr(config, ours)) for theirs, ours in CAPS.items()}
+    if "attention.sliding_window" in its.keys:
         found["attention.sliding_window"] = config.sliding_window
     if kind == "gemma3":
-        found["attention.sliding_window"] = config.sliding_window
         if config.rope_local_theta is not None:
             found["rope.freq_base_swa"] = float(config.rope_local_theta)
         if (period := _period(config)) != 6:  # older releases know six alone, without the key

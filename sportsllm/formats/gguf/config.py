@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,15 +16,9 @@ from sportsllm.formats.huggingface import FAMILIES
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, Experts, ModelConfig
 from sportsllm.models.rope import RopeScaling, inverse_frequencies
 
-ARCHITECTURES = (
-    "llama", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "gpt2", "olmo2", "stablelm", "gptneox", "granite",
-    "qwen3moe",
-)  # fmt: skip
-"""Those that are written too; further ones are read."""
-READ_ARCHITECTURES = (*ARCHITECTURES, "phi3")
-LAYER_NORM = ("gpt2", "stablelm", "gptneox")
-PARALLEL = "use_parallel_residual"
 ROPE_FACTORS = "rope_freqs.weight"
+_PARALLEL, _WINDOW = "use_parallel_residual", "attention.sliding_window"
+_RMS_EPSILON, _LAYER_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 _SIZES = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -32,24 +26,12 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "context_length": "max_position_embeddings",
 }
-_MODEL_TYPES = {"gemma3": "gemma3_text", "gptneox": "gpt_neox", "qwen3moe": "qwen3_moe"}
-"""Hugging Face's names of architectures, if they are others."""
 _ORIGINAL_CONTEXT = "rope.scaling.original_context_length"
 _READ = {
     *_SIZES, "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
-    "rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.type", "rope.scaling.factor", "expert_count",
-    "expert_used_count", _ORIGINAL_CONTEXT,
+    "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", _ORIGINAL_CONTEXT, "expert_count",
+    "expert_used_count",
 }  # fmt: skip
-_READ_OF = {
-    "gemma3": {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"},
-    "gemma2": {"attention.sliding_window", *CAPS},
-    "phi3": {"attention.sliding_window"},
-    "gpt2": {"attention.layer_norm_epsilon"},
-    "stablelm": {"attention.layer_norm_epsilon", PARALLEL},
-    "gptneox": {"attention.layer_norm_epsilon", PARALLEL},
-    "granite": {"embedding_scale", "attention.scale", "residual_scale", "logit_scale"},
-    "qwen3moe": {"expert_feed_forward_length"},
-}
 # What these say is in other keys, or is about how the model came about.
 _IGNORED = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 LLAMA3 = RopeScaling("llama3", 1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -141,11 +123,11 @@ def architecture(file: GGUFFile) -> str:
     """The model's architecture.
 
     Raises:
-        ArtifactError: it is not one of `READ_ARCHITECTURES`.
+        ArtifactError: it is not one of `ARCHITECTURES`.
     """
     name = file.value("general.architecture", str)
-    if name not in READ_ARCHITECTURES:
-        raise file.error(f"architecture {name!r} is not supported; use one of {', '.join(READ_ARCHITECTURES)}")
+    if name not in ARCHITECTURES:
+        raise file.error(f"architecture {name!r} is not supported; use one of {', '.join(ARCHITECTURES)}")
     return name
 
 
@@ -155,9 +137,9 @@ def read_config(file: GGUFFile) -> ModelConfig:
     Raises:
         ArtifactError: another architecture, or a key that is missing, not known or that cannot be honoured.
     """
-    name = architecture(file)
+    its = ARCHITECTURES[name := architecture(file)]
     own = {key.removeprefix(f"{name}.") for key in file.metadata if key.startswith(f"{name}.")}
-    if unknown := sorted(own - _READ - _READ_OF.get(name, set()) - _IGNORED):
+    if unknown := sorted(own - _READ - {its.epsilon, *its.keys} - _IGNORED):
         raise file.error(f"{name}.{unknown[0]} is not known, so that the model may compute something else; refuse")
     values: dict[str, Any] = {field: file.value(f"{name}.{key}", int) for key, field in _SIZES.items()}
     routed = bool(file.value_or(0, f"{name}.expert_count", int))
@@ -167,8 +149,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
     values["num_key_value_heads"] = file.value_or(heads, f"{name}.attention.head_count_kv", int)
     head_dim = file.value_or(values["hidden_size"] // max(heads, 1), f"{name}.attention.key_length", int)
     rotated = file.value_or(head_dim, f"{name}.rope.dimension_count", int)
-    partial = PARALLEL in _READ_OF.get(name, ())
-    for key in ("attention.value_length", "rope.dimension_count")[: 1 if partial else 2]:
+    for key in ("attention.value_length", "rope.dimension_count")[: 1 if _PARALLEL in its.keys else 2]:
         if file.value_or(head_dim, f"{name}.{key}", int) != head_dim:
             found = file.metadata[f"{name}.{key}"]
             raise file.error(f"{name}.{key} is {found}; only the head size, {head_dim}, is supported")
@@ -178,20 +159,17 @@ def read_config(file: GGUFFile) -> ModelConfig:
         "head_dim": head_dim,
         "rotary_dim": None if rotated == head_dim else rotated,
         "vocab_size": int(file.tensors["token_embd.weight"].shape[-1]),
-        "rms_norm_eps": _decimal(
-            file.value(f"{name}.attention.layer_norm_{'' if name in LAYER_NORM else 'rms_'}epsilon", float)
-        ),
+        "rms_norm_eps": _decimal(file.value(f"{name}.{its.epsilon}", float)),
         "rope_theta": _decimal(file.value_or(10_000.0, f"{name}.rope.freq_base", float)),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         **_special_tokens(file),
-        **FAMILIES["mixtral" if routed and name == "llama" else _MODEL_TYPES.get(name, name)].fixed,
+        **FAMILIES["mixtral" if routed and name == "llama" else its.family].fixed,
     }
     try:
-        if name in _READERS:
-            values |= _READERS[name](file, values)
+        values |= its.read(file, values)
         if routed:
             values |= _experts(file, values)
         config = ModelConfig(**values)
@@ -238,14 +216,14 @@ def _phi3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stablelm(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
-    if file.value_or(False, f"stablelm.{PARALLEL}", bool):
-        raise file.error(f"stablelm.{PARALLEL} is true, which is not supported; convert it from Hugging Face's files")
+    if file.value_or(False, f"stablelm.{_PARALLEL}", bool):
+        raise file.error(f"stablelm.{_PARALLEL} is true, which is not supported; convert it from Hugging Face's files")
     return {}
 
 
 def _gptneox(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     biases = dict.fromkeys(("attention_bias", "attention_output_bias"), "blk.0.attn_qkv.bias" in file.tensors)
-    return biases | {"mlp_kind": "gelu_erf", "parallel_residual": file.value(f"gptneox.{PARALLEL}", bool)}
+    return biases | {"mlp_kind": "gelu_erf", "parallel_residual": file.value(f"gptneox.{_PARALLEL}", bool)}
 
 
 def _granite(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,16 +249,51 @@ def _experts(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"experts": Experts(count, active, balance_loss=0.001), "intermediate_size": inner}
 
 
-_READERS: dict[str, Callable[[GGUFFile, Mapping[str, Any]], dict[str, Any]]] = {
-    "smollm3": _smollm3,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "phi3": _phi3,
-    "stablelm": _stablelm,
-    "gptneox": _gptneox,
-    "granite": _granite,
+@dataclass(frozen=True)
+class Architecture:
+    """What sets an architecture's files apart from LLaMA's, for reading and for writing.
+
+    Attributes:
+        family: Hugging Face's model type.
+        keys: further keys, without the architecture's name.
+        read: returns the fields of `ModelConfig` that follow from these keys, or that llama.cpp knows untold.
+        epsilon: the key of the norms' epsilon.
+        layout: how its tensors lie, see `sportsllm.formats.layouts`; as in the family's files if None.
+        paired: whether rows of queries and keys are in llama.cpp's own order.
+        biases, tied: whether llama.cpp wants biases, and a tied head; None for either.
+        written: whether models are written too.
+    """
+
+    family: str
+    keys: Collection[str] = ()
+    read: Callable[[GGUFFile, Mapping[str, Any]], dict[str, Any]] = lambda file, values: {}
+    epsilon: str = _RMS_EPSILON
+    layout: str | None = None
+    paired: bool = False
+    biases: bool | None = None
+    tied: bool | None = None
+    written: bool = True
+
+
+_GRANITE = ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
+_GEMMA3 = (_WINDOW, "attention.sliding_window_pattern", "rope.freq_base_swa")
+ARCHITECTURES = {
+    "llama": Architecture("llama", paired=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3", biases=False),
+    "smollm3": Architecture("smollm3", read=_smollm3, paired=True, biases=False),
+    "gemma2": Architecture("gemma2", (_WINDOW, *CAPS), _gemma2, biases=False, tied=True),
+    "gemma3": Architecture("gemma3_text", _GEMMA3, _gemma3, biases=False),
+    "gpt2": Architecture("gpt2", epsilon=_LAYER_EPSILON),
+    "olmo2": Architecture("olmo2", biases=False, tied=False),
+    "stablelm": Architecture("stablelm", (_PARALLEL,), _stablelm, _LAYER_EPSILON, tied=False),
+    "gptneox": Architecture("gpt_neox", (_PARALLEL,), _gptneox, _LAYER_EPSILON, layout="gpt2", biases=True, tied=False),
+    "granite": Architecture("granite", _GRANITE, _granite, paired=True),
+    "qwen3moe": Architecture("qwen3_moe", ("expert_feed_forward_length",), biases=False),
+    "phi3": Architecture("phi3", (_WINDOW,), _phi3, written=False),
 }
-"""By architecture, what its files have beyond LLaMA's keys and the fixed parts of Hugging Face's family."""
+WRITTEN = {its.family: name for name, its in ARCHITECTURES.items() if its.written}
+"""Architectures that are written too, by Hugging Face's model type."""
 
 
 def _decimal(value: float) -> float:

@@ -28,7 +28,7 @@ def convert_gguf(source: Path, out: Path) -> JsonObject:
     read, see `sportsllm.formats.safetensors.TensorFiles`.
 
     Args:
-        source: a file of one of `READ_ARCHITECTURES`, in any number format that the package `gguf` reads.
+        source: a file of one of `ARCHITECTURES`, in any number format that the package `gguf` reads.
         out: the directory to make; one that is up to date is kept.
 
     Raises:

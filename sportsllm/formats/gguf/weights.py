@@ -16,13 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sportsllm.formats.gguf.config import ROPE_FACTORS, GGUFFile, architecture, granite_factors
+from sportsllm.formats.gguf.config import ARCHITECTURES, ROPE_FACTORS, GGUFFile, architecture, granite_factors
 from sportsllm.formats.layouts import UnlikeTensor, parts_of
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import parameters
 
-_LAYOUTS = {"gemma3": "gemma3_text", "gptneox": "gpt2"}
-"""Layouts of Hugging Face's, if another than the architecture's own; here Gemma's norms are 1 + weight."""
 _ROWS = 8_192  # of a table that are dequantized together
 _EXPERT = re.compile(r"\bexperts\.(\d+)\b")
 _ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()}
@@ -30,7 +28,8 @@ _ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()
 
 def gguf_names(kind: str, config: ModelConfig) -> dict[str, str]:
     """By a parameter's name in the model its tensor in a GGUF file, which GPT-2's query, key and value share."""
-    parts = parts_of(_LAYOUTS.get(kind, kind), config)
+    its = ARCHITECTURES[kind]
+    parts = parts_of(its.layout or its.family, config)
     stored = {item.name: parts[item.name].stored if parts else item.name for item in parameters(config)}
     return {name: found for name in stored if (found := gguf_name(kind, config, stored[name])) is not None}
 
@@ -49,7 +48,7 @@ def _name_map(kind: str, layers: int) -> Any:
 
 def paired_heads(kind: str, config: ModelConfig, parameter: str) -> int:
     """How many heads a parameter's rows belong to if they are queries or keys in llama.cpp's own order, else 0."""
-    if kind not in ("llama", "smollm3", "granite"):
+    if not ARCHITECTURES[kind].paired:
         return 0
     found = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
     return next((heads for part, heads in found.items() if part in parameter), 0)
@@ -87,7 +86,8 @@ class GGUFTensors(Mapping[str, Tensor]):
         """
         self._kind, self._config, kind = architecture(file), config, architecture(file)
         factors = granite_factors(file) if kind == "granite" else {}
-        self._parts = parts_of(_LAYOUTS.get(kind, kind), config, config_json=factors)
+        its = ARCHITECTURES[kind]
+        self._parts = parts_of(its.layout or its.family, config, config_json=factors)
         self._parameters, self._stored = {item.name: item for item in parameters(config)}, dict[str, str]()
         for parameter in self._parameters:
             part = self._parts.get(parameter)
@@ -108,7 +108,7 @@ class GGUFTensors(Mapping[str, Tensor]):
         parameter, part, stored = self._parameters[name], self._parts.get(name), self._stored[name]
         kind, config, number = self._kind, self._config, _EXPERT.search(name)
         tensor = _dense(self._file, stored, (int(number[1]), config.chosen_experts.count) if number else None)
-        try:
+        try:  # Gemma's norms are 1 + weight already
             if kind in ("phi3", "granite") and part is not None:
                 tensor = part.read(tensor)  # its rows of a fused matrix, or multiplied
             elif kind in ("gpt2", "gptneox") and part is not None and parameter.role in ("matrix", "bias"):
