@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sportsllm.models.sublayer import HIDDEN, Activation, Kept, Matrix, State, Sublayer, Unit, Vector
@@ -170,25 +171,17 @@ def lstm(config: ModelConfig) -> Sublayer:
     )
 
 
-def gated(config: ModelConfig, activation: str) -> Sublayer:
-    """Three matrices around a gate; gate, f(gate), up and their product are kept."""
+def feed_forward(config: ModelConfig, activation: str, gated: bool) -> Sublayer:
+    """Three matrices around a gate, or two without; what they make, f of it and its product with the gate are kept."""
     hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    gate = Matrix("gate_proj", inner, hidden, "neuron", HIDDEN, HIDDEN, bias=bias)
-    up = Matrix("up_proj", inner, hidden, "neuron", HIDDEN, HIDDEN, bias=bias)
-    down = Matrix("down_proj", hidden, inner, HIDDEN, "neuron", "inner", True, bias, scale_source="up_proj")
-    made = (Activation(name, (inner,)) for name in ("gate", "up", f"{activation}(gate) * up"))
-    units = (Unit("neuron", "intermediate_size", inner),)
-    return Sublayer((gate, up, down), (gate, up, *made, down), units, Kept(computed=4 * inner))
-
-
-def plain(config: ModelConfig, activation: str) -> Sublayer:
-    """Two matrices; up and f(up) are kept."""
-    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    up = Matrix("up_proj", inner, hidden, "neuron", HIDDEN, HIDDEN, bias=bias)
-    down = Matrix("down_proj", hidden, inner, HIDDEN, "neuron", "inner", True, bias)
-    made = (Activation(name, (inner,)) for name in ("up", f"{activation}(up)"))
-    units = (Unit("neuron", "intermediate_size", inner),)
-    return Sublayer((up, down), (up, *made, down), units, Kept(computed=2 * inner))
+    names = ("gate_proj", "up_proj") if gated else ("up_proj",)
+    first = [Matrix(name, inner, hidden, "neuron", HIDDEN, HIDDEN, bias=bias) for name in names]
+    source = "up_proj" if gated else None
+    down = Matrix("down_proj", hidden, inner, HIDDEN, "neuron", "inner", True, bias, scale_source=source)
+    made = ("gate", "up", f"{activation}(gate) * up") if gated else ("up", f"{activation}(up)")
+    tensors: tuple[Matrix | Activation, ...] = (*first, *(Activation(name, (inner,)) for name in made), down)
+    units, kept = (Unit("neuron", "intermediate_size", inner),), Kept(computed=(4 if gated else 2) * inner)
+    return Sublayer((*first, down), tensors, units, kept)
 
 
 def mixture(config: ModelConfig) -> Sublayer:
@@ -255,11 +248,11 @@ def least_bits(name: str) -> int:
 
 ATTENTION: dict[str, Kind] = {"grouped_query": grouped_query, "latent": latent, "selected": selected, "lstm": lstm}
 FEED_FORWARD: dict[str, Kind] = {
-    "swiglu": lambda config: gated(config, "silu"),
-    "geglu": lambda config: gated(config, "gelu"),
-    "gelu": lambda config: plain(config, "gelu"),
-    "gelu_erf": lambda config: plain(config, "gelu"),
-    "relu": lambda config: plain(config, "relu"),
+    "swiglu": partial(feed_forward, activation="silu", gated=True),
+    "geglu": partial(feed_forward, activation="gelu", gated=True),
+    "gelu": partial(feed_forward, activation="gelu", gated=False),
+    "gelu_erf": partial(feed_forward, activation="gelu", gated=False),
+    "relu": partial(feed_forward, activation="relu", gated=False),
     "experts": mixture,
 }
 """The kinds by the names in `ModelConfig`; `sportsllm.models.language_model` has their modules."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 
-from sportsllm.models.kinds import FEED_FORWARD, plain
+from sportsllm.models.kinds import FEED_FORWARD, feed_forward
 from sportsllm.models.language_model import FEED_FORWARD_MODULES
 from sportsllm.models.layers import FeedForward
 from sportsllm.models.sublayer import Sublayer
@@ -22,7 +22,7 @@ NAME = "erf_gelu"
 
 def erf_gelu(config: ModelConfig) -> Sublayer:
     """Two matrices, always with biases."""
-    found = plain(config, "gelu")
+    found = feed_forward(config, "gelu", gated=False)
     up, down = (matrix._replace(bias=True) for matrix in found.matrices)
     return replace(found, matrices=(up, down), tensors=(up, *found.tensors[1:3], down))
 

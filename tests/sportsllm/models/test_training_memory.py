@@ -9,7 +9,7 @@ import torch
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import gated, grouped_query
+from sportsllm.models.kinds import feed_forward, grouped_query
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS
 from sportsllm.models.sublayer import Kept
@@ -207,7 +207,7 @@ def test_a_gpus_kernels_keep_what_the_formula_says() -> None:
     read = [argument.name for argument in schema.arguments if "Tensor" in str(argument.type)]
     assert read == ["grad_out", "input", "rstd", "weight"]
     norm, result = 4 * TINY.hidden_size + 4, 2 * TINY.hidden_size
-    halves = [_kept(kind.kept) for kind in (grouped_query(TINY), gated(TINY, "silu"))]
+    halves = [_kept(kind.kept) for kind in (grouped_query(TINY), feed_forward(TINY, "silu", gated=True))]
     assert layer_activation_bytes(TINY, True, "gpu") == 2 * (norm + result) + sum(halves)
 
 
