@@ -222,30 +222,29 @@ def _run(arguments: list[str]) -> int:
         return int(result or 0)
     except SystemExit as stop:
         return int(stop.code or 0)
-    except TyperException as error:
-        _complain(_usage(error, arguments))
-        return UsageError.exit_code
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        return InterruptedRun.exit_code
-    except SportsLLMError as error:
-        if processes.rank() == 0 or isinstance(error, (ArtifactError, ResourceError)):  # all processes meet the others
-            _complain(str(error))
-        return error.exit_code
-    except ModuleNotFoundError as error:
-        return _missing_module(error)
-    except MemoryError:
-        _complain("out of memory; use a smaller batch, sequence or model")
-        return ResourceError.exit_code
-    except OSError as error:
-        return _os_error(error)
-    except RuntimeError as error:
-        if "can't allocate memory" in str(error) or "out of memory" in str(error):
-            _complain("out of memory; use a smaller batch, sequence or model")
-            return ResourceError.exit_code
-        if processes.count() > 1 and "peer" in str(error):
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, RuntimeError) and processes.count() > 1 and "peer" in str(error):
             return ResourceError.exit_code  # another process has ended; it has said why
-        raise
+        known = error if isinstance(error, SportsLLMError) else _in_our_words(error, arguments)
+        if known is None:
+            raise
+        if processes.rank() == 0 or known is not error or isinstance(error, (ArtifactError, ResourceError)):
+            _complain(str(known))  # all processes meet the others
+        return known.exit_code
+
+
+def _in_our_words(error: BaseException, arguments: list[str]) -> SportsLLMError | None:
+    """What another library's error means to the user; None if it is a bug."""
+    if isinstance(error, TyperException):
+        return UsageError(_usage(error, arguments))
+    if isinstance(error, KeyboardInterrupt):
+        return InterruptedRun("interrupted")
+    if isinstance(error, ModuleNotFoundError):
+        return _missing_module(error)
+    if isinstance(error, OSError):
+        return _os_error(error)
+    full = isinstance(error, RuntimeError) and re.search("can't allocate memory|out of memory", str(error))
+    return ResourceError(_OUT_OF_MEMORY) if full or isinstance(error, MemoryError) else None
 
 
 def _command(arguments: list[str]) -> Any:
@@ -295,15 +294,15 @@ def _owners(option: str) -> str:
     return f"; {' and '.join(names[:3])} {'have' if names[1:] else 'has'} it" if names else ""
 
 
-def _missing_module(error: ModuleNotFoundError) -> int:
+def _missing_module(error: ModuleNotFoundError) -> SportsLLMError | None:
     name = (error.name or "").partition(".")[0]
     extra = "compress" if name in _COMPRESS else _EXTRA_OF.get(name)
     if extra is None:
-        raise error
-    _complain(f"this needs the package {name!r}; install it with: pip install 'sportsllm-compress[{extra}]'")
-    return ResourceError.exit_code
+        return None
+    return ResourceError(f"this needs the package {name!r}; install it with: pip install 'sportsllm-compress[{extra}]'")
 
 
+_OUT_OF_MEMORY = "out of memory; use a smaller batch, sequence or model"
 _OS_ADVICE = {
     errno.ENOSPC: "the disk is full; free some space",
     errno.EDQUOT: "the disk quota is used up; free some space",
@@ -311,24 +310,21 @@ _OS_ADVICE = {
     errno.EACCES: "permission denied; choose a folder that can be written",
     errno.EPERM: "permission denied; choose a folder that can be written",
     errno.EROFS: "the file system is read-only; choose a folder that can be written",
-    errno.ENOMEM: "out of memory; use a smaller batch, sequence or model",
+    errno.ENOMEM: _OUT_OF_MEMORY,
     errno.ENAMETOOLONG: "the name is too long; check the path",
 }
 
 
-def _os_error(error: OSError) -> int:
+def _os_error(error: OSError) -> SportsLLMError | None:
     if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
-        _complain(f"{error.filename}: {(error.strerror or 'not usable').lower()}; check the path")
-        return ArtifactError.exit_code
+        return ArtifactError(f"{error.filename}: {(error.strerror or 'not usable').lower()}; check the path")
     if isinstance(error, FileExistsError):
-        _complain(f"{error.filename}: exists and is not what is needed there; choose another path")
-        return ConflictError.exit_code
-    advice = _OS_ADVICE.get(error.errno or 0)
-    if advice is None:
-        raise error
+        return ConflictError(f"{error.filename}: exists and is not what is needed there; choose another path")
+    if (advice := _OS_ADVICE.get(error.errno or 0)) is None:
+        return None
     where = error.filename or error.filename2
-    _complain(f"{where}: {advice}" if where else advice)
-    return ArtifactError.exit_code if error.errno == errno.ENAMETOOLONG else ResourceError.exit_code
+    kind = ArtifactError if error.errno == errno.ENAMETOOLONG else ResourceError
+    return kind(f"{where}: {advice}" if where else advice)
 
 
 def _complain(message: str) -> None:
