@@ -75,9 +75,9 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_033,
+    "sportsllm": 18_991,
     "compress": 7_629,
-    "export": 6_398,
+    "export": 6_395,
     "benchmarks": 9_159,
     "tests": 24_892,
 }

@@ -265,12 +265,6 @@ def _mixtral(config: ModelConfig, name: str) -> Part:
     return Part(".".join([layer, "block_sparse_moe", *path, _MIXTRAL.get(matrix, matrix), kind]))
 
 
-def layout_name(config_json: Mapping[str, object]) -> str:
-    """The key of a file's layout in `LAYOUTS`, if it has one, from its config.json."""
-    name = str(config_json.get("model_type"))
-    return f"{name}-in-halves" if config_json.get("rope_interleave") is False else name
-
-
 LAYOUTS: dict[str, Layout] = {
     "gemma2": _gemma3, "gemma3_text": _gemma3, "olmo2": _olmo2, "phi3": _phi3, "gpt2": _gpt2, "mixtral": _mixtral,
     "granite": partial(_granite, {}), "opt": _opt, "stablelm": _stablelm, "gpt_neox": _gpt_neox,

@@ -22,7 +22,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, adapter_hint, clip, read_json, require_directory, validate
 from sportsllm.formats.bitsandbytes import companions, read_dense
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.layouts import LAYOUTS, Part, UnlikeTensor, is_buffer, layout_name, parts_of
+from sportsllm.formats.layouts import LAYOUTS, Part, UnlikeTensor, is_buffer, parts_of
 from sportsllm.formats.manifest import GGUF_RECORD, MANIFEST, link_problem, linked_gguf, read_manifest
 from sportsllm.formats.packed import bitsandbytes_kind, quantization_config
 
@@ -130,8 +130,8 @@ class TensorFiles(Mapping[str, Tensor]):
         stored = [name for name in self._where if name not in self._beside]
         self._names, self._layout = dict.fromkeys(stored), dict[str, Part]()
         data = read_json(directory / "config.json")
-        if data.get("model_type") in LAYOUTS and not self._in_gguf and self.quantization is None:
-            layout = layout_name(data)
+        layout, in_halves = str(data.get("model_type")), data.get("rope_interleave") is False  # DeepSeek's, as ours are
+        if layout in LAYOUTS and not in_halves and not self._in_gguf and self.quantization is None:
             self._layout = parts_of(layout, load_config(directory), stored, data)
             used = {part.stored for part in self._layout.values()}
             named = [name for name, part in self._layout.items() if part.stored in self._where]

@@ -136,27 +136,25 @@ def kernels_of(decoder: Decoder) -> tuple[str, str] | None:
     return None if chosen is None else (chosen.name, str(chosen))
 
 
-def device_of(decoder: Decoder) -> str | None:
-    """Where PyTorch runs a checkpoint, `cpu` or `cuda:0`; None for an export."""
-    model = getattr(decoder, "model", None)
-    return None if model is None else str(model.head_weight.device)
-
-
 def placement_of(decoder: Decoder) -> tuple[JsonObject, str] | None:
     """Where an export's nodes run, and a line for people; None on the CPU provider, and for a checkpoint."""
     found = getattr(decoder, "placement", None)
     return None if found is None else (found.to_dict(), str(found))
 
 
-def log_runtime(decoder: Decoder) -> tuple[str | None, JsonObject | None]:
-    """Log what runs an export and where its nodes run; returns the kernels' name and the placement, None if none."""
+def log_runtime(decoder: Decoder, provider: str) -> JsonObject:
+    """Log what runs an export and where its nodes run; returns the results' `kernels`, `provider` and `placement`."""
     from sportsllm.console import log  # not in a measured process, whose memory counts
 
     kernels, placement = kernels_of(decoder), placement_of(decoder)
     for found in (kernels, placement):
         if found is not None:
             log(found[1])
-    return kernels and kernels[0], placement and placement[0]
+    return {
+        "kernels": kernels and kernels[0],
+        "provider": kernels and provider,
+        "placement": placement and placement[0],
+    }
 
 
 def log_probabilities(logits: Logits) -> npt.NDArray[np.float64]:

@@ -90,14 +90,7 @@ def eval(
     context: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Tokens read at once.", show_default="the model's")
     ] = None,
-    rope_scaling: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TYPE:FACTOR",
-            help="Lengthen a checkpoint's context as `train` does.",
-            show_default="as the model is",
-        ),
-    ] = None,
+    rope_scaling: options.RopeScaling = None,
     kernels: options.Kernels = "auto",
     provider: options.Provider = "cpu",
     threads: options.Threads = None,
@@ -115,7 +108,7 @@ def eval(
 
     from sportsllm.console import output
     from sportsllm.files import require_directory
-    from sportsllm.inference.decoder import device_of, log_runtime, require_finite
+    from sportsllm.inference.decoder import log_runtime, require_finite
     from sportsllm.inference.divergence import compare_documents
     from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents, wilson_interval
     from sportsllm.text.conversations import Conversation
@@ -127,10 +120,12 @@ def eval(
     for each in [directory] if against is None else [directory, against]:
         require_directory(each, "a checkpoint or an export")
     decoder = _open(directory, context, rope_scaling, threads, kernels, provider)
-    ran, placement = log_runtime(decoder)
+    runtime = log_runtime(decoder, provider)
     reading = take_reading(found, directory, against)
     tokenizer = load_tokenizer(directory, decoder.config, reading)
-    base = None if against is None else _open_base(against, context, rope_scaling, threads, device_of(decoder))
+    base = None
+    if against is not None:
+        base = _open(against, context, rope_scaling, threads, provider=_provider_beside(decoder, against))
     scores, divergence, chats = dict[str, Any](), None, None
     if text:
         documents = list(tokenizer.warn_if_special(read_documents(text, reading.text_field)))
@@ -174,9 +169,7 @@ def eval(
         questions=None if only is None else only.questions,
         question_files=asked,
         tasks=_run_tasks(decoder, tokenizer, tasks, found) if tasks else {},
-        kernels=ran,
-        provider=None if ran is None else provider,
-        placement=placement,
+        **runtime,
     )
 
 
@@ -223,14 +216,12 @@ def _open(
     return decoder
 
 
-def _open_base(
-    against: Path, context: int | None, scaling: str | None, threads: int | None, device: str | None
-) -> Decoder:
-    """What a model is compared with: two checkpoints run on one device of PyTorch's, exports on the CPU."""
+def _provider_beside(decoder: Decoder, against: Path) -> str:
+    """Where the model that another is compared with runs: two checkpoints on one device of PyTorch's."""
     from sportsllm.inference.decoder import is_onnx_directory
 
-    elsewhere = device is None or is_onnx_directory(against)
-    return _open(against, context, scaling, threads, provider="cpu" if elsewhere else str(device))
+    model = getattr(decoder, "model", None)
+    return "cpu" if model is None or is_onnx_directory(against) else str(model.device)
 
 
 def _longest(directory: Path, config: ModelConfig, context: int | None, scaling: str | None) -> ModelConfig:

@@ -106,7 +106,7 @@ def generate(
     from sportsllm.text.tokenizer import load_tokenizer
 
     decoder = open_decoder(directory, threads, kernels, provider)
-    ran, placement = log_runtime(decoder)
+    runtime = log_runtime(decoder, provider)
     proposer = None if draft is None else open_draft(draft, directory, decoder, threads, kernels)
     tokenizer = load_tokenizer(directory, decoder.config)
     stops = [*decoder.config.stop_token_ids, *_single_tokens(tokenizer, stop or [])]
@@ -144,7 +144,6 @@ def generate(
             render.close()
     if last.stopped:
         raise KeyboardInterrupt
-    runtime = {"kernels": ran, "provider": None if ran is None else provider, "placement": placement}
     return GenerateResult.of(vars(last) | {"prompt": prompt, "tokens": len(last.ids)} | runtime)
 
 
