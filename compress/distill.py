@@ -76,7 +76,6 @@ def distill(
             show_default=DISTILLATION["kl_weight"].default,
         ),
     ] = None,
-    temperature: Annotated[float, _loss(min=0.01, help="Softmax temperature of teacher and student.")] = 1.0,
     signals: Annotated[
         Path | None,
         _loss(
@@ -126,7 +125,7 @@ def distill(
     already_trained = isinstance(begin, Checkpoint) and begin.already_trained
     run = Run(begin.kind, begin.shape, already_trained=already_trained)
     found |= {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
-    found |= {"kl_weight": kl_weight, "temperature": temperature, "signals": signals}
+    found |= {"kl_weight": kl_weight, "signals": signals}
     holdouts = tuple(path for path in begin.inputs if path.is_dir())
     plan = plan_training(run, source, tokens, found, corpus, valid, seed, reading, holdouts)
     out = out or Path("runs") / (plain_name(Path(student).resolve()) + "-selected" * (select_tokens is not None))

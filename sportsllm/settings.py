@@ -75,7 +75,6 @@ DISTILLATION: Group = {
         0,
         1,
     ),
-    "temperature": Setting(float, "Softmax temperature of teacher and student", "1", 0.01),
     "hidden_weight": Setting(
         float,
         "Weight of hidden-state matching in the loss",

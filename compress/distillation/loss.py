@@ -1,8 +1,8 @@
 """The loss of a student: KL divergence from its teacher, cross-entropy, and matched hidden states.
 
-With p the teacher's distribution and q the student's, both at temperature T, the first is T^2 * KL(p || q); the factor
-keeps the gradient's size (Hinton et al., https://arxiv.org/abs/1503.02531). `sportsllm.training.loss.head_loss` runs it
-on one chunk of logits at a time. Its gradient is written by hand, which is 1.5 times as fast as autograd.
+With p the teacher's distribution and q the student's, the first is KL(p || q) (Hinton et al.,
+https://arxiv.org/abs/1503.02531, at temperature 1). `sportsllm.training.loss.head_loss` runs it on one chunk of logits
+at a time. Its gradient is written by hand, which is 1.5 times as fast as autograd.
 Shape suffixes: B rows, T tokens, N tokens of a batch in one row, C tokens of a chunk, V vocabulary, D student's
 hidden_size, E teacher's.
 """
@@ -45,7 +45,7 @@ _LEAST_SQUARE = 1e-12  # of a teacher's state, so that a state of zeros divides 
 def distillation_loss(config: DistillationConfig, teacher: SportsLLM | None, cache: TeacherCache | None = None) -> Loss:
     """The training loss, summed over scored tokens; neither model's logits exist as a whole.
 
-    w * T^2 * KL(teacher || student) + (1 - w) * cross-entropy + hidden_weight * `HiddenMatching`
+    w * KL(teacher || student) + (1 - w) * cross-entropy + hidden_weight * `HiddenMatching`
 
     Args:
         config: with hidden_weight, the student's `matching` is attached.
@@ -61,7 +61,7 @@ def distillation_loss(config: DistillationConfig, teacher: SportsLLM | None, cac
         if cache is not None:
             chunk_loss = cache.chunk_loss(batch, config.kl_weight)
         else:
-            chunk_loss = kl_chunk(batch.targets.flatten(), logits, config.kl_weight, config.temperature)
+            chunk_loss = kl_chunk(batch.targets.flatten(), logits, config.kl_weight)
         chunk_loss = softcapped_chunk(chunk_loss, student.config.logit_softcap)
         total = head_loss(hidden.flatten(0, 1), student.head_weight, chunk_loss, exact=config.exact_logits)
         if ours and theirs:
@@ -72,22 +72,17 @@ def distillation_loss(config: DistillationConfig, teacher: SportsLLM | None, cac
     return loss
 
 
-def kl_chunk(
-    targets_N: Tensor, teacher: TeacherLogits | None, kl_weight: float = 1.0, temperature: float = 1.0
-) -> ChunkLoss:
-    """kl_weight * T^2 * KL(p || q) + (1 - kl_weight) * cross-entropy, 0 if the target is IGNORE.
+def kl_chunk(targets_N: Tensor, teacher: TeacherLogits | None, kl_weight: float = 1.0) -> ChunkLoss:
+    """kl_weight * KL(p || q) + (1 - kl_weight) * cross-entropy, 0 if the target is IGNORE.
 
-    At temperature 1 one softmax of the student serves both: with w = kl_weight the gradient is
+    One softmax of the student serves both: with w = kl_weight the gradient is
     w * (q - p) + (1 - w) * (q - onehot) = q - w * p - (1 - w) * onehot.
 
     Args:
         teacher: not asked if kl_weight is 0.
-        temperature: T, of the KL alone.
     """
     if kl_weight == 0.0:
         return cross_entropy_chunk(targets_N)
-    if kl_weight < 1.0 and temperature != 1.0:
-        return blended_chunk(kl_weight, kl_chunk(targets_N, teacher, 1.0, temperature), cross_entropy_chunk(targets_N))
 
     def chunk_loss(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
         assert teacher is not None, "a KL has a teacher"
@@ -95,29 +90,11 @@ def kl_chunk(
         teacher_CV, targets_C = teacher(start, count), targets_N[start : start + count]
         index_C1 = targets_C.clamp(min=0)[:, None]
         chosen_C1 = logits_CV.gather(1, index_C1)
-        if temperature != 1.0:
-            logits_CV.div_(temperature)
-            teacher_CV.div_(temperature)
         losses_C, log_z_C1 = _forward_kl(logits_CV, teacher_CV, kl_weight)
         if kl_weight < 1.0:
             losses_C.mul_(kl_weight).add_((log_z_C1 - chosen_C1)[:, 0], alpha=1 - kl_weight)
             logits_CV.scatter_add_(1, index_C1, torch.full_like(chosen_C1, kl_weight - 1))
-        if temperature != 1.0:
-            losses_C.mul_(temperature**2)
-            logits_CV.mul_(temperature)
         return scored_sum_(losses_C, logits_CV, targets_C), logits_CV
-
-    return chunk_loss
-
-
-def blended_chunk(weight: float, first: ChunkLoss, second: ChunkLoss) -> ChunkLoss:
-    """weight * first + (1 - weight) * second; keeps one (C, V) more than either."""
-
-    def chunk_loss(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-        second_loss, second_gradient_CV = second(start, logits_CV.clone())
-        loss, gradient_CV = first(start, logits_CV)
-        gradient_CV.mul_(weight).add_(second_gradient_CV, alpha=1 - weight)
-        return weight * loss + (1 - weight) * second_loss, gradient_CV
 
     return chunk_loss
 

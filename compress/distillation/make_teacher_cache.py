@@ -55,7 +55,6 @@ def make_teacher_cache(training: StudentTraining, info: CacheInfo, out: Path) ->
         "corpus": [str(path) for path in training.corpus],
         "valid": [str(path) for path in training.valid],
         **held_out_setting(training.valid, training.left_out),
-        "temperature": info.temperature,
         "tokens": info.tokens,
         "sequence": info.sequence,
         "teacher_precision": info.precision,
@@ -111,7 +110,7 @@ def _stored_rows(
             rng, chunks = np.random.default_rng([info.seed, row]), []
             for start in range(0, info.sequence, _AT_ONCE):
                 count = min(_AT_ONCE, info.sequence - start)
-                logits_NV = logits(place * info.sequence + start, count).div_(info.temperature)
+                logits_NV = logits(place * info.sequence + start, count)
                 require_finite(float(logits_NV.max()))
                 chunks.append(sample_sparse(torch.softmax(logits_NV, dim=-1), rng))
             yield {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}

@@ -76,7 +76,6 @@ class DistillationConfig:
     """How a student is taught.
 
     Attributes:
-        temperature: of both softmaxes.
         kl_weight: share of the KL; the rest is cross-entropy with the text.
         hidden_weight: of hidden-state matching, 0 for none; `layer_map` says which states, evenly spread if None.
         signals: directory of the teacher cache to learn from instead of the running teacher; made if missing.
@@ -84,7 +83,6 @@ class DistillationConfig:
         exact_logits: logits are float32 sums on a CPU too, for a KL near bfloat16's rounding error.
     """
 
-    temperature: float = 1.0
     kl_weight: float = 1.0
     hidden_weight: float = 0.0
     layer_map: LayerMap | None = None

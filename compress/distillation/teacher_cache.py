@@ -26,7 +26,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compress.distillation.loss import blended_chunk
 from compress.distillation.teacher import resolve_teacher_precision
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from compress.distillation.student import StudentTraining
 
 SIGNALS = "signals.json"
-FORMAT = 5
+FORMAT = 6
 TOP, DRAWS = 8, 16
 ROWS_PER_SHARD = 256
 _OPEN_SHARDS = 2
@@ -59,7 +58,7 @@ class CacheInfo:
             held-out files, and of all files that were left out of the corpus, with `known_sides`.
         tokenizer: SHA-256 of tokenizer.json.
         vocab_size: ids are below it.
-        temperature, precision: of the teacher's softmax and weights.
+        precision: of the teacher's weights.
         reading: how the corpus was read, if not as usual.
         sequence, seed, rows: rows 0 to rows - 1 of `PackedSequences` are stored.
     """
@@ -71,7 +70,6 @@ class CacheInfo:
     valid: tuple[str, ...]
     left_out: tuple[str, ...]
     sequence: int
-    temperature: float
     precision: str
     seed: int
     rows: int
@@ -99,7 +97,6 @@ def wanted_info(training: StudentTraining) -> CacheInfo:
         valid=tuple(digest(path) for path in training.valid),
         left_out=tuple(sorted([*map(digest, training.left_out), *map(str, known_sides(training.checkpoints).items())])),
         sequence=config.sequence,
-        temperature=distillation.temperature,
         precision=resolve_teacher_precision(distillation.teacher_precision, training_device()),
         seed=config.seed,
         rows=max(1, config.steps * config.batch_size * config.accumulation),
@@ -151,7 +148,6 @@ def open_teacher_cache(training: StudentTraining, wanted: CacheInfo, directory: 
         ("left_out", f"while other text was held out than {held_out}", "put it back where it was"),
         ("reading", f"from text read with {info.reading}, not {wanted.reading}", "give the same options"),
         ("sequence", f"with --sequence {info.sequence}, not {wanted.sequence}", "use that"),
-        ("temperature", f"with --temperature {info.temperature:g}, not {wanted.temperature:g}", "use that"),
         ("precision", f"by a teacher in {info.precision}, not {wanted.precision}", "use its teacher_precision"),
         ("seed", f"with --seed {info.seed}, not {wanted.seed}", "use that"),
     ):
@@ -244,33 +240,26 @@ class TeacherCache:
         return targets_of(stored, batch.tokens.device)
 
     def chunk_loss(self, batch: Batch, kl_weight: float = 1.0) -> ChunkLoss:
-        """kl_weight * T^2 KL(teacher || student) + (1 - kl_weight) * cross-entropy of a batch, see `sparse_chunk`."""
-        return sparse_chunk(self.targets(batch), batch.targets.flatten(), kl_weight, self.info.temperature)
+        """kl_weight * KL(teacher || student) + (1 - kl_weight) * cross-entropy of a batch, see `sparse_chunk`."""
+        return sparse_chunk(self.targets(batch), batch.targets.flatten(), kl_weight)
 
 
-def sparse_chunk(
-    sparse: SparseTargets, targets_N: Tensor, kl_weight: float = 1.0, temperature: float = 1.0
-) -> ChunkLoss:
-    """kl_weight * T^2 * KL from stored targets + (1 - kl_weight) * cross-entropy, 0 if the target is IGNORE.
+def sparse_chunk(sparse: SparseTargets, targets_N: Tensor, kl_weight: float = 1.0) -> ChunkLoss:
+    """kl_weight * KL from stored targets + (1 - kl_weight) * cross-entropy, 0 if the target is IGNORE.
 
     The naive code for one token's KL, with its target t over the vocabulary:
 
-        loss = T**2 * ((t * -log_softmax(logits / T)).sum() - entropy)
-        gradient = T * (t.sum() * softmax(logits / T) - t)
+        loss = (t * -log_softmax(logits)).sum() - entropy
+        gradient = t.sum() * softmax(logits) - t
 
     Args:
-        sparse: made at `temperature`; with weights that are unbiased the loss is an unbiased estimate of the KL.
+        sparse: with weights that are unbiased the loss is an unbiased estimate of the KL.
         targets_N: the tokens that followed.
         kl_weight: share of the KL.
-        temperature: T.
     """
     ids_NK, weights_NK, entropy_N = sparse.ids_NK, sparse.weights_NK, sparse.entropy_N
     if kl_weight == 0.0:
         return cross_entropy_chunk(targets_N)
-    if kl_weight < 1.0 and temperature != 1.0:
-        return blended_chunk(
-            kl_weight, sparse_chunk(sparse, targets_N, 1.0, temperature), cross_entropy_chunk(targets_N)
-        )
     if kl_weight < 1.0:  # the token that followed is one more id, so that one pass gives both losses
         ids_NK = torch.cat([ids_NK, targets_N.clamp(min=0)[:, None]], dim=1)
         truth_N1 = weights_NK.new_full((len(weights_NK), 1), 1 - kl_weight)
@@ -279,15 +268,10 @@ def sparse_chunk(
     def chunk_loss(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
         part = slice(start, start + len(logits_CV))
         ids_CK, weights_CK = ids_NK[part], weights_NK[part]
-        if temperature != 1.0:
-            logits_CV.div_(temperature)
         log_z_C1 = logits_CV.logsumexp(dim=-1, keepdim=True)
         losses_C = (weights_CK * (log_z_C1 - logits_CV.gather(1, ids_CK))).sum(dim=-1) - entropy_N[part]
         gradient_CV = logits_CV.sub_(log_z_C1).exp_().mul_(weights_CK.sum(dim=-1, keepdim=True))
         gradient_CV.scatter_add_(1, ids_CK, -weights_CK)
-        if temperature != 1.0:
-            losses_C.mul_(temperature**2)
-            gradient_CV.mul_(temperature)
         return scored_sum_(losses_C, gradient_CV, targets_N[part]), gradient_CV
 
     return chunk_loss

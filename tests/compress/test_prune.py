@@ -131,7 +131,7 @@ def test_quantized_input_and_empty_calibration_are_refused(
         ({"layers": 1, "search": 0}, "--search needs"),
         ({"params": 0.5, "device": "cuda"}, "--device cuda: this PyTorch finds no CUDA GPU"),
         ({"params": 0.5, "settings": {"sample": "4"}}, "there is no 'sample'; did you mean samples"),
-        ({"params": 0.5, "settings": {"temperature": 2}}, "options of --recover: --set temperature"),
+        ({"params": 0.5, "settings": {"kl_weight": 1}}, "options of --recover: --set kl_weight"),
     ],
 )
 def test_options_that_do_not_go_together(run: Pruning, tmp_path: Path, given: dict[str, Any], message: str) -> None:

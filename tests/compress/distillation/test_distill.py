@@ -88,7 +88,6 @@ def test_flags_out_of_range(tmp_path: Path) -> None:
     for settings, message in (
         ({"kl_weight": 1.5}, "kl_weight=1.5: must be 0 to 1"),
         ({"teacher_precision": "int3"}, "teacher_precision=int3"),
-        ({"temperature": 0.0}, "temperature=0.0"),
         ({"hidden_weight": -1.0}, "hidden_weight=-1.0"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -125,11 +125,11 @@ def test_the_command_takes_all_of_it(
     monkeypatch.chdir(student)
     result = command(
         teacher=str(checkpoint), student=".", corpus=[corpus_file],
-        kl_weight=0.5, temperature=2.0, steps=2, batch_size=2, sequence=32,
+        kl_weight=0.5, steps=2, batch_size=2, sequence=32,
         settings={
             "teacher_precision": "fp32", "hidden_weight": 0.1, "accumulation": 1
         },
     )  # fmt: skip
     settings = read_manifest(result.out).settings
     assert result.steps == 2 and result.out == Path("runs") / student.name
-    assert (settings["kl_weight"], settings["temperature"], settings["hidden_weight"]) == (0.5, 2.0, 0.1)
+    assert (settings["kl_weight"], settings["hidden_weight"]) == (0.5, 0.1)

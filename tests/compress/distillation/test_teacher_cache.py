@@ -88,21 +88,20 @@ def test_a_small_vocabulary_is_stored_whole() -> None:
     assert ((t_NV / p - 1).abs() <= TOP * HALF).all()
 
 
-@pytest.mark.parametrize(("kl_weight", "temperature"), [(1.0, 1.0), (0.9, 1.0), (1.0, 2.0), (0.7, 2.0), (0.0, 1.0)])
-def test_loss_and_gradient_equal_the_naive_ones(kl_weight: float, temperature: float) -> None:
+@pytest.mark.parametrize("kl_weight", [1.0, 0.9, 0.0])
+def test_loss_and_gradient_equal_the_naive_ones(kl_weight: float) -> None:
     count = 9
     targets, t_NV = stored(torch.stack([skewed(seed) for seed in range(count)]))
     scored = torch.arange(count) != 4
     truth = torch.where(scored, torch.arange(count) * 5, IGNORE)
     logits = 3 * torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(2))
     exact = logits.double().requires_grad_()
-    log_s = torch.log_softmax(exact / temperature, -1)
-    divergences = temperature**2 * ((t_NV * -log_s).sum(-1) - targets.entropy_N)
+    divergences = (t_NV * -torch.log_softmax(exact, -1)).sum(-1) - targets.entropy_N
     plain = torch.nn.functional.cross_entropy(exact, truth, reduction="sum", ignore_index=IGNORE)
     expected = kl_weight * divergences[scored].sum() + (1 - kl_weight) * plain
     expected.backward()
     assert exact.grad is not None
-    chunk_loss = sparse_chunk(targets, truth, kl_weight, temperature)
+    chunk_loss = sparse_chunk(targets, truth, kl_weight)
     results = [chunk_loss(start, logits[start : start + 5].clone()) for start in (0, 5)]
     # float32 sums over 50 ids against float64 ones
     assert float(results[0][0] + results[1][0]) == pytest.approx(float(expected.detach()), rel=1e-5)
@@ -118,8 +117,7 @@ def training_with(checkpoint: Path, corpus: Path, signals: Path, /, **changes: A
         steps=10 // batch_size, accumulation=1, batch_size=batch_size, sequence=changes.pop("sequence", SEQUENCE),
         seed=changes.pop("seed", 3), precision="fp32", warmup=0,
     )  # fmt: skip
-    taught = {name: changes.pop(name) for name in ("temperature", "teacher_precision") if name in changes}
-    objective = DistillationConfig(signals=signals, **{"teacher_precision": "fp32", **taught})
+    objective = DistillationConfig(signals=signals, teacher_precision=changes.pop("teacher_precision", "fp32"))
     return dataclasses.replace(StudentTraining(checkpoint, config, (corpus,), distillation=objective), **changes)
 
 
@@ -188,25 +186,24 @@ def test_targets_do_not_depend_on_the_batch_size(
     assert float((one.ids_NK == full.ids_NK).float().mean()) > 0.995
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.5])
 def test_stored_signals_give_nearly_the_exact_loss(
-    temperature: float, checkpoint: Path, corpus_file: Path, documents: TokenizedDocuments, tmp_path: Path
+    checkpoint: Path, corpus_file: Path, documents: TokenizedDocuments, tmp_path: Path
 ) -> None:
-    cache = opened(checkpoint, corpus_file, tmp_path / "signals", temperature=temperature)
+    cache = opened(checkpoint, corpus_file, tmp_path / "signals")
     batch = cache.batches(documents, 10).batch(0)
     teacher, student = load_checkpoint(checkpoint), tiny_model(seed=5, num_hidden_layers=1)
-    config = DistillationConfig(temperature=temperature)
+    config = DistillationConfig()
     exact, found = (
         float(loss(student, batch).detach())
         for loss in (distillation_loss(config, teacher), distillation_loss(config, None, cache=cache))
     )
     with torch.no_grad():
-        p_NV = torch.softmax(teacher(batch.tokens, documents=batch.documents).flatten(0, 1) / temperature, -1)
-        log_s = torch.log_softmax(student(batch.tokens, documents=batch.documents).flatten(0, 1) / temperature, -1)
+        p_NV = torch.softmax(teacher(batch.tokens, documents=batch.documents).flatten(0, 1), -1)
+        log_s = torch.log_softmax(student(batch.tokens, documents=batch.documents).flatten(0, 1), -1)
     tail_NV = p_NV.sort(dim=-1).values[:, :-TOP]
     # A token's loss is uncertain by at most sqrt(sum w p (log s)^2), if draws were independent; here they repel.
     variance = (tail_NV.sum(-1) / DRAWS * (p_NV * log_s.square()).sum(-1)).sum()
-    assert abs(found - exact) < 5 * temperature**2 * float(variance) ** 0.5
+    assert abs(found - exact) < 5 * float(variance) ** 0.5
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
@@ -235,7 +232,7 @@ def test_an_interrupted_run_goes_on_byte_for_byte(
         opened(checkpoint, corpus_file, out)
     (partial / "signals-00001.safetensors.part").write_bytes(b"half a shard of a killed run")
     with pytest.raises(UsageError, match="other settings"):
-        opened(checkpoint, corpus_file, out, temperature=2.0)
+        opened(checkpoint, corpus_file, out, teacher_precision="bf16")
     interrupt(monkeypatch, rows=4)
     with pytest.raises(InterruptedRun, match="after row 8 of 10"):
         opened(checkpoint, corpus_file, out)
@@ -269,7 +266,6 @@ def test_signals_of_another_run_are_refused(
         ({"valid": (text,)}, "with another --valid"),
         ({"extra_holdouts": (other,)}, "while other text was held out than"),
         ({"sequence": 16}, "with --sequence 32, not 16"),
-        ({"temperature": 2.0}, "with --temperature 1, not 2"),
         ({"teacher_precision": "bf16"}, "by a teacher in fp32, not bf16"),
         ({"seed": 4}, "with --seed 3, not 4"),
         ({"reading": Reading(parse_special=True)}, "from text read with"),
