@@ -317,8 +317,8 @@ def _warn_of_little_text(text: HeldOut) -> None:
 
     if min(text.chosen_by, text.reported) < LEAST_DOCUMENTS:
         log(
-            f"held-out text is short: {text.chosen_by} documents choose and {text.reported} judge, so that the final "
-            f"loss may differ much from the trials'; give {2 * LEAST_DOCUMENTS} or more with --valid"
+            f"held-out text is short: {text.chosen_by} documents choose and {text.reported} judge; the final loss "
+            f"may differ much from the trials'; give {2 * LEAST_DOCUMENTS} or more with --valid"
         )
 
 

@@ -289,6 +289,6 @@ def _print(result: ExportResult) -> None:
     )
     for kernels, cost in parity["input_rounding"].items():
         output().print(
-            f"8-bit inputs cost, {kernels} kernels: KL {cost['kl']:.1e} nats per token, {cost['greedy_match']:.1%} of "
-            f"greedy choices as in PyTorch ({cost['positions']} positions)"
+            f"cost of 8-bit inputs, {kernels} kernels: KL {cost['kl']:.1e} nats per token, {cost['greedy_match']:.1%} "
+            f"of greedy choices unchanged ({cost['positions']} positions)"
         )

@@ -109,7 +109,7 @@ def _excluded(request: ExportRequest) -> Iterator[tuple[str, bool]]:
     elsewhere = not find_provider(request.provider).is_cpu
     for flag, given in {"--calibration": request.given.files, "--set samples": request.given.samples}.items():
         yield (
-            f"{flag} is for --kv-cache int8 and GGUF's --dtype q4_k_m and the like; leave it out, or add one of them",
+            f"{flag} is for --kv-cache int8 and GGUF types such as --dtype q4_k_m; leave it out, or add one of them",
             bool(given) and cache != "int8" and request.mix is None,
         )
     graphs = {"--kv-cache": cache is not None, "--provider": elsewhere, "--set inline": request.inline}

@@ -165,7 +165,7 @@ def _converting(function: Command) -> Command:
         for text in cast(Iterable[str], bound.arguments.get("settings") or ()):
             if (name := str(text).partition("=")[0].strip()) in signature.parameters:
                 flag = "--" + name.replace("_", "-")
-                raise UsageError(f"--set {name}: this command has the option {flag} for it; give that")
+                raise UsageError(f"--set {name}: use the option {flag} instead")
         for name, value in bound.arguments.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UsageError(f"--{name.replace('_', '-')} is {value}; give a finite number")
@@ -234,7 +234,7 @@ def find_model(text: str | Path) -> Path:
         if (found / ADAPTER).exists() and (found / "config.json").exists():
             from sportsllm.console import log
 
-            log(f"{found}: the LoRA adapter beside the weights is not read; merge it into them to use it")
+            log(f"{found}: the LoRA adapter beside the weights is ignored; merge it into the weights to use it")
         return found
     from sportsllm.formats.gguf.convert import convert_gguf
     from sportsllm.formats.manifest import file_sha256

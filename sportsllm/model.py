@@ -77,7 +77,9 @@ class LoadedModel:
         from sportsllm.inference.decoder import Sampling
 
         if not isinstance(prompt, str):
-            raise UsageError(f"the prompt is of type {type(prompt).__name__}; give a text, and call once for each")
+            raise UsageError(
+                f"the prompt is of type {type(prompt).__name__}; give one string, and call once per prompt"
+            )
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
         begin = [self.tokenizer.begin_id, *self.tokenizer.encode(prompt)]
         return self._stream(begin, max_new_tokens, sampling, stop, self.config.stop_token_ids)
@@ -109,7 +111,7 @@ class LoadedModel:
 
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         if not said or not all(isinstance(each, Mapping) and _is_message(each) for each in said):
-            raise UsageError("messages: give a text, or records with a role and a content that are texts")
+            raise UsageError("messages: give a string, or dictionaries whose role and content are strings")
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
         assert self.tokenizer.directory is not None, "read from a directory"
         begin = self.tokenizer.encode(render_chat(self.tokenizer.directory, said), special=True)
@@ -135,7 +137,9 @@ class LoadedModel:
             while True:
                 with self._lock:
                     if self._text is not text:
-                        raise UsageError("another text was begun on this model; read one to its end, or load it twice")
+                        raise UsageError(
+                            "this model is generating another text; read that to its end, or load the model twice"
+                        )
                     token = next(made, None)
                 if token is None:
                     if full := full_context(self.config.max_position_embeddings, len(begin), count, most):

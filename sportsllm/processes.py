@@ -62,8 +62,8 @@ def start(number: int, words: Sequence[str]) -> int:
         failed = error.get_first_failure()[1]
         if failed.exitcode < 0:
             raise ResourceError(
-                f"process {failed.local_rank} was ended by signal {-failed.exitcode}; --resume continues from a state "
-                "that was saved"
+                f"process {failed.local_rank} was ended by signal {-failed.exitcode}; --resume continues from the last "
+                "saved state"
             ) from None
         return failed.exitcode
     except SignalException:
@@ -116,7 +116,7 @@ def share_sequences(among: int, in_stages: bool = False) -> None:
     """
     global _copies, _stages
     if count() % among:
-        raise UsageError(f"--set tensor_parallel={among}: {count()} processes are no multiple of it")
+        raise UsageError(f"--set tensor_parallel={among}: it must divide the number of processes, {count()}")
     _copies, _stages = among, among if in_stages else 1
 
 

@@ -49,7 +49,7 @@ def make_teacher_cache(training: StudentTraining, info: CacheInfo, out: Path) ->
         UsageError: an interrupted run with other settings is there.
         InterruptedRun: Ctrl-C; finished shards are kept.
     """
-    log(f"{out}: no teacher signals there yet, making them")
+    log(f"{out}: no teacher signals there yet; computing them")
     settings = {
         "teacher": str(training.teacher),
         "corpus": [str(path) for path in training.corpus],

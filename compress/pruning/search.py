@@ -101,7 +101,7 @@ def choose_shape(
         log(f"embedding and head are {tables:.0%} of the parameters and stay whole; prune --vocab-size cuts them")
     found: list[Finalist] = []
     if tokens != 0 and job.recovery is None and config.parameters > _MOST_SEARCHED:
-        log("all widths are cut alike: a search would take hours; --recover searches, dimensions name another shape")
+        log("all widths are cut alike, since a search would take hours; --recover searches, dimensions set the shape")
     elif tokens != 0:
         shapes = candidate_shapes(config, share)
         shape = next(iter(in_family(config, dict.fromkeys([shape, *shapes], 0))))
@@ -123,8 +123,8 @@ def choose_shape(
     reached = block_counter(config)(shape) / config.block_parameters
     if reached < _NEAR * share:
         log(
-            f"{reached:.1%} of the non-embedding parameters is kept, {share:.1%} was asked for: widths are multiples "
-            f"of {WIDTH_STEP} and heads whole; give dimensions to come nearer"
+            f"keeping {reached:.1%} of the non-embedding parameters, not {share:.1%}: widths are multiples of "
+            f"{WIDTH_STEP} and heads stay whole; give dimensions to come closer"
         )
     return shape, found
 
@@ -222,7 +222,7 @@ def recovered_finalists(
     known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
     first = known.get("tried", [{}])[0] if known.get("fingerprint") == identity else {}
     if known.get("nats_before") and first and (directory / Shape(**first["shape"]).name).is_dir():
-        log(f"{directory}: the shape was found there before")
+        log(f"{directory}: using the shape found there earlier")
         found = [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in known["tried"]]
         found[0] = found[0]._replace(nats_before=known["nats_before"])
         stored = directory / found[0].shape.name / SCORES_FILE

@@ -106,7 +106,7 @@ def target_size(vocab_size: int, least: int, most: int) -> int:
         )
     size = min(most, -(-vocab_size // _STEP) * _STEP)
     if size != vocab_size:
-        log(f"{size:,} tokens stay, not {vocab_size:,}: kernels want a multiple of {_STEP}")
+        log(f"keeping {size:,} tokens, not {vocab_size:,}: kernels need a multiple of {_STEP}")
     return size
 
 

@@ -128,7 +128,7 @@ def _units(kind: BlockType, scales_NG: Tensor, least_NG: Tensor) -> tuple[Tensor
         d_NB = _unit(_supers(scales_NG, kind), low or high, kind.scales)
         dmin_NB = _unit(_supers(least_NG, kind), LEAST_STEPS, (0, LEAST_STEPS))
     if not (d_NB.isfinite().all() and dmin_NB.isfinite().all()):
-        raise ArtifactError("weights beyond the reach of float16 scales; the checkpoint is damaged")
+        raise ArtifactError("weights overflow float16 scales; the checkpoint is damaged")
     return d_NB, dmin_NB
 
 

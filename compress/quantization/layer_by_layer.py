@@ -330,4 +330,4 @@ def _round_by_gptq(packed: PackedCheckpoint, module: str, weight_NK: Tensor, gra
 
 def _check_finite(module: str, moments: Tensor) -> None:
     if not all_finite(moments):
-        raise ArtifactError(f"{module}: what it reads of the calibration text overflows; the checkpoint is damaged")
+        raise ArtifactError(f"{module}: its activations on the calibration text overflow; the checkpoint is damaged")

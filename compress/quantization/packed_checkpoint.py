@@ -108,7 +108,7 @@ class PackedCheckpoint:
             ArtifactError: its weights are too large for float16 scales.
         """
         if not np.isfinite(packed.scales).all():
-            raise ArtifactError(f"{module}: weights beyond the reach of float16 scales; the checkpoint is damaged")
+            raise ArtifactError(f"{module}: weights overflow float16 scales; the checkpoint is damaged")
         arrays = {
             "weight_packed": packed.packed,
             "weight_scale": packed.scales.astype(np.float16),

@@ -103,5 +103,5 @@ def resolve_method(
     if name not in METHODS:
         raise UsageError(f"--method {name!r} is not known; choose one of {', '.join(METHODS)}")
     if not METHODS[name] and budget is None and (text.files or text.samples):
-        raise UsageError(f"--method {name} reads no calibration text; leave it out, or choose gptq")
+        raise UsageError(f"--method {name} uses no calibration text; leave it out, or choose gptq")
     return name

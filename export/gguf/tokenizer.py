@@ -32,7 +32,7 @@ def tokenizer_metadata(directory: Path, config: ModelConfig) -> dict[str, Any]:
     data = json.loads(tokenizer.to_str())  # with every field, in the library's newest form
     kind = data["model"]["type"]
     if kind != "BPE":
-        raise ArtifactError(f"{path}: is {kind}; GGUF takes byte-level and SentencePiece's BPE")
+        raise ArtifactError(f"{path}: is {kind}; GGUF supports byte-level and SentencePiece BPE")
     merges = data["model"]["merges"]
     added = {item["id"]: item for item in data["added_tokens"]}
     vocabulary = {number: token for token, number in data["model"]["vocab"].items()}
@@ -90,7 +90,7 @@ def _sentencepiece(
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prefixed = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replace]}
     if data["normalizer"] not in (replace, prefixed) or data["pre_tokenizer"] is not None:
-        raise ArtifactError(f"{path}: its normalizer or pre-tokenizer is not SentencePiece's; GGUF cannot say it")
+        raise ArtifactError(f"{path}: its normalizer or pre-tokenizer is not SentencePiece's; GGUF cannot represent it")
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):
         ranks.setdefault(left + right, rank)

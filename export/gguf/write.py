@@ -90,16 +90,16 @@ def architecture_of(config: ModelConfig) -> str:
         raise UsageError("GGUF: llama3 scaling with other settings than a factor and Llama 3's own is not supported")
     its, biases = ARCHITECTURES[kind], config.attention_bias or config.attention_output_bias or config.mlp_bias
     for said, found in (
-        ("with a head of their own alone; this one's is tied", its.tied is False and config.tie_word_embeddings),
-        ("with a tied head alone", its.tied is True and not config.tie_word_embeddings),
-        ("without biases alone", its.biases is False and biases),
-        ("with biases alone", its.biases is True and not config.attention_bias),
-        ("with heads that are together as wide as the hidden size alone", family == "olmo2" and not full_width),
+        ("only with an untied head", its.tied is False and config.tie_word_embeddings),
+        ("only with a tied head", its.tied is True and not config.tie_word_embeddings),
+        ("only without biases", its.biases is False and biases),
+        ("only with biases", its.biases is True and not config.attention_bias),
+        ("only if heads x head_dim is the hidden size", family == "olmo2" and not full_width),
     ):
         if found:
-            raise UsageError(f"GGUF: llama.cpp reads {kind} models {said}")
+            raise UsageError(f"GGUF: llama.cpp supports {kind} models {said}")
     if config.experts is not None and (config.dense_layers or config.experts.weights != "sum"):
-        raise UsageError("GGUF: llama.cpp knows Qwen3-MoE with experts in all layers and weights that sum to 1")
+        raise UsageError("GGUF: llama.cpp supports Qwen3-MoE only with experts in all layers and weights that sum to 1")
     return kind
 
 

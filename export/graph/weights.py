@@ -74,7 +74,7 @@ class Weights:
         full = read_tensor(self._tensors, name, tuple(shape)).numpy()
         if half and full.size and float(np.abs(full).max()) > float(np.finfo(np.float16).max):
             raise ArtifactError(
-                f"{self._directory}: tensor {name!r} has numbers beyond float16's 65,504; export it as fp32"
+                f"{self._directory}: tensor {name!r} has values beyond float16's 65,504; export it as fp32"
             )
         return full.astype(np.float16) if half else full
 

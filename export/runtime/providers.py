@@ -176,7 +176,7 @@ def _plugin(wanted: str, registered: str, module: ModuleType, device: str) -> Pr
     found = [each for each in ort.get_ep_devices() if each.ep_name == registered]
     if not found:
         raise ResourceError(
-            f"--provider {wanted}: {package} is installed and finds no processor here that it supports; "
+            f"--provider {wanted}: {package} is installed but finds no processor here that it supports; "
             "use --provider cpu"
         )
     kinds = [each.device.type.name.lower() for each in found]

@@ -239,7 +239,7 @@ def open_session(
         raise_if_out_of_memory(error, directory)
         raise ArtifactError(f"{path}: {_reason(error)}") from None
     except UnicodeDecodeError:
-        raise ArtifactError(f"{path}: has names that are no text; the export is damaged, make it again") from None
+        raise ArtifactError(f"{path}: has names that are not text; the export is damaged, make it again") from None
     _check_version(path, facts.get(layout.RUNTIME_KEY))
     expected = facts.get(layout.DATA_BYTES_KEY)
     if expected is not None:

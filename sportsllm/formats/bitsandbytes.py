@@ -91,7 +91,7 @@ def _check_state(state: QuantState, pairs: Tensor) -> None:
         raise ValueError("absmax is quantized, but nested_absmax is missing")
     for part, tensor, wanted in sizes:
         if tensor.numel() != wanted:
-            raise ValueError(f"{part} has {tensor.numel()} numbers, not {wanted}")
+            raise ValueError(f"{part} has {tensor.numel()} values, not {wanted}")
 
 
 def _eight_bits(module: str, matrix_NK: Tensor, beside: frozenset[str], read: Read, where: str) -> Tensor:
@@ -106,8 +106,8 @@ def _eight_bits(module: str, matrix_NK: Tensor, beside: frozenset[str], read: Re
     scale_N = read(f"{module}.SCB").float().flatten()
     if matrix_NK.ndim != 2 or len(scale_N) != len(matrix_NK):
         raise ArtifactError(
-            f"{where}: '{module}.SCB' has {len(scale_N)} numbers for a matrix of shape {tuple(matrix_NK.shape)}, "
-            "not one a row; save it again"
+            f"{where}: '{module}.SCB' has {len(scale_N)} values for a matrix of shape {tuple(matrix_NK.shape)}, "
+            "not one per row; save it again"
         )
     from bitsandbytes.functional import int8_vectorwise_dequant
 

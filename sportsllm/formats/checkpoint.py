@@ -71,7 +71,9 @@ def open_model(directory: Path) -> SportsLLM:
     config = load_config(directory)
     if (size := 4 * config.parameters) <= _SHARE_OF_MEMORY * available_bytes():
         return load_checkpoint(directory)
-    log(f"{directory}: {size / 1e9:.1f} GB of float32 weights exceed the free memory; each layer is read when it runs")
+    log(
+        f"{directory}: {size / 1e9:.1f} GB of float32 weights exceed the free memory; each layer is loaded when it runs"
+    )
     return open_layers(directory)
 
 
@@ -116,7 +118,7 @@ def _model_names(config: ModelConfig, tensors: TensorFiles) -> set[str]:
         embedding = f"{EMBEDDING}.weight"
         if embedding in names and not torch.equal(tensors["lm_head.weight"], tensors[embedding]):
             raise ArtifactError(
-                f"{tensors.directory}: config.json says that embedding and head are one matrix, but lm_head.weight "
+                f"{tensors.directory}: config.json ties embedding and head, but lm_head.weight "
                 "differs from it; set tie_word_embeddings to false there"
             )
     return names

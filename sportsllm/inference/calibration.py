@@ -81,7 +81,7 @@ def calibration_samples(
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
     if count is not None and len(samples) < count:
         raise ArtifactError(
-            f"the calibration text gives {len(samples)} samples, {count} are asked for; give more text or ask for fewer"
+            f"the calibration text yields {len(samples)} of {count} samples; give more text, or ask for fewer samples"
         )
     return samples
 
@@ -176,7 +176,7 @@ class CalibrationText:
         made_from = tuple(Path(name) for name in manifest_setting(checkpoint, "corpus") or ())
         missing = [path for path in made_from if not path.exists()]
         if missing:
-            log(f"{missing[0]}: training text that {checkpoint} names, not found")
+            log(f"{missing[0]}: training text of {checkpoint}, not found")
             return self
         return replace(self, files=made_from)
 
@@ -212,7 +212,7 @@ class CalibrationText:
         from sportsllm.inference.batch_sampling import self_generated_text
 
         log(
-            f"{tokens:,} tokens of calibration text are too few to round by: {LEAST_SAMPLES} texts that the model "
-            "writes itself are read too"
+            f"{tokens:,} tokens of calibration text are too few: adding {LEAST_SAMPLES} texts that the model "
+            "writes itself"
         )
         return [*found, *self_generated_text(checkpoint, model, LEAST_SAMPLES, length)]

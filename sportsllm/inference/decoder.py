@@ -120,7 +120,9 @@ def open_draft(
     if not is_onnx_directory(directory):
         raise UsageError(f"--draft {directory}: not an export; make one of a checkpoint with `export`")
     if getattr(decoder, "exact_rows", 1) == 1:
-        raise UsageError(f"--draft: {target} reads tokens one by one; export INT4 or INT8 blocks, for native kernels")
+        raise UsageError(
+            f"--draft: {target} cannot check several tokens in one step; export INT4 or INT8 blocks, for native kernels"
+        )
     draft = open_decoder(directory, threads, kernels)
     if load_tokenizer(directory, draft.config).fingerprint() != load_tokenizer(target, decoder.config).fingerprint():
         raise UsageError(f"--draft {directory}: its tokenizer or chat template is not that of {target}")
@@ -177,8 +179,8 @@ def require_finite(figure: float) -> None:
     """
     if not math.isfinite(figure):
         raise ArtifactError(
-            "the model's logits are not finite: its weights are damaged, or its activations are too large for the "
-            "numbers that it computes or caches in; use float32"
+            "the model's logits are not finite: its weights are damaged, or its activations overflow the type "
+            "that it computes or caches in; use float32"
         )
 
 

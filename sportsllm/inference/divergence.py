@@ -93,7 +93,7 @@ def compare_documents(
         raise UsageError(f"the models have {sizes[0]:,} and {sizes[1]:,} tokens; {_ADVICE}")
     both = (each.encode_documents(documents) for each in (tokenizer, base_tokenizer))
     if any(own != other for own, other in zip(*both, strict=True)):
-        raise UsageError(f"the models' tokenizers cut the text differently; {_ADVICE}")
+        raise UsageError(f"the models' tokenizers split the text differently; {_ADVICE}")
     context = min(decoder.config.max_position_embeddings, base.config.max_position_embeddings)
     text = document_windows(tokenizer, documents, context)
     sums, kl = np.zeros((4, len(text.tokens))), list[npt.NDArray[np.float32]]()  # sums of `_compare` by document

@@ -77,15 +77,18 @@ class Experts:
         check_choice("experts: router", self.router, ("softmax", "sigmoid"))
         check_choice("experts: weights", self.weights, ("scores", "sum", "softmax"))
         if not (math.isfinite(self.scale) and 0 <= self.balance_loss < math.inf):
-            raise UsageError(f"config: experts: scale is {self.scale}, balance_loss {self.balance_loss}; correct them")
+            raise UsageError(
+                f"config: experts: scale is {self.scale}, balance_loss {self.balance_loss}; both must be finite, and "
+                "balance_loss at least 0"
+            )
         if not 1 <= self.active <= self.count:
-            raise UsageError(f"config: {self.active} experts a token of {self.count}; choose 1 to {self.count}")
+            raise UsageError(f"config: {self.active} of {self.count} experts per token; choose 1 to {self.count}")
         each = self.count // self.groups
         possible = self.active_groups <= self.groups and self.active <= self.active_groups * each
         if self.count % self.groups or not possible or (self.groups > 1 and each < 2):
             raise UsageError(
-                f"config: {self.count} experts in {self.groups} groups, {self.active_groups} of them open for "
-                f"{self.active} a token: groups need two experts each, and the open ones as many as a token is sent to"
+                f"config: {self.count} experts in {self.groups} groups, {self.active_groups} of them open for a "
+                f"token's {self.active}: each group needs two experts, and the open groups together {self.active}"
             )
 
 
@@ -245,8 +248,8 @@ class ModelConfig:
             most = self.num_hidden_layers - 1
             if self.experts is None or not 1 <= self.dense_layers <= most:
                 raise UsageError(
-                    f"config: dense_layers is {self.dense_layers}; of a mixture of experts the first 1 to {most} "
-                    "layers can be without"
+                    f"config: dense_layers is {self.dense_layers}; only a mixture of experts has such layers, its "
+                    f"first 1 to {most}"
                 )
             check_size("dense_intermediate_size", self.dense_intermediate_size)
 
@@ -257,16 +260,16 @@ class ModelConfig:
                     f"config: {name} is {value!r}; with attention_kind {self.attention_kind!r} it must be {wanted!r}"
                 )
         if self.attention_kind != "lstm" and self.position_kind == "none":
-            raise UsageError(f"config: position_kind is 'none'; attention_kind {self.attention_kind!r} has positions")
+            raise UsageError(f"config: position_kind is 'none'; attention_kind {self.attention_kind!r} needs positions")
         if self.joint_qk_norm > self.qk_norm or not (self.input_norms or self.output_norms):
-            raise UsageError("config: joint_qk_norm needs qk_norm, and a block input_norms or output_norms")
+            raise UsageError("config: joint_qk_norm needs qk_norm, and every model input_norms or output_norms")
         if self.rotary_size not in range(2, self.head_dim + 1, 2):
             raise UsageError(f"config: rotary_dim is {self.rotary_dim}; give an even number up to {self.head_dim}")
         factors, pairs = len(self.rope_scaling.short_factor) if self.rope_scaling else 0, self.rotary_size // 2
         if factors not in (0, pairs):
             raise UsageError(f"config: longrope has {factors} factors; {pairs} rotary pairs need one each")
         if self.parallel_residual and self.experts is not None:
-            raise UsageError("config: parallel_residual is true; a mixture of experts has none")
+            raise UsageError("config: parallel_residual is true, which a mixture of experts does not support")
         if self.attention_kind == "latent":
             for name in LATENT[self.q_lora_rank is None :]:
                 check_size(name, getattr(self, name))

@@ -48,7 +48,7 @@ class TrainingStep:
     def __post_init__(self) -> None:
         check_optimizer_bits(self.optimizer, self.optimizer_bits)
         if self.shards > 1 and self.optimizer_bits != 32:
-            raise UsageError(f"optimizer_bits={self.optimizer_bits}: states in parts have 32; leave it or gpus out")
+            raise UsageError(f"optimizer_bits={self.optimizer_bits}: sharded states have 32; leave it or gpus out")
 
     @property
     def mixed(self) -> bool:

@@ -174,7 +174,7 @@ class Engine:
             busy_us = self.counts["prompt_us"] + self.counts["generated_us"]
             mean_s = busy_us / 1e6 / max(1, self.counts["finished"])
             retry_s = min(60, max(1, round(mean_s * len(self.waiting))))
-            raise ApiError(429, "too many requests wait; try again", "rate_limit_error", retry_s=retry_s)
+            raise ApiError(429, "too many requests are waiting; try again", "rate_limit_error", retry_s=retry_s)
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """Give jobs up; they leave before the next step."""

@@ -47,7 +47,7 @@ class ServedModel:
         self.template = find_template(directory)[0]
         self._renderer = None if self.template is None else ChatRenderer(directory)
         if self._renderer is None:
-            log(f"{name} has no chat template; conversations are written as ChatML")
+            log(f"{name} has no chat template; using ChatML")
 
     def start(self, failed: Callable[[], None]) -> None:
         """Load and run the model in a thread of its own; `failed` is called there if it cannot be loaded."""

@@ -78,7 +78,7 @@ class Sampler:
         if self.constraint is not None:
             self.constraint.consume_token(token)
             if self.constraint.is_error():  # it would end the text as if that were complete
-                raise UsageError(f"the constraint cannot be kept: {clip(self.constraint.get_error(), 300)}")
+                raise UsageError(f"the constraint cannot be met: {clip(self.constraint.get_error(), 300)}")
         return token
 
     @property

@@ -301,7 +301,7 @@ def _with_replies(render: Callable[[Messages, bool], str], messages: Messages, h
             begin = len(before) if before is not None and whole.startswith(before) else found
             end = len(until) if whole.startswith(until) else _after_token(whole, after, special)
             if begin < 0 or end < begin:
-                raise ValueError(f"reply {len(replies) + 1} is not in its text as it is given")
+                raise ValueError(f"reply {len(replies) + 1} does not stand unchanged in the rendered text")
             reply = whole[begin:end].rstrip()
             replies.append((begin, begin + len(reply) if reply.endswith(special) else end))
         read = max(read, after) if found >= 0 else read

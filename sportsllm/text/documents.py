@@ -82,7 +82,7 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
         elif not path.exists():
             raise ArtifactError(f"{path}: not found; give a text file or a folder")
         elif _kind(path) is None:
-            raise ArtifactError(f"{path}: kind of file not known; use {', '.join(_SUFFIXES)} (or .gz of one)")
+            raise ArtifactError(f"{path}: unknown type of file; use {', '.join(_SUFFIXES)} (or .gz of one)")
         else:
             files.append(path)
     return files
@@ -254,12 +254,12 @@ def _parquet(path: Path, field: str) -> Iterator[Document]:
             if (document := _document(record, field, f"{path}: row {row}", path)) is not None:
                 yield document
             elif field not in names:
-                raise ArtifactError(f"{path}: row {row} is no conversation; correct or delete it")
+                raise ArtifactError(f"{path}: row {row} is not a conversation; correct or delete it")
             elif record[field] is not None:
                 kind = table.schema_arrow.field(field).type
                 raise ArtifactError(f"{path}: column {field!r} has the type {kind}, not string; convert it")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, KeyError) as error:  # OSError: a damaged page
-        raise ArtifactError(f"{path}: no readable parquet file ({clip(error, 200)}); copy it again") from None
+        raise ArtifactError(f"{path}: not a readable parquet file ({clip(error, 200)}); copy it again") from None
 
 
 def _document(record: JsonObject, field: str, where: str, path: Path) -> Document | None:

@@ -189,7 +189,7 @@ def load_corpus(
     if len(left) < len(documents):
         log(f"{len(documents) - len(left):,} of {len(documents):,} documents are held out and not trained on")
     if len(train) < len(left):
-        log(f"{len(left) - len(train):,} of {len(left):,} documents are copies of others and left out")
+        log(f"{len(left) - len(train):,} of {len(left):,} documents are copies of others and are left out")
     if valid:
         return split
     if not split.held_out:

@@ -149,7 +149,7 @@ class TextTokenizer:
             ]
             if not any(scored[1:]):
                 raise ArtifactError(
-                    f"{conversation.where}: no turn of the assistant, so nothing is learned from it; delete the row"
+                    f"{conversation.where}: no assistant turn, so there is nothing to learn; delete the row"
                 )
             size = len((text if everything else conversation.replies).encode())
             yield EncodedDocument(list(encoding.ids), scored, size)
@@ -177,10 +177,10 @@ class TextTokenizer:
             counts[isinstance(document, str)] += len(spelled.findall(plain_text(document)))
             yield document
         if counts[True] and not self.reading.parse_special:
-            meant = "read as ordinary characters; give --set parse_special=true to mean the tokens"
-            log(f"the text spells special tokens {counts[True]:,} times, which are {meant}")
+            meaning = "they are read as ordinary characters; give --set parse_special=true to read them as tokens"
+            log(f"the text spells special tokens {counts[True]:,} times; {meaning}")
         if counts[False]:
-            log(f"messages spell special tokens {counts[False]:,} times; in a chat template they become the tokens")
+            log(f"messages spell special tokens {counts[False]:,} times; the chat template turns them into the tokens")
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
         """Text of ids; special tokens give nothing, or their spelling with `special`."""
@@ -265,7 +265,7 @@ def _check_ids(data: JsonObject, path: Path) -> None:
         raise ArtifactError(f"{path}: {times} added tokens are spelled {clip(text)}; copy it again")
     wrong = next((each for each in ids if type(each) is not int or not 0 <= each < _MOST_IDS), None)
     if wrong is not None:
-        raise ArtifactError(f"{path}: token id {clip(repr(wrong))} is no number below {_MOST_IDS:,}; copy it again")
+        raise ArtifactError(f"{path}: token id {clip(repr(wrong))} is not a number below {_MOST_IDS:,}; copy it again")
 
 
 def leave_out(data: JsonObject, path: Path, rows: int) -> bool:
@@ -284,7 +284,7 @@ def leave_out(data: JsonObject, path: Path, rows: int) -> bool:
 
 @cache  # a tokenizer is read more than once, its line is logged once
 def _log_left_out(path: Path, rows: int, texts: tuple[str, ...]) -> None:
-    log(f"{path}: without {clip(', '.join(texts))}, for which the embedding of {rows:,} rows has none")
+    log(f"{path}: ignoring {clip(', '.join(texts))}; the embedding has only {rows:,} rows")
 
 
 def load_tokenizer(directory: Path, config: ModelConfig | None = None, reading: Reading = USUAL) -> TextTokenizer:

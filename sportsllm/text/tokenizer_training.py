@@ -55,7 +55,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digi
     tokenizer.train_from_iterator(texts, trainer)
     missing = vocab_size - tokenizer.get_vocab_size()
     if missing:
-        log(f"the corpus gives {vocab_size - missing:,} tokens; {missing:,} reserved ones fill the vocabulary up")
+        log(f"the corpus yields {vocab_size - missing:,} tokens; {missing:,} reserved tokens fill the vocabulary")
         tokenizer.add_special_tokens([f"<|reserved_{number}|>" for number in range(missing)])
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")

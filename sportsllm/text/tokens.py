@@ -120,7 +120,7 @@ def _found(directory: Path) -> _Written:
         written = validate(_Written, read_json(path), path)
         for name, (size, expected) in written.files.items():
             if crc32(directory / name, size) != expected:
-                raise ArtifactError(f"{directory / name}: cut or changed")
+                raise ArtifactError(f"{directory / name}: truncated or changed")
     except (ArtifactError, OSError) as error:
         log(f"{error}; the corpus is tokenized again")
         return _Written()
@@ -141,7 +141,7 @@ def _write(
 ) -> _Written:
     """Write the tokens of the documents behind those that are written."""
     if written.documents:
-        log(f"{directory}: going on after {written.tokens:,} tokens that an earlier run wrote")
+        log(f"{directory}: continuing after {written.tokens:,} tokens of an earlier run")
     rest = tokenizer.warn_if_special(islice(documents, written.documents, None))
     encoded = tokenizer.encode_documents(rest, end=True)
     with progress_bar("tokenize", len(documents)) as bar:

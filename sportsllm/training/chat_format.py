@@ -40,7 +40,7 @@ def check_format(checkpoint: Path | None, name: str | None, lora: bool) -> None:
     if name not in FORMATS:
         raise UsageError(f"--chat-template {name}: use one of {', '.join(FORMATS)}")
     if checkpoint is None:
-        raise UsageError(f"--chat-template {name}: give a CHECKPOINT, which knows the language before it chats")
+        raise UsageError(f"--chat-template {name}: give a CHECKPOINT; a model learns the language before it chats")
     if find_template(checkpoint)[0] is not None:
         raise UsageError(f"--chat-template {name}: {checkpoint} has a chat template; leave it out")
     if lora:
@@ -82,5 +82,5 @@ def with_format(model: SportsLLM, checkpoint: Path, directory: Path, name: str) 
     state = model.state_dict()
     tables = {f"{EMBEDDING}.weight", f"{HEAD}.weight"} & state.keys()
     wider.load_state_dict(state | {table: longer(state[table]) for table in tables})
-    log(f"{name}: {added} tokens are added, the vocabulary has {rows:,} rows")
+    log(f"{name}: added {added} tokens; the vocabulary has {rows:,} rows")
     return wider.eval()

@@ -51,7 +51,7 @@ def log_cost(model: ModelConfig, config: TrainConfig) -> None:
     memory = f"{training_memory(model, step).total / 1e9:.1f} GB of memory{' in each process' * (count > 1)}"
     log(
         f"{tokens:,} tokens through {model.parameters:,} parameters: about {duration(seconds)} here, and {memory}; "
-        "`plan --training` has other devices, fewer --tokens take less"
+        "`plan --training` plans other devices, fewer --tokens take less"
     )
 
 

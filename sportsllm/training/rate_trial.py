@@ -60,7 +60,7 @@ def choose_rates(
     chosen = _scaled(config, min(scores, key=scores.__getitem__))
     tried = [f"{_scaled(config, factor).learning_rate:.2g} {score:.4f}" for factor, score in sorted(scores.items())]
     rates = f"AdamW's rate and bits per byte after {steps} steps: {', '.join(tried)}"
-    log(f"{rates}; {chosen.learning_rate:.2g} is used")
+    log(f"{rates}; using {chosen.learning_rate:.2g}")
     return chosen
 
 

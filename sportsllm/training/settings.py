@@ -230,17 +230,17 @@ def _check_effect(config: TrainConfig, given: JsonObject) -> None:
     """Refuse settings of an optimizer or a schedule that the run does not have; say what looks like a mistake."""
     of_muon = [name for name in given if name.startswith("muon_")]
     if of_muon and config.optimizer != "muon":
-        raise UsageError(f"{of_muon[0]} is Muon's, the optimizer is {config.optimizer}; add --set optimizer=muon")
+        raise UsageError(f"{of_muon[0]} is for Muon, but the optimizer is {config.optimizer}; add --set optimizer=muon")
     if "decay_fraction" in given and config.schedule != "wsd":
-        raise UsageError(f"decay_fraction is for wsd, the schedule is {config.schedule}; add --set schedule=wsd")
+        raise UsageError(f"decay_fraction is for wsd, but the schedule is {config.schedule}; add --set schedule=wsd")
     if config.warmup >= config.steps > 1:
         log(
-            f"the run ends inside its warm-up: {config.steps} steps, {config.warmup} of warm-up; give more tokens, "
+            f"the run ends during warm-up: {config.steps} steps, {config.warmup} of warm-up; give more tokens, "
             "smaller steps or --set warmup=N"
         )
     rates = {"learning_rate", "muon_learning_rate"} & given.keys()
     if rates == {"learning_rate"} and config.optimizer == "muon":
-        log(f"--learning-rate is AdamW's, for embedding and norms; Muon's is {config.muon_learning_rate:g}")
+        log(f"--learning-rate applies to AdamW, for embedding and norms; Muon's is {config.muon_learning_rate:g}")
 
 
 def described(config: TrainConfig, run: Run) -> str:
@@ -269,7 +269,7 @@ def fit_vocabulary(shape: ModelConfig, vocab_size: int, name: str) -> ModelConfi
     """A preset with the vocabulary size of its tokenizer; logs a difference."""
     if vocab_size == shape.vocab_size:
         return shape
-    log(f"{name}: the tokenizer has {vocab_size:,} entries, so the embedding has too (preset: {shape.vocab_size:,})")
+    log(f"{name}: the tokenizer has {vocab_size:,} entries, and so has the embedding (preset: {shape.vocab_size:,})")
     return shape.with_changes(vocab_size=vocab_size)
 
 

@@ -156,9 +156,9 @@ class RunState:
             last = math.nan if self.last_bits_per_byte is None else self.last_bits_per_byte
             figures = f"{self.best_bits_per_byte:.4f} bits per byte, {last:.4f} when last scored"
             if self.best_step == 0:
-                log(f"no step was better than the start on held-out text ({figures}): the start is kept")
+                log(f"no step was better than the start on held-out text ({figures}): keeping the start")
             else:
-                log(f"step {self.best_step} of {self.step} was the best on held-out text ({figures}): it is kept")
+                log(f"step {self.best_step} of {self.step} was the best on held-out text ({figures}): keeping it")
             trained = self._trained()
             for name, weight in (self.best or {}).items():
                 trained[name].copy_(weight)

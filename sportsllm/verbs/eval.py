@@ -88,7 +88,8 @@ def eval(
     ] = None,
     tasks: options.Tasks = None,
     context: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Tokens read at once.", show_default="the model's")
+        int | None,
+        typer.Option(min=2, metavar="N", help="Context length to score with, in tokens.", show_default="the model's"),
     ] = None,
     rope_scaling: options.RopeScaling = None,
     kernels: options.Kernels = "auto",

@@ -58,7 +58,9 @@ def generate(
     ] = None,
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="Answer --prompt with the model's chat template; without --prompt, converse."),
+        typer.Option(
+            "--chat", help="Answer --prompt in the model's chat template; without --prompt, start a conversation."
+        ),
     ] = False,
     system: Annotated[
         str | None, typer.Option(help="System message of --chat.", show_default="the chat template's")
@@ -96,7 +98,7 @@ def generate(
     if "" in (stop or []):
         raise UsageError("--stop is empty; give the text that ends generation")
     if system is not None and not chat:
-        raise UsageError("--system is what a conversation begins with; give --chat too")
+        raise UsageError("--system is for conversations; add --chat")
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
 
     from sportsllm.console import log
@@ -180,9 +182,9 @@ def _converse(messages: list[Message], answer: Callable[[list[Message]], _Reply]
         left = False
         if text == "/reset":
             said = list(messages)
-            log("the conversation begins anew")
+            log("new conversation")
         elif re.fullmatch(r"/\w+", text):
-            log(f"{text} is no command; {commands}")
+            log(f"{text}: unknown command; {commands}")
         elif text:
             said.append({"role": "user", "content": text})
             try:

@@ -55,7 +55,11 @@ def serve(
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(metavar="ORIGIN", help="Web page that may call the server; may be repeated.", show_default="none"),
+        typer.Option(
+            metavar="ORIGIN",
+            help="Origin of web pages that may call the server (CORS); may be repeated.",
+            show_default="none",
+        ),
     ] = None,
     parallel: Annotated[int, typer.Option(min=1, max=64, help="Requests that run at once, per model.")] = 4,
     context: Annotated[
@@ -71,7 +75,7 @@ def serve(
 
     names = [path.resolve().name for path in directories]
     if len(set(names)) < len(names):
-        raise UsageError(f"two exports are called {max(names, key=names.count)}; rename a directory")
+        raise UsageError(f"two exports are named {max(names, key=names.count)}; rename a directory")
     if api_key == "":
         raise UsageError("--api-key is empty; give a secret")
     for path in directories:
@@ -112,7 +116,7 @@ def serve(
     try:
         for model in models:
             model.start(stop_server)
-        log(f"serving {', '.join(names)} at {url}; Ctrl-C ends")
+        log(f"serving {', '.join(names)} at {url}; press Ctrl-C to stop")
         server.run(sockets=[listening])
     except KeyboardInterrupt:  # how servers end
         pass

@@ -183,7 +183,7 @@ def _start(
     if checkpoint is None and model is None and changes:
         model = DEFAULT_PRESET
     if (model is None) == (checkpoint is None):
-        raise UsageError("give --model PRESET to train from scratch or a CHECKPOINT to fine-tune, one of the two")
+        raise UsageError("give either --model PRESET to train from scratch or a CHECKPOINT to fine-tune")
     if checkpoint is not None:
         if tokenizer is not None:
             raise UsageError(f"--tokenizer: {checkpoint} was trained with its own; leave it out")
@@ -196,12 +196,12 @@ def _start(
     elif not Path(str(model)).is_dir():
         preset(str(model))
     if checkpoint is None and lora_rank is not None:
-        raise UsageError("--lora-rank adapts weights that are there; give a CHECKPOINT instead of --model")
+        raise UsageError("--lora-rank adapts trained weights; give a CHECKPOINT instead of --model")
     decided = {"digits": found.get("digits"), "--vocab-size": changes.get("vocab_size")}
     given = [name for name, value in decided.items() if value is not None]
     if given and (tokenizer or checkpoint):
         raise UsageError(
-            f"{given[0]} is decided when a tokenizer is trained, and {tokenizer or checkpoint} has one; leave it out"
+            f"{given[0]} belongs to training a tokenizer, and {tokenizer or checkpoint} has one; leave it out"
         )
     return model
 

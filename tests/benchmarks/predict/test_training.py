@@ -154,7 +154,7 @@ def test_several_gpus_share_weights_gradients_and_states(capsys: pytest.CaptureF
     assert "on each of 64 GPUs" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(UsageError, match="gpus=2: give --target NAME too, a GPU"):
         plan(shape="8b", training=True, gpus=2)
-    with pytest.raises(UsageError, match="optimizer_bits=8: states in parts have 32"):
+    with pytest.raises(UsageError, match="optimizer_bits=8: sharded states have 32"):
         plan(shape="8b", training=True, gpus=2, device="h100", optimizer_bits=8)
 
 

@@ -136,7 +136,7 @@ def test_too_little_text_is_joined_by_the_models_own(
     few.write_text("Lily had a ball. She played with Tom all day long.", encoding="utf-8")
     result = quantize_checkpoint(checkpoint, tmp_path / "few", text=CalibrationText((few,)))
     assert result.calibration_tokens > 200
-    assert "are too few to round by: 16 texts that the model" in capsys.readouterr().err.replace("\n", " ")
+    assert "are too few: adding 16 texts that the model" in capsys.readouterr().err.replace("\n", " ")
     asked = quantize_checkpoint(checkpoint, tmp_path / "asked", text=CalibrationText((few,), 1))
     assert asked.calibration_tokens < 100
     held_out.write_text(json.dumps({"text": few.read_text(encoding="utf-8")}) + "\n", encoding="utf-8")
@@ -158,7 +158,7 @@ def test_a_model_without_known_text_writes_its_own(
         patch.setattr("sportsllm.inference.calibration.manifest_setting", lambda *_: [str(tmp_path / "gone.txt")])
         assert gone.found(checkpoint) is gone
     assert "gone.txt: training text that" in capsys.readouterr().err.replace("\n", "")
-    with pytest.raises(UsageError, match="reads no calibration text"):
+    with pytest.raises(UsageError, match="uses no calibration text"):
         quantize_checkpoint(checkpoint, tmp_path / "out", method="rtn", text=CalibrationText((corpus_file,), 4))
     empty = tmp_path / "empty.txt"
     empty.write_text("", encoding="utf-8")

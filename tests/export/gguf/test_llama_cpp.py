@@ -142,19 +142,19 @@ def test_what_llama_cpp_does_not_know_is_refused(tokenizer_directory: Path, tmp_
     for number, (changes, message) in enumerate(
         (
             ({"num_hidden_layers": 4, "layer_types": (UNROTATED, FULL, FULL, FULL)}, "every fourth layer"),
-            (OLMO2 | {"tie_word_embeddings": True}, "olmo2 models with a head of their own alone"),
+            (OLMO2 | {"tie_word_embeddings": True}, "olmo2 models only with an untied head"),
             (
                 OLMO2 | {"num_attention_heads": 2},
-                "olmo2 models with heads that are together as wide as the hidden size",
+                "olmo2 models only if heads x head_dim is the hidden size",
             ),
-            (GEMMA2 | {"tie_word_embeddings": False}, "gemma2 models with a tied head alone"),
+            (GEMMA2 | {"tie_word_embeddings": False}, "gemma2 models only with a tied head"),
             *(
-                (changes | {"attention_bias": True, "attention_output_bias": True}, "models without biases alone")
+                (changes | {"attention_bias": True, "attention_output_bias": True}, "models only without biases")
                 for changes in (OLMO2, GEMMA2, GEMMA3)
             ),
-            (NEOX | {"attention_bias": False, "attention_output_bias": False}, "gptneox models with biases alone"),
+            (NEOX | {"attention_bias": False, "attention_output_bias": False}, "gptneox models only with biases"),
             (MIXTRAL | {"layer_types": (SLIDING,) * 2, "sliding_window": 8}, "mixtral is not supported"),
-            (QWEN3_MOE | {"experts": Experts(4, 2, weights="scores")}, "Qwen3-MoE with experts in all layers"),
+            (QWEN3_MOE | {"experts": Experts(4, 2, weights="scores")}, "Qwen3-MoE only with experts in all layers"),
             (GEMMA2 | {"logit_softcap": None}, "Gemma 2 with every second layer full, bounded"),
             (GEMMA3 | {"attention_scale": 0.3}, "Gemma 3 with full layers"),
             (GEMMA3 | {"num_hidden_layers": 4, "layer_types": uneven}, "Gemma 3 with full layers"),

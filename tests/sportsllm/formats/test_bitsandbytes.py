@@ -129,18 +129,18 @@ DAMAGE = [
     (new_state(quant_type="fp4"), r"quant_map is not FP4's table"),
     (new_state(dtype="int8"), r"int8"),
     (new_state(blocksize=0), r"ZeroDivisionError"),
-    (new_state(blocksize=128), r"absmax has 112 numbers, not 56"),
+    (new_state(blocksize=128), r"absmax has 112 values, not 56"),
     (new_state(shape=[64, 112]), r"shape \(64, 112\), config.json asks for \(112, 64\)"),
-    (new_state(shape=[112, 1 << 40]), r"weight has 3584 numbers, not"),
+    (new_state(shape=[112, 1 << 40]), r"weight has 3584 values, not"),
     (new_state(shape=[112]), r"shape \[112\]"),
     (new_state(nested_blocksize=None), r"TypeError"),
-    (new_state(nested_blocksize=16), r"nested_absmax has 1 numbers, not 7"),
+    (new_state(nested_blocksize=16), r"nested_absmax has 1 values, not 7"),
     (new_state(nested_offset="much"), r"ValueError"),
     (new_state(nested_offset=float("nan")), r"holds NaN"),
-    (put("weight", lambda t: t[:-1]), r"weight has 3583 numbers, not 3584"),
-    (put("weight.absmax", lambda t: t[:-1]), r"absmax has 111 numbers, not 112"),
+    (put("weight", lambda t: t[:-1]), r"weight has 3583 values, not 3584"),
+    (put("weight.absmax", lambda t: t[:-1]), r"absmax has 111 values, not 112"),
     (put("weight.nested_absmax", lambda t: t * float("nan")), r"holds NaN"),
-    (put("weight.nested_quant_map", lambda t: t[:7]), r"nested_quant_map has 7 numbers"),
+    (put("weight.nested_quant_map", lambda t: t[:7]), r"nested_quant_map has 7 values"),
     (put("weight.quant_map", lambda t: -t), r"quant_map is not NF4's table"),
 ]
 
@@ -171,9 +171,9 @@ def test_damage_of_eight_bits(tmp_path: Path) -> None:
     for number, (change, message) in enumerate(
         [
             (drop("SCB"), r"up_proj.SCB' is missing"),
-            (put("SCB", lambda t: t[1:]), r"SCB' has 111 numbers for a matrix of shape \(112, 64\)"),
+            (put("SCB", lambda t: t[1:]), r"SCB' has 111 values for a matrix of shape \(112, 64\)"),
             (put("SCB", lambda t: t * float("inf")), "holds NaN"),
-            (put("weight", lambda t: t[1:]), r"SCB' has 112 numbers for a matrix of shape \(111, 64\)"),
+            (put("weight", lambda t: t[1:]), r"SCB' has 112 values for a matrix of shape \(111, 64\)"),
             (put("weight_format", lambda t: t + 2), r"weight_format 2"),
         ]
     ):

@@ -79,7 +79,7 @@ def test_a_model_beyond_the_free_memory_runs_layer_by_layer(
     assert "each layer is read" not in capsys.readouterr().err
     monkeypatch.setattr("sportsllm.formats.checkpoint.available_bytes", lambda: 1_000)
     streamed = open_model(directory)
-    assert "GB of float32 weights exceed the free memory; each layer is read when it runs" in capsys.readouterr().err
+    assert "GB of float32 weights exceed the free memory; each layer is loaded when it runs" in capsys.readouterr().err
     assert not any(name.startswith("model.layers") for name in streamed.state_dict())
     tokens, caches = torch.arange(3, 23)[None], [KVCache(whole.config, 1, 32) for _ in range(2)]
     assert torch.equal(streamed(tokens), whole(tokens))
@@ -174,7 +174,7 @@ def test_other_files_of_hugging_face_are_named(copy: Path, old: str, new: str, s
 def test_an_adapter_beside_the_weights_is_not_ignored_silently(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (copy / "adapter_config.json").write_text("{}", encoding="utf-8")
     find_model(copy)
-    assert "the LoRA adapter beside the weights is not read" in capsys.readouterr().err
+    assert "the LoRA adapter beside the weights is ignored" in capsys.readouterr().err
     with pytest.raises(ArtifactError, match=f"{WEIGHTS}: is a file, not a directory; give a checkpoint"):
         sportsllm.load(copy / WEIGHTS)
     (copy / WEIGHTS).rename(copy / "adapter_model.safetensors")

@@ -76,7 +76,7 @@ def test_every_piece_counts_where_text_is_short(words, tmp_path: Path) -> None: 
     text.write_text("line 12 of the book", encoding="utf-8")
     found = calibration_samples([text], [], words, CONFIG, None, 64)
     assert len(found) == 1 and found[0][0, 0] == words.begin_id
-    with pytest.raises(ArtifactError, match="gives 1 samples, 2 are asked for"):
+    with pytest.raises(ArtifactError, match="yields 1 of 2 samples"):
         calibration_samples([text], [], words, CONFIG, 2, 64)
     with pytest.raises(ArtifactError, match="no calibration text"):
         calibration_samples([], [], words, CONFIG, None, 64)

@@ -118,5 +118,5 @@ def test_other_tokens_are_refused_in_a_line(
     for name, model in (("tokenizer", tiny_model()), ("size", tiny_model(vocab_size=400))):
         saved(tmp_path / name, model, words)
     flags = ["eval", checkpoint, "--text", corpus_file, "--against"]
-    cli.refuses(2, "the models' tokenizers cut the text differently; KL", *flags, tmp_path / "tokenizer")
+    cli.refuses(2, "the models' tokenizers split the text differently; KL", *flags, tmp_path / "tokenizer")
     cli.refuses(2, "the models have 384 and 400 tokens; KL compares models", *flags, tmp_path / "size")

@@ -99,15 +99,18 @@ SELECTED = {"attention_kind": "selected", "selection": Selection(tokens=24, bloc
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (MIXTURE | {"dense_layers": 2}, "dense_layers is 2; of a mixture of experts the first 1 to 1 layers"),
+        (
+            MIXTURE | {"dense_layers": 2},
+            "dense_layers is 2; only a mixture of experts has such",
+        ),
         (MIXTURE | {"dense_layers": 1}, "dense_intermediate_size is None"),
-        ({"dense_layers": 1}, "dense_layers is 1; of a mixture"),
-        (MIXTURE | {"dense_intermediate_size": 96}, "dense_layers is 0; of a mixture"),
+        ({"dense_layers": 1}, "dense_layers is 1; only a mixture"),
+        (MIXTURE | {"dense_intermediate_size": 96}, "dense_layers is 0; only a mixture"),
         ({"experts": Experts(4, 2)}, "give both or none"),
         (LSTM | {"position_kind": "rotary"}, "position_kind is 'rotary'"),
         (LSTM | {"num_attention_heads": 2, "num_key_value_heads": 2}, "num_attention_heads is 2"),
         (LSTM | {"qk_norm": True}, "qk_norm is True"),
-        (LSTM | {"attention_kind": "grouped_query"}, "'grouped_query' has positions"),
+        (LSTM | {"attention_kind": "grouped_query"}, "'grouped_query' needs positions"),
         (SELECTED | {"selection": None}, "attention_kind 'selected' with selection None; give both"),
         (SELECTED | {"attention_kind": "grouped_query"}, "attention_kind 'grouped_query' with selection"),
         (SELECTED | {"layer_types": ("sliding", "full"), "sliding_window": 8}, "layer_types is .* it must be None"),
@@ -122,7 +125,7 @@ def test_fields_that_do_not_go_together_are_refused(changes: dict[str, Any], sai
 @pytest.mark.parametrize(
     ("kind", "sizes", "said"),
     [
-        (Experts, {"active": 5}, "5 experts a token of 4; choose 1 to 4"),
+        (Experts, {"active": 5}, "5 of 4 experts per token; choose 1 to 4"),
         (Experts, {"router": "hash"}, "router is 'hash'; use one of softmax, sigmoid"),
         (Experts, {"groups": 3}, "4 experts in 3 groups"),
         *(

@@ -538,7 +538,7 @@ def test_exports_that_cannot_be_served_are_refused(export: Path, cli: CommandLin
     cli.refuses(3, "not an export", "serve", STORIES)
     (tmp_path / "stories").mkdir()
     cli.refuses(2, "two exports", "serve", export, tmp_path / "stories")
-    cli.refuses(2, "reads tokens one by one", "generate", export, "--draft", export)
+    cli.refuses(2, "cannot check several tokens in one step", "generate", export, "--draft", export)
     cli.refuses(2, "not an export", "serve", export, "--draft", STORIES, "--port", 0)
     config = load_config(export)
     larger: Any = SimpleNamespace(exact_rows=8, config=dataclasses.replace(config, vocab_size=config.vocab_size + 8))

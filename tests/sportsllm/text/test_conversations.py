@@ -204,7 +204,10 @@ def chatml(tokenizer_directory: Path, tmp_path: Path) -> TextTokenizer:
     ("template", "problem"),
     [
         ("{{ raise_exception('no system') }}", "no system"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content | upper }}{% endfor %}", "reply 1 is not in its"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+            "reply 1 does not stand unchanged",
+        ),
     ],
 )
 def test_a_template_that_fails_names_the_row(
@@ -223,7 +226,7 @@ def test_turns_of_a_million_characters_and_none_of_the_assistant(chatml: TextTok
     long = Conversation((("user", "word " * 200_000), ("assistant", "goal " * 200_000)))
     (encoded,) = chatml.encode_documents([long])
     assert encoded.scored is not None and encoded.bytes == 1_000_000 and sum(encoded.scored) > 200_000
-    with pytest.raises(ArtifactError, match="row 7: no turn of the assistant"):
+    with pytest.raises(ArtifactError, match="row 7: no assistant turn"):
         list(chatml.encode_documents([Conversation((("user", "Who?"),), "row 7")]))
 
 

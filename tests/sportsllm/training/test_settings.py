@@ -107,7 +107,7 @@ def test_muon_where_it_is_cheap() -> None:
 def test_a_warm_up_that_does_not_end_and_a_rate_of_one_optimizer_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     train_config(SMALL, 300_000, {"learning_rate": 1e-3, "warmup": 10_000})
     shown = capsys.readouterr().err.replace("\n", " ")
-    assert "the run ends inside its warm-up" in shown and "Muon's is 0.005" in shown
+    assert "the run ends during warm-up" in shown and "Muon's is 0.005" in shown
     train_config(SMALL, 300_000, {"learning_rate": 1e-3, "muon_learning_rate": 0.01})
     assert "Muon's is" not in capsys.readouterr().err
 

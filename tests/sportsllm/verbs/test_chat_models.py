@@ -155,7 +155,7 @@ def test_a_bad_conversation_ends_every_command_in_one_line(
 ) -> None:
     path, out = tmp_path / "chats.jsonl", [] if verb in ("eval", "data tokens") else ["--out", tmp_path / "new"]
     for problem, record in (
-        ("no turn of the assistant", {"messages": [{"role": "user", "content": "Who?"}]}),
+        ("no assistant turn", {"messages": [{"role": "user", "content": "Who?"}]}),
         ("message 2 of 'messages' has the role 'robot'", {"messages": [REPLY, {"role": "robot", "content": "x"}]}),
         ("message 1 of 'messages' has content of the kind 'image_url'", {"messages": [{**REPLY, "content": PICTURE}]}),
         ("message 1 of 'messages' has content of the kind None", {"messages": [{**REPLY, "content": None}]}),
@@ -289,13 +289,13 @@ def test_a_conversation_in_the_terminal(
     flags = ["--chat", "--system", "Be kind.", "--max-new-tokens", 3, "--temperature", 0, "--threads", 1]
     code, out, err = cli("generate", assistant, *flags)
     assert code == 0 and err.count("tokens/s") == 3 and "type /reset" in err
-    assert "the conversation begins anew" in err and "/help is no command; /reset begins anew, Ctrl-C" in err
+    assert "new conversation" in err and "/help: unknown command; /reset begins anew, Ctrl-C" in err
     assert err.count("the reply was cut off at --max-new-tokens 3") == 3
     first, system = asked[0], ("system", "Be kind.")
     assert first == [system, ("user", "Who?")]
     assert asked[1] == [system, ("user", "Who?"), ("assistant", out.split("> ")[1].strip("\n")), ("user", "When?")]
     assert asked[4] == [system, ("user", "Where?")]
-    cli.refuses(2, "give --chat too", "generate", assistant, "--system", "Be kind.")
+    cli.refuses(2, "add --chat", "generate", assistant, "--system", "Be kind.")
     cli.refuses(3, "has no chat template", "generate", checkpoint, "--chat")  # before anything is typed
 
 
