@@ -82,7 +82,7 @@ DISTILLATION: Group = {
         0,
     ),
     "teacher_precision": Setting(
-        str, "Precision of the teacher's weights", "auto", choices=("auto", "fp32", "bf16", "int8")
+        str, "Precision of the teacher's weights", "auto", choices=("auto", "fp32", "bf16", "int8", "nf4")
     ),
 }
 PRUNING: Group = {

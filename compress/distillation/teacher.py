@@ -1,4 +1,4 @@
-"""The frozen teacher: full precision, bfloat16, or INT8 through bitsandbytes."""
+"""The frozen teacher: full precision, bfloat16, or INT8 / NF4 through bitsandbytes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ from sportsllm.training.sharding import place
 if TYPE_CHECKING:
     from compress.distillation.loss import TeacherLogits
 
+NF4_BLOCKS = (64, 32)
+"""Block sizes, of which the first that divides a matrix's rows is used: bitsandbytes 0.50's AVX512 kernel gives wrong
+values for blocks that run from one row into the next."""
+
 
 def resolve_teacher_precision(precision: str, device: torch.device) -> str:
     """The precision that `auto` means on a device: bf16 if it computes in it natively, else fp32."""
@@ -38,8 +42,9 @@ def load_teacher(directory: Path, precision: str, device: torch.device | None = 
     """Open a checkpoint for forward passes only.
 
     Args:
-        precision: `fp32`, `bf16`, `auto` (`resolve_teacher_precision`), or `int8`, which quantizes the blocks' matrices
-            with bitsandbytes. All else then has `auto`'s dtype.
+        precision: `fp32`, `bf16`, `auto` (`resolve_teacher_precision`), or `int8` or `nf4`, which quantize the blocks'
+            matrices with bitsandbytes. All else, and matrices whose rows `nf4` cannot divide into blocks, then have
+            `auto`'s dtype.
 
     Raises:
         UsageError: the checkpoint is quantized already, or would be in parts.
@@ -52,10 +57,10 @@ def load_teacher(directory: Path, precision: str, device: torch.device | None = 
         precision = native
         log(f"teacher precision: {precision}")
     dtype = torch.bfloat16 if "bf16" in (precision, native) and precision != "fp32" else torch.float32
-    if precision == "int8":
+    if precision in ("int8", "nf4"):
         if shard and processes.count() > 1:
-            raise UsageError("--set teacher_precision=int8: cannot be sharded; use bf16 or leave shard out")
-        return _load_quantized(directory, dtype).to(device)
+            raise UsageError(f"--set teacher_precision={precision}: cannot be sharded; use bf16 or leave shard out")
+        return _load_quantized(directory, precision, dtype).to(device)
     model = load_checkpoint(directory).requires_grad_(False)
     model.model.to(dtype)
     if model.lm_head is not None:
@@ -64,10 +69,10 @@ def load_teacher(directory: Path, precision: str, device: torch.device | None = 
     return model
 
 
-def _load_quantized(directory: Path, dtype: torch.dtype) -> SportsLLM:
+def _load_quantized(directory: Path, precision: str, dtype: torch.dtype) -> SportsLLM:
     """Layer by layer, so that no more than one of them is ever there in full precision."""
     if quantization_config(directory) is not None:
-        raise UsageError(f"--set teacher_precision=int8: {directory} is quantized already; leave it out")
+        raise UsageError(f"--set teacher_precision={precision}: {directory} is quantized already; leave it out")
     config = load_config(directory)
     with torch.device("meta"):
         model = SportsLLM(config)
@@ -78,8 +83,13 @@ def _load_quantized(directory: Path, dtype: torch.dtype) -> SportsLLM:
         block = load_block(tensors, config, number)
         for vector in (parameter for parameter in block.parameters() if parameter.ndim == 1):
             vector.data = _own(vector.data, dtype)
-        _quantize_matrices(block)
+        _quantize_matrices(block, precision, dtype)
         model.model.layers[number] = block
+    if precision == "nf4":
+        left = [name for name, layer in model.model.layers.named_modules() if type(layer) is nn.Linear]
+        if left:
+            kind = str(dtype).removeprefix("torch.")
+            log(f"{directory}: {len(left)} matrices stay in {kind}: rows no multiple of {NF4_BLOCKS[-1]}")
     return model.requires_grad_(False).eval()
 
 
@@ -88,8 +98,8 @@ def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype, copy=True)
 
 
-def _quantize_matrices(block: Block) -> None:
-    from bitsandbytes.nn import Int8Params, Linear8bitLt
+def _quantize_matrices(block: Block, precision: str, dtype: torch.dtype) -> None:
+    import bitsandbytes
 
     # INT8 products take float16 inputs, and the library says so at every call.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
@@ -97,8 +107,25 @@ def _quantize_matrices(block: Block) -> None:
         if not isinstance(module, nn.Linear):
             continue
         bias = module.bias is not None
-        layer = Linear8bitLt(module.in_features, module.out_features, bias=bias, has_fp16_weights=False)
-        layer.weight = Int8Params(module.weight.data, requires_grad=False, has_fp16_weights=False)
+        block_size = next((size for size in NF4_BLOCKS if module.in_features % size == 0), None)
+        if precision == "int8":
+            layer = bitsandbytes.nn.Linear8bitLt(
+                module.in_features, module.out_features, bias=bias, has_fp16_weights=False
+            )
+            layer.weight = bitsandbytes.nn.Int8Params(module.weight.data, requires_grad=False, has_fp16_weights=False)
+        elif block_size is None:
+            module.weight.data = _own(module.weight.data, dtype)  # a bias is converted already
+            continue
+        else:
+            layer = bitsandbytes.nn.Linear4bit(
+                module.in_features, module.out_features, bias=bias, compute_dtype=dtype, quant_type="nf4"
+            )
+            layer.weight = bitsandbytes.nn.Params4bit(
+                module.weight.data, requires_grad=False, quant_type="nf4", blocksize=block_size
+            )
+            # The AVX512-BF16 kernel wants input sizes that are multiples of 64.
+            if module.in_features % 64 or module.out_features % 16:
+                layer.support_avx512bf16_for_cpu = False
         if bias:
             layer.bias = module.bias
         parent, _, leaf = name.rpartition(".")

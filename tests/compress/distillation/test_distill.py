@@ -2,6 +2,7 @@ import json
 import shutil
 from pathlib import Path
 
+import bitsandbytes
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from sportsllm.text.documents import recorded_text
 from sportsllm.text.packing import Batch
 from sportsllm.text.tokenizer_training import train_tokenizer
 from sportsllm.training.settings import Start, TrainConfig
+from tests.support.bnb_models import dequantize
 from tests.support.distillation import FP32, run
 from tests.support.models import tiny_model
 
@@ -62,6 +64,37 @@ def test_cheap_teachers_stay_near_the_full_one(precision: str, least: float, wid
     cheap = load_teacher(wide, precision)
     assert likeness(load_checkpoint(wide), cheap) > least
     assert not any(p.requires_grad for p in cheap.parameters())
+
+
+@pytest.mark.parametrize(("hidden", "inner", "block", "dense"), [(128, 192, 64, 0), (96, 112, 32, 2)])
+def test_a_nf4_teacher_is_the_model_with_nf4_matrices(
+    hidden: int,
+    inner: int,
+    block: int,
+    dense: int,
+    tokenizer_directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rows of 112 have no whole blocks: those matrices stay as they are, and it says so."""
+    exact = tiny_model(
+        hidden_size=hidden, intermediate_size=inner, num_attention_heads=hidden // 32, head_dim=32,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    save_checkpoint(tmp_path, exact, tokenizer_directory)
+    cheap, packed = load_teacher(tmp_path, "nf4"), 0
+    assert (f"{dense} matrices stay in" in capsys.readouterr().err) == bool(dense)
+    for name, module in cheap.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            state = module.weight.quant_state
+            matrix = dequantize(module.weight.data, state)
+            original = exact.get_submodule(name).weight
+            assert state.blocksize == block
+            assert torch.nn.functional.cosine_similarity(matrix.float().flatten(), original.flatten(), dim=0) > 0.99
+            original.data = matrix.float()
+            packed += 1
+    assert packed == 14 - dense
+    assert likeness(exact, cheap) > 0.999  # what is left is bfloat16
 
 
 def test_a_mixture_counts_by_what_a_token_is_computed_with() -> None:

@@ -157,7 +157,7 @@ def test_a_model_without_known_text_writes_its_own(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sportsllm.inference.calibration.manifest_setting", lambda *_: [str(tmp_path / "gone.txt")])
         assert gone.found(checkpoint) is gone
-    assert "gone.txt: training text that" in capsys.readouterr().err.replace("\n", "")
+    assert "gone.txt: training text of" in capsys.readouterr().err.replace("\n", "")
     with pytest.raises(UsageError, match="uses no calibration text"):
         quantize_checkpoint(checkpoint, tmp_path / "out", method="rtn", text=CalibrationText((corpus_file,), 4))
     empty = tmp_path / "empty.txt"
