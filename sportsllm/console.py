@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -103,6 +104,12 @@ def log(message: str) -> None:
         return
     message = f"[{time.monotonic() - _began:.1f} s] {message}" if _verbose else message
     Console(stderr=True, highlight=False, soft_wrap=True).print(message, markup=False)
+
+
+@cache
+def log_once(message: str) -> None:
+    """`log` a message that reading a file again would repeat."""
+    log(message)
 
 
 def table(

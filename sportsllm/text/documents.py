@@ -4,7 +4,6 @@ Files are .txt, .md, .jsonl, each also as .gz, and .parquet; the last two have t
 is named, or are conversations.
 """
 
-import functools
 import gzip
 import hashlib
 import json
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sportsllm.console import log
+from sportsllm.console import log, log_once
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject, clip, parse_json
 from sportsllm.formats.manifest import manifest_of
@@ -34,19 +33,8 @@ def _field_of(names: Sequence[str], path: Path, field: str) -> str:
     """The field to read in a record, or a file, with these fields."""
     if field in names or USUAL.text_field not in names:
         return field
-    _log_usual(path, field)
+    log_once(f"{path}: no field {field!r}; reading {USUAL.text_field!r}")
     return USUAL.text_field
-
-
-@functools.cache  # a file is read more than once, its line is logged once
-def _log_usual(path: Path, field: str) -> None:
-    log(f"{path}: no field {field!r}; reading {USUAL.text_field!r}")
-
-
-@functools.cache
-def _log_unread(path: Path, field: str, chats: str) -> None:
-    """Say that a file's records also have conversations, which are not read."""
-    log(f"{path}: reading {field!r}; to read the conversations, give --text-field {chats}")
 
 
 class Chunk(NamedTuple):
@@ -270,7 +258,7 @@ def _document(record: JsonObject, field: str, where: str, path: Path) -> Documen
     if not isinstance(text, str) or chats == field:
         return read_conversation(record, where)
     if chats is not None:
-        _log_unread(path, field, chats)
+        log_once(f"{path}: reading {field!r}; to read the conversations, give --text-field {chats}")
     return text
 
 

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, TypeVar
@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from sportsllm.console import log
+from sportsllm.console import log, log_once
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, clip, read_json
 from sportsllm.models.config import ModelConfig
@@ -277,14 +277,10 @@ def leave_out(data: JsonObject, path: Path, rows: int) -> bool:
     added = data.get("added_tokens") or []
     beyond = [token for token in added if token["id"] >= rows and token["content"] not in (template or "")]
     if beyond:
-        _log_left_out(path, rows, tuple(str(token["content"]) for token in beyond))
+        texts = clip(", ".join(str(token["content"]) for token in beyond))
+        log_once(f"{path}: ignoring {texts}; the embedding has only {rows:,} rows")
         data["added_tokens"] = [token for token in added if token not in beyond]
     return bool(beyond)
-
-
-@cache  # a tokenizer is read more than once, its line is logged once
-def _log_left_out(path: Path, rows: int, texts: tuple[str, ...]) -> None:
-    log(f"{path}: ignoring {clip(', '.join(texts))}; the embedding has only {rows:,} rows")
 
 
 def load_tokenizer(directory: Path, config: ModelConfig | None = None, reading: Reading = USUAL) -> TextTokenizer:
