@@ -75,7 +75,7 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_008,
+    "sportsllm": 18_996,
     "compress": 7_613,
     "export": 6_395,
     "benchmarks": 9_159,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm import options
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import UsageError
 from sportsllm.results import Result
 from sportsllm.settings import TASKS, TEXT, parse_settings
 
@@ -103,9 +103,6 @@ def eval(
     if against is not None and not text:
         raise UsageError(f"--against {against}: needs --text FILE, which both models score")
     found = parse_settings(settings, TEXT, TASKS)
-    for path in questions or []:
-        if not path.exists():
-            raise ArtifactError(f"{path}: not found; give an existing file")
 
     from sportsllm.console import output
     from sportsllm.files import require_directory
@@ -120,6 +117,7 @@ def eval(
 
     for each in [directory] if against is None else [directory, against]:
         require_directory(each, "a checkpoint or an export")
+    question_files = {path: read_questions(path) for path in questions or []}
     decoder = _open(directory, context, rope_scaling, threads, kernels, provider)
     runtime = log_runtime(decoder, provider)
     reading = take_reading(found, directory, against)
@@ -147,8 +145,7 @@ def eval(
     if divergence is not None:
         output().print(f"against {against}: {divergence}", markup=False)
     asked: dict[str, QuestionScore] = {}
-    for path in questions or []:
-        items = read_questions(path)
+    for path, items in question_files.items():
         accuracy = question_accuracy(decoder, tokenizer, items)
         chance = sum(1 / len(item.choices) for item in items) / len(items)
         interval = wilson_interval(accuracy, len(items))
