@@ -79,7 +79,7 @@ MOST_LINES = {
     "compress": 7_613,
     "export": 6_395,
     "benchmarks": 9_159,
-    "tests": 24_924,
+    "tests": 24_826,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -12,7 +12,6 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import to_hf
 from sportsllm.models.memory import PRECISIONS
 from sportsllm.models.presets import PRESETS
-from tests.support.command_line import CommandLine
 from tests.support.plans import plan
 
 
@@ -41,11 +40,6 @@ def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     factors = result["efficiency"]["band"]
     words = " ".join(printed.split())
     assert f"a factor, either way, of {factors['tpot']:g} (time per token)" in words and "`devices calibrate`" in words
-
-
-def test_every_depth_leaves_room_for_the_steps_that_time_it() -> None:
-    rows = plan(model="tiny-1m", device="raspberry-pi-5")["predicted"]
-    assert [row["depth"] for row in rows if row["precision"] == "int4"] == [32, 512, 876]  # a context of 1,024
 
 
 def test_the_bands_of_a_card_are_called_estimates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,17 +137,6 @@ def test_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
             plan(shape="7B", **flags)
     with pytest.raises(UsageError, match="has no parameters"):
         plan(shape="0M")
-
-
-def test_on_the_command_line(cli: CommandLine) -> None:
-    """The model as an argument; one JSON object on standard output, the tables on the other."""
-    for arguments, parameters in (
-        (["base-162m"], 162_417_408),
-        (["base-162m", "--training", "--target", "rtx-3060"], 162_417_408),
-        (["7B"], 7_000_000_000),
-    ):
-        result, err = cli.says("plan", *arguments)
-        assert result["parameters"] == parameters and f"{parameters:,}" in err
 
 
 def test_memory_in_use(capsys: pytest.CaptureFixture[str]) -> None:

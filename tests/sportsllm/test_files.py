@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.files import atomic_write_text, clip, parse_json, read_json, read_json_lines, read_toml, validate
+from sportsllm.files import atomic_write_text, parse_json, read_json, read_json_lines, read_toml, validate
 
 NESTED = 1_000
 
@@ -69,11 +69,6 @@ def test_a_record_names_its_problems_and_clips_their_values() -> None:
     data = {"name": 3, "rows": "x" * 10_000, **dict.fromkeys("abcdef", 0)}
     with pytest.raises(ArtifactError, match=r"here: name: .* not 3; rows: .*xx\.\.\.xx.*; and 4 more; correct it"):
         validate(_Record, data, "here")
-
-
-def test_clip_keeps_both_ends() -> None:
-    assert clip("short\ntext") == "short text"
-    assert clip("a" * 50 + "b" * 50, 11) == "aaaa...bbbb"
 
 
 def test_a_file_is_written_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.studies.gpu_check import COLUMNS, bounds, main, peak_flops_per_s
-from tests.support.models import tiny_config
+from benchmarks.studies.gpu_check import COLUMNS, main, peak_flops_per_s
 
 TINY = {"model": "tiny-300k", "student": "tiny-300k", "steps": 2, "batch_size": 2, "sequence": 64, "samples": 2}
 
@@ -23,11 +22,6 @@ def test_the_cpu_agrees_with_itself(tmp_path: Path) -> None:
     parts = ["train", "distill", "prune", "quantize", "quantize, codes that differ", "eval"]
     assert [row["part"] for row in compared] == parts and {row["difference"] for row in compared} == {"0"}
     assert len(measured) == 2 and all(float(row["tokens_per_s"]) > 0 for row in measured)
-
-
-def test_bounds_grow_with_the_products_that_a_loss_comes_from() -> None:
-    limits = bounds(tiny_config(), 20)
-    assert 0 < limits["eval"] < limits["train"] < limits["distill"] < 1 and 0 < limits["codes"] < 0.1
 
 
 def test_peaks_are_those_of_the_described_cards() -> None:

@@ -29,13 +29,6 @@ def error(model: SportsLLM, full: SportsLLM) -> float:
     return float((ours - theirs).square().mean() / theirs.square().mean())
 
 
-def test_the_whole_model_is_cut_to_itself() -> None:
-    model = tiny_model(attention_bias=True)
-    cut = cut_to_config(model, model.config, samples())
-    assert cut.layers == [0, 1]
-    assert error(cut.model, model) < 1e-8  # squares of float32 rounding
-
-
 def test_what_says_nothing_is_cut_in_all_dimensions_at_once() -> None:
     """A model inside a larger one whose other channels, neurons, heads and rotary pairs are idle."""
     model = tiny_model(num_attention_heads=6, num_key_value_heads=3)

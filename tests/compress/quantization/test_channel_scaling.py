@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from compress.layerwise import run_layer
-from compress.quantization.channel_scaling import scale_block, source_rows
+from compress.quantization.channel_scaling import scale_block
 from compress.quantization.config import QuantizationConfig
 from sportsllm.models.config import Experts
-from sportsllm.models.description import block_matrices
 from sportsllm.models.language_model import first_positions
 from tests.support.gelu_kind import registered
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import tiny_model
 
 
 def uneven(model: torch.nn.Module) -> None:
@@ -71,12 +70,6 @@ def test_a_matrix_without_a_source_is_left_alone() -> None:
         scale_block(block, model.config, states, rope, QuantizationConfig(), "model.layers.0")
         assert torch.equal(block.mlp.down_proj.weight, down)
         assert torch.allclose(run_layer(block, states, rope)[0], before, atol=1e-4 * float(before.abs().max()))
-
-
-def test_query_heads_read_the_rows_of_their_groups_key_value_head() -> None:
-    config = tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=2, hidden_size=8)
-    (reader,) = (matrix for matrix in block_matrices(config) if matrix.name == "self_attn.o_proj")
-    assert source_rows(config, reader).tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
 
 
 @pytest.mark.parametrize(("bits", "alpha"), [(4, 0.25), (8, 0.5)])

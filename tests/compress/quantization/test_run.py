@@ -16,7 +16,7 @@ from compress.quantize import quantize_checkpoint
 from sportsllm.commands import load_command
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.packed import QuantizedWeight, pack, unpack
+from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.inference.calibration import CalibrationText
 from sportsllm.simulator import simulate
 from sportsllm.text.tokenizer import load_tokenizer
@@ -68,13 +68,6 @@ def test_equals_a_plain_loop(bits: int, block: int, symmetric: bool, columns: in
     assert wrong.mean() < 0.002
     assert packed.dequantize().shape == weight.shape
     assert packed_error(weight, packed) < (0.2 if bits == 4 else 0.012)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_packing_round_trip(bits: int) -> None:
-    quants = np.random.default_rng(0).integers(0, 2**bits, size=(3, 5, 7)).astype(np.uint8)
-    assert (unpack(pack(quants, bits), bits)[..., :7] == quants).all()
-    assert pack(np.array([[1, 2]], dtype=np.uint8), 4).tolist() == [[0x21]], "the even element is the low nibble"
 
 
 def calibration(method: str, file: Path, samples: int) -> CalibrationText | None:

@@ -11,7 +11,6 @@ import torch
 import sportsllm
 from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
-from export.parity.check import check_parity
 from export.parity.wide_inputs import InputGroup, choose_groups, measure_groups, round_inputs
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import GateError
@@ -47,12 +46,6 @@ def test_a_massive_channel_gets_16_bits(bits: int, form: str, tmp_path: Path, ca
     assert said.count("kernels: called for all 2 layers and the head\n") == (2 if form == "onnx" else 0)
     parity = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert max(c["relative_error"] for item in parity["passes"] for c in item["comparisons"]) < 0.3
-
-
-def test_without_it_the_gate_refuses(tmp_path: Path) -> None:
-    write_graph(save_massive(tmp_path), tmp_path)
-    report = check_parity(tmp_path, tmp_path, 1)
-    assert report.only_rounding_failed() and report.excess() > 1
 
 
 def test_keys_beyond_float16_need_a_float32_cache(tmp_path: Path) -> None:

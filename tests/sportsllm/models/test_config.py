@@ -65,6 +65,7 @@ def test_a_missing_field_is_named() -> None:
         ("tiny-1m", {"heads": 8}, {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}),
         ("tiny-1m", {"heads": 8, "kv_heads": 1, "head_dim": 32}, {"num_attention_heads": 8, "num_key_value_heads": 1}),
         ("tiny-1m", {"hidden": 100, "head_dim": 16}, {"hidden_size": 100, "head_dim": 16}),
+        ("tiny-latent", {"heads": 2}, {"num_attention_heads": 2}),
         (
             "tiny-1m",
             {"vocab_size": 500, "context": 64, "intermediate": 96, "tied": False},
@@ -137,8 +138,3 @@ def test_fields_that_do_not_go_together_are_refused(changes: dict[str, Any], sai
 def test_sizes_of_mixtures_and_selections(kind: type, sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         kind(**({"count": 4, "active": 2} if kind is Experts else {}) | sizes)
-
-
-def test_heads_of_latent_attention_change_alone() -> None:
-    config = changed_shape(preset("tiny-latent"), {"heads": 2})
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (2, 1, 16)
