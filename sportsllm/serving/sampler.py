@@ -15,7 +15,7 @@ import numpy as np
 
 from sportsllm.errors import UsageError
 from sportsllm.files import clip
-from sportsllm.inference.decoder import Logits, Sampling, draw, penalize
+from sportsllm.inference.decoder import Logits, Sampling, draw_token, penalize
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.tokenizer import TextTokenizer
 
@@ -73,7 +73,7 @@ class Sampler:
             logits[np.unpackbits(allowed, count=len(logits), bitorder="little") == 0] = -np.inf
         if self.min_p and self.sampling.temperature:
             logits[logits < logits.max() + self.sampling.temperature * math.log(self.min_p)] = -np.inf
-        token = int(draw(logits[None], self.sampling, self._random.random(1))[0])
+        token = draw_token(logits, self.sampling, self._random.random())
         self._generated[token] += 1
         if self.constraint is not None:
             self.constraint.consume_token(token)

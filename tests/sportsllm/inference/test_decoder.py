@@ -9,7 +9,7 @@ import torch
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.inference.batch_sampling import sample_texts
-from sportsllm.inference.decoder import Sampling, draw, generate, penalize, probabilities, until
+from sportsllm.inference.decoder import Sampling, draw, draw_token, generate, penalize, probabilities, until
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
 from tests.support.models import tiny_model
@@ -64,6 +64,8 @@ def test_logits_that_are_not_finite_are_refused(value: float, sampling: Sampling
     for logits in (LOGITS * value, np.append(LOGITS, np.float32(value))):
         with pytest.raises(ArtifactError, match="logits are not finite"):
             draw(logits[None], sampling, np.array([0.5]))
+        with pytest.raises(ArtifactError, match="logits are not finite"):
+            draw_token(logits, sampling, 0.5)
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_k": -1}, {"top_p": 0.0}, {"repetition_penalty": 0}])
@@ -154,11 +156,11 @@ def test_a_cancelled_batch_stops_at_once() -> None:
 def test_a_draw_of_few_logits_is_that_of_the_whole_distribution(spread: float) -> None:
     rng = np.random.default_rng(3)
     for number in range(60):
-        logits = (rng.standard_normal((1, 5000)) * spread).astype(np.float32)
+        logits = (rng.standard_normal(5000 + number) * spread).astype(np.float32)
         if number % 3 == 0:
-            logits[:, rng.random(5000) < 0.99] = -np.inf  # as a constraint leaves them
+            logits[rng.random(len(logits)) < 0.99] = -np.inf  # as a constraint leaves them
         if number % 4 == 0:
             logits = np.round(logits)  # ties
-        sampling, value = Sampling(0.8, (1, 40, 700)[number % 3], (0.9, 1.0)[number % 2]), rng.random(1)
-        cumulative = np.cumsum(probabilities(logits, sampling)[0])
-        assert draw(logits, sampling, value)[0] == np.searchsorted(cumulative, value[0] * cumulative[-1], "right")
+        sampling, value = Sampling(0.8, (1, 40, 700)[number % 3], (0.9, 1.0)[number % 2]), rng.random()
+        cumulative = np.cumsum(probabilities(logits, sampling))
+        assert draw_token(logits, sampling, value) == np.searchsorted(cumulative, value * cumulative[-1], "right")
