@@ -255,7 +255,7 @@ def _cut(
     """
     from compress.pruning.cut import PrunedModel, with_types
     from compress.pruning.scores import SCORES_FILE, save_scores
-    from compress.pruning.search import CUT_WEIGHTS, REFIT_SAMPLES
+    from compress.pruning.search import CUT_WEIGHTS
     from sportsllm.files import atomic_write_text, read_json
     from sportsllm.formats.checkpoint import load_checkpoint, save_tensors
     from sportsllm.formats.manifest import manifest_of
@@ -275,19 +275,17 @@ def _cut(
         if (begun / SCORES_FILE).exists():
             shutil.copy(begun / SCORES_FILE, directory)
         return load_checkpoint(begun), cut
-    in_search = job.recovery is not None and not job.recovery.reported
-    samples = work.samples[: REFIT_SAMPLES if in_search else None]
     pruned = PrunedModel(work.model, list(range(work.model.config.num_hidden_layers)), [])
     if job.experts is None or shape != Shape.of(work.model.config):
-        pruned = work.cut(smaller, samples, refit=True)
+        pruned = work.cut(smaller, work.samples, refit=True)
         if job.scores is None:
             save_scores(directory, work.scores)
     cut = {
-        "calibration_tokens": sum(sample.numel() for sample in samples),
+        "calibration_tokens": sum(sample.numel() for sample in work.samples),
         "kept_layers": pruned.layers,
         "layers_tried": [run._asdict() for run in pruned.tried],
     }
-    if in_search:
+    if job.recovery is not None and not job.recovery.reported:  # a finalist of a search
         save_tensors(directory / CUT_WEIGHTS, pruned.model.state_dict())
     atomic_write_text(kept, json.dumps(cut))
     return pruned.model, cut

@@ -75,8 +75,8 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_012,
-    "compress": 7_613,
+    "sportsllm": 19_009,
+    "compress": 7_610,
     "export": 6_395,
     "benchmarks": 9_159,
     "tests": 24_828,

@@ -43,15 +43,14 @@ if TYPE_CHECKING:
 
 LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found
 CUT_WEIGHTS = "cut.safetensors"  # of a finalist, before its brief recovery
-# All shapes read the same text, so little of it tells them apart; a finalist is refitted to the most.
-_SCORING_SAMPLES, _RANKED_SAMPLES, REFIT_SAMPLES = 8, 16, 64
+_SCORING_SAMPLES, _RANKED_SAMPLES = 8, 16  # all shapes read the same text, so little of it tells them apart
 _LEAST_CUT, _MOST_CUT = 12, 64
 _JUDGING_FRACTION = 1 / 16  # of the recovery's tokens, for all shapes that are cut
 _BRIEF_STEP = 1_024  # tokens
 _SEARCH_SHARE = 0.05  # of the recovery's tokens, for each finalist
 _MOST_SEARCHED = 5e8  # parameters, without a recovery: a search runs about a hundred models
 _NEAR = 0.98  # of the size that was asked for
-_REFITTED = 8  # of the shapes ranked by their loss right after the cut; ranked again after the refit
+_REFITTED = 8, 4  # of the shapes ranked by their loss right after the cut, without and with a recovery; ranked again
 
 
 class Finalist(NamedTuple):
@@ -151,7 +150,7 @@ def find_finalists(
     held_out = max(1, min(_SCORING_SAMPLES, len(samples) // 4))
     scoring, others = samples[:held_out], samples[held_out:] or samples
     enough = 8 * model.config.intermediate_size // samples[0].numel()  # text for least squares
-    fitted = others[: min(REFIT_SAMPLES, max(_RANKED_SAMPLES, enough))]
+    fitted = others[: max(_RANKED_SAMPLES, enough)]
     merging = fitted[:_SCORING_SAMPLES]  # heads are merged by other text than the shapes are ranked on
 
     def loss_of(shape: Shape, refit: bool = False) -> float:
@@ -174,7 +173,7 @@ def find_finalists(
     best: dict[tuple[int, int], Shape] = {}
     for shape in sorted((one for one in candidates if one in losses), key=losses.__getitem__):
         best.setdefault((shape.layers, shape.hidden), shape)
-    chosen = dict.fromkeys([*always, *list(best.values())[: max(_REFITTED, count)]])
+    chosen = dict.fromkeys([*always, *list(best.values())[: max(_REFITTED[recovery is not None], count)]])
     cut = [Finalist(shape, losses[shape], None) for shape in chosen]
     refitted = list[Finalist]()
     with progress_bar("refitted", len(cut)) as bar:

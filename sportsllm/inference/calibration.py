@@ -27,7 +27,7 @@ from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16
 _SAMPLING_TIMES_PARAMETERS = 4e9  # about a minute of sampling on two cores
 _LEAST_SAMPLES, _MOST_SAMPLES = 16, 256  # by default
-_BEFORE_TRAINING, _TRAINING_FRACTION = (32, 64), 1 / 12  # a training mends what more text would have, not a wrong layer
+_BEFORE_TRAINING = 32  # samples: a training mends what more text would have, not a wrong layer
 _SAMPLES_TIMES_PARAMETERS = 5e9  # pruning runs the model about ten times: minutes, also for a large one
 _TOKENS_PER_NEURON = 4  # a refit solves for one weight per neuron and output
 JUDGED_SAMPLES = 8  # for `check_familiar`
@@ -89,14 +89,11 @@ def calibration_samples(
 def usual_samples(config: ModelConfig, length: int, training_tokens: int = 0) -> int:
     """Default number of samples of `length` tokens for pruning.
 
-    256 up to 20M parameters, then fewer in proportion; before a training a twelfth of its tokens, 32 to 64 samples. At
-    least 16, and four tokens for each feed-forward neuron.
+    256 up to 20M parameters, then fewer in proportion; 32 before a training. At least 16, and four tokens for each
+    feed-forward neuron.
     """
     fewest = max(_LEAST_SAMPLES, math.ceil(_TOKENS_PER_NEURON * config.intermediate_size / length))
-    most = _MOST_SAMPLES
-    if training_tokens:
-        low, high = _BEFORE_TRAINING
-        most = max(low, min(high, round(_TRAINING_FRACTION * training_tokens / length)))
+    most = _BEFORE_TRAINING if training_tokens else _MOST_SAMPLES
     return max(fewest, min(most, round(_SAMPLES_TIMES_PARAMETERS / config.parameters)))
 
 

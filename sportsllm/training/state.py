@@ -69,13 +69,13 @@ class Validation:
 def validation(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig, keep_start: bool) -> Validation | None:
     """How a run is scored; None if it has no steps.
 
-    Choices are made on as many tokens as a sixty-fourth of the run, in windows of the training sequence: positions
-    beyond it are never trained. The report has windows of the whole context.
+    Choices are made on as many tokens as 1/128 of the run, in windows of the training sequence: positions beyond it are
+    never trained. The report has windows of the whole context.
     """
     if not config.steps:
         return None
     least, most = _SELECTION_TOKENS
-    tokens = min(most, max(least, config.steps * config.tokens_per_step // 64))
+    tokens = min(most, max(least, config.steps * config.tokens_per_step // 128))
     selection_split, report_split = corpus.parts()
     if selection_split == report_split:
         log("the held-out text is one short document: the best step is chosen on the text that is reported")

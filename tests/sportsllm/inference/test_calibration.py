@@ -45,7 +45,7 @@ def test_a_large_model_reads_less(words, tmp_path: Path) -> None:  # type: ignor
         assert pieces * 256 <= tokens < (pieces + 1) * 256  # 59 = 5e9 / 85.3M parameters
     assert usual_samples(large.with_changes(intermediate_size=512, num_hidden_layers=48), 512) == 16
     small = preset("tiny-1m")
-    assert [usual_samples(small, 512, tokens) for tokens in (0, 100, 300_000, 10**6)] == [256, 32, 49, 64]
+    assert [usual_samples(small, 512, tokens) for tokens in (0, 100, 10**6)] == [256, 32, 32]
 
 
 def test_draws_are_seeded(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
