@@ -59,7 +59,7 @@ _EXTRA_OF = {
     "transformers": "optimum",
     "uvicorn": "serve",
 }
-_COMPRESS = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "plotly", "jinja2", "huggingface_hub"}
+_COMPRESS = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "plotly", "huggingface_hub"}
 
 
 @dataclass

@@ -135,6 +135,10 @@ def test_a_device_needs_no_torch(device: Path, exported_int4: Path, corpus_file:
     generated = json.loads(result.stdout.splitlines()[-1])
     assert generated["tokens"] == 5
     assert generated["kernels"] == ("portable" if next(compilers(), None) is None else "native")
+    chatty = shutil.copytree(exported_int4, tmp_path / "chatty")
+    (chatty / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    result = run("generate", chatty, "--chat", "--prompt", "Goal", "--max-new-tokens", 5)
+    assert result.returncode == 0, result.stderr
     result = run("eval", exported_int4, "--text", corpus_file, "--json")
     assert result.returncode == 0 and json.loads(result.stdout)["bits_per_byte"] > 0, result.stderr
     result = run("inspect", exported_int4, "--out", "parts.html")

@@ -6,7 +6,6 @@ internals, in a process of its own with bounds on time, steps, memory and output
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
@@ -77,7 +76,6 @@ def render_chats(directory: Path, chats: Sequence[Messages]) -> Iterator[str]:
 
     Raises:
         ArtifactError: there is no template, or it fails, exceeds the bounds or refuses these messages.
-        ModuleNotFoundError: jinja2 is not installed.
     """
     for answer in _answers(directory, chats):
         if "problem" in answer:
@@ -127,8 +125,6 @@ def _header(directory: Path, special: Sequence[str] | None = None) -> JsonObject
             if special is None
             else f"{directory}: has no chat template; give plain text, or give it one with train --chat-template chatml"
         )
-    if importlib.util.find_spec("jinja2") is None:
-        raise ModuleNotFoundError("jinja2", name="jinja2")
     tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
     names = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
     absent = dict.fromkeys(("tools", "documents"))  # defined: templates ask whether they are none
