@@ -14,8 +14,9 @@ from torch import Tensor
 from sportsllm.formats.packed import QuantizedWeight, pack
 
 # Ranges that are tried, as shares of the range that holds every number. At 4 bits a block without outliers may also
-# gain from a wider one, since the symmetric grid reaches 8 steps to one side and 7 to the other.
-_SHARES = {4: (0.5, 1.15, 27), 8: (0.9, 1.02, 7)}
+# gain from a wider one, since the symmetric grid reaches 8 steps to one side and 7 to the other. At 8 bits the widest
+# has 127 steps to each side, as GGUF's Q8_0 has, whose weights it keeps as they are.
+_SHARES = {4: (0.5, 1.15, 27), 8: (0.9, 128 / 127, 7)}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 
 from compress.layerwise import solved
 from compress.quantization.gptq import (
@@ -55,6 +57,14 @@ def test_a_searched_grid_is_never_worse(bits: int, block: int, symmetric: bool) 
     assert searched.sum() < (0.98 if bits == 4 else 1.0) * plain.sum()
     if symmetric:
         assert (found[1] == 2 ** (bits - 1)).all()
+
+
+def test_the_weights_of_a_q8_0_file_stay() -> None:
+    """Blocks of GGUF's Q8_0, as its own package writes them, are on an 8-bit grid already."""
+    weight = np.random.default_rng(0).standard_normal((64, 96), dtype=np.float32)
+    stored = torch.from_numpy(dequantize(quantize(weight, GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0))
+    grid = fit_grid(stored, 8, 32, True, search=True)
+    assert torch.equal(grid.values(grid.round(stored)), stored)
 
 
 def test_a_searched_grid_minds_what_counts() -> None:
