@@ -76,10 +76,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 19_005,
-    "compress": 7_611,
+    "compress": 7_620,
     "export": 6_395,
     "benchmarks": 9_159,
-    "tests": 24_842,
+    "tests": 24_865,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

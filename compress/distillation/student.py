@@ -10,12 +10,13 @@ from pathlib import Path
 from compress.distillation.loss import HiddenMatching, attached, distillation_loss
 from compress.distillation.make_teacher_cache import make_teacher_cache
 from compress.distillation.settings import DistillationConfig
-from compress.distillation.teacher import load_teacher
+from compress.distillation.teacher import load_teacher, teacher_logits
 from compress.distillation.teacher_cache import SIGNALS, TeacherCache, open_teacher_cache, wanted_info
 from sportsllm import processes
 from sportsllm.errors import UsageError
 from sportsllm.files import STATE_DIRECTORY, JsonObject
 from sportsllm.formats.huggingface import load_config
+from sportsllm.inference.decoder import require_finite
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.processors import training_device
@@ -30,6 +31,8 @@ from sportsllm.training.rate_trial import choose_rates
 from sportsllm.training.settings import TrainConfig, check_sequence
 from sportsllm.training.sharding import place
 from sportsllm.training.state import validation
+
+_CHECKED = 256  # tokens whose logits must be finite before training
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,9 @@ def train_student(
 
     Returns:
         The results that every training reports.
+
+    Raises:
+        ArtifactError: the teacher's logits are not finite.
     """
     config, device, distillation = training.config, training_device(), training.distillation
     teacher = None
@@ -173,6 +179,9 @@ def train_student(
         batches = PackedSequences(text.documents, config.sequence, config.batch_size, config.seed)
     else:
         batches = cache.batches(text.documents, config.batch_size)
+    if teacher is not None:
+        logits = teacher_logits(teacher, batches.batch(0).to(device))
+        require_finite(float(logits(0, _CHECKED).abs().max()), "the teacher")
     matching = None
     if teacher is not None and distillation.hidden_weight:
         layers = distillation.layers(student.config, teacher.config)

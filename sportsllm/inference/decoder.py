@@ -171,7 +171,7 @@ def log_softmax(logits: Logits) -> Logits:
     return log_probabilities(logits).astype(np.float32)
 
 
-def require_finite(figure: float) -> None:
+def require_finite(figure: float, model: str = "the model") -> None:
     """Refuse a figure of logits that are infinite or no numbers: of those every choice is arbitrary.
 
     Raises:
@@ -179,7 +179,7 @@ def require_finite(figure: float) -> None:
     """
     if not math.isfinite(figure):
         raise ArtifactError(
-            "the model's logits are not finite: its weights are damaged, or its activations overflow the type "
+            f"{model}'s logits are not finite: its weights are damaged, or its activations overflow the type "
             "that it computes or caches in; use float32"
         )
 

@@ -84,7 +84,7 @@ def train_model(
         resume: continue from `directory`/state if there is one, bit for bit on a CPU.
 
     Raises:
-        DivergedError: the loss is not finite, and there is no scored step to go back to; the step was not taken.
+        DivergedError: the loss is not finite, at the first step or with no scored step to go back to.
         InterruptedRun: Ctrl-C or SIGTERM; the state is saved.
     """
     reset_peak_rss()
@@ -121,7 +121,7 @@ def train_model(
             try:
                 step_loss, learning_rate, norm = run.take_step(batches, loss)
             except DivergedError as error:
-                if state.best_step is None:
+                if state.best_step is None or not state.step:
                     raise
                 log(f"{error}; training ends here")
                 break

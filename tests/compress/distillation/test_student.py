@@ -20,6 +20,7 @@ from compress.prune import prune_checkpoint
 from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch
@@ -100,6 +101,17 @@ def test_signals_are_made_once_and_serve_pruning_too(
         other.write_text(corpus_file.read_text(encoding="utf-8") + "\nmore\n", encoding="utf-8")
         run(checkpoint, str(student), tmp_path / "three", other, distillation=objective)
     assert not (tmp_path / "three").exists()
+
+
+def test_a_teacher_whose_logits_overflow_is_refused(
+    checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path
+) -> None:
+    model = load_checkpoint(checkpoint)
+    model.model.norm.weight.data *= 1e38
+    (tmp_path / "teacher").mkdir()
+    save_checkpoint(tmp_path / "teacher", model, checkpoint)
+    with pytest.raises(ArtifactError, match="the teacher's logits are not finite"):
+        run(tmp_path / "teacher", str(student), tmp_path / "out", corpus_file)
 
 
 def test_hidden_states_are_matched_by_default_where_cut_weights_have_a_teacher() -> None:

@@ -126,6 +126,17 @@ def test_a_run_that_diverges_keeps_the_best_so_far(batches: PackedSequences, tmp
         train_model(fresh(), batches, breaks, CONFIG, tmp_path)
 
 
+def test_a_first_step_that_diverges_is_an_error(batches: PackedSequences, tmp_path: Path) -> None:
+    """Else the start would be called the result of a run that has done nothing."""
+
+    def breaks(network: SportsLLM, batch: object) -> torch.Tensor:
+        return language_model_loss(network, batch) * math.nan  # type: ignore[arg-type]
+
+    validation = Validation(scripted([3], []), reported, keep_start=True)
+    with pytest.raises(DivergedError, match="step 1"):
+        train_model(fresh(), batches, breaks, CONFIG, tmp_path, validation=validation)
+
+
 def test_the_best_step_survives_an_interrupt(batches: PackedSequences, tmp_path: Path) -> None:
     model, seen = fresh(), list[torch.Tensor]()
     validation = Validation(scripted([3, 1, 2, 4, 5], seen), reported, keep_start=True)
