@@ -71,7 +71,9 @@ def inspect(
         attention, weights = measure_attention(load_checkpoint(directory), directory, text)
         charts += [attention_chart(attention, weights)] if out is not None else []
     if out is not None:
-        name = model if directory is None else directory.resolve().name
+        from sportsllm.formats.manifest import plain_name
+
+        name = model if directory is None else plain_name(directory)
         atomic_write_text(out, _page(name, draw_model(config), charts))
     blocks = [{"layers": each.layers, "parameters": each.parameters} for each in describe_model(config).blocks]
     result = InspectResult(model=model, parameters=config.parameters, blocks=blocks, out=out, attention=attention)

@@ -128,7 +128,7 @@ def distill(
     found |= {"kl_weight": kl_weight, "signals": signals}
     holdouts = tuple(path for path in begin.inputs if path.is_dir())
     plan = plan_training(run, source, tokens, found, corpus, valid, seed, reading, holdouts)
-    out = out or Path("runs") / (plain_name(Path(student).resolve()) + "-selected" * (select_tokens is not None))
+    out = out or Path("runs") / (plain_name(Path(student)) + "-selected" * (select_tokens is not None))
     result = distill_student(student, begin, plan, out, resume or began(out))
     output().print(result.line(), markup=False)
     return result

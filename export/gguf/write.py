@@ -36,6 +36,7 @@ from sportsllm.formats.gguf.config import ARCHITECTURES, LLAMA3, ROPE_FACTORS, W
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import GGUFTensors, gguf_names, paired_heads, rows_in_pairs
 from sportsllm.formats.huggingface import family_of, load_config
+from sportsllm.formats.manifest import plain_name
 from sportsllm.formats.packed import QuantizedWeight, unpack
 from sportsllm.formats.packed_modules import read_packed
 from sportsllm.formats.safetensors import TensorFiles
@@ -154,7 +155,7 @@ def write_gguf(
         writer.add_tensor(ROPE_FACTORS, (plain / inverse_frequencies(config)).astype(np.float32))
     main = bytes_of.most_common(1)[0][0]
     file_type = gguf.LlamaFileType["ALL_F32" if main == "F32" else f"MOSTLY_{(mix or main).upper()}"]
-    facts = {"general.name": checkpoint.resolve().name, "general.file_type": int(file_type)}
+    facts = {"general.name": plain_name(checkpoint), "general.file_type": int(file_type)}
     facts["general.quantization_version"] = gguf.GGML_QUANT_VERSION
     facts |= {f"{kind}.{key}": value for key, value in _sizes(kind, config).items()}
     facts |= {f"tokenizer.{key}": value for key, value in tokenizer.items()}

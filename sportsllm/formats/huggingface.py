@@ -24,7 +24,7 @@ from sportsllm.formats.families.family import ORIGINAL_CONTEXT, Family, Fields
 from sportsllm.formats.families.gemma import GEMMA
 from sportsllm.formats.families.layer_norm import LAYER_NORM
 from sportsllm.formats.families.llama import LLAMA_LIKE
-from sportsllm.formats.manifest import MANIFEST, read_manifest
+from sportsllm.formats.manifest import MANIFEST, plain_name, read_manifest
 from sportsllm.models.config import Experts, ModelConfig, Selection
 from sportsllm.models.description import block_tensors
 from sportsllm.models.rope import ROPE_TYPES, RopeScaling
@@ -308,7 +308,7 @@ def checkpoint_with(checkpoint: Path, config: ModelConfig) -> Iterator[Path]:
     if config.rope_local_theta is not None:
         data["rope_local_base_freq"] = config.rope_local_theta
     with tempfile.TemporaryDirectory() as folder:
-        view = Path(folder) / checkpoint.resolve().name
+        view = Path(folder) / plain_name(checkpoint)
         view.mkdir()
         if (checkpoint / MANIFEST).exists():
             manifest = read_manifest(checkpoint)

@@ -255,6 +255,7 @@ def origin(path: Path) -> dict[str, str] | None:
 
 
 def plain_name(path: Path) -> str:
-    """What to call a checkpoint: the model's own name, or the directory's."""
+    """What to call a model: its own name in the hub's cache, or the directory's as it is given, a link's too."""
+    path = path.resolve() if path.name == ".." else path.absolute()
     found = origin(path)
     return path.name if found is None else found["model"].partition("/")[2]

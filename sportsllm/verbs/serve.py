@@ -71,9 +71,10 @@ def serve(
     threads: options.Threads = None,
 ) -> ServeResult:
     """Serve exports through OpenAI's API, with a web page to try them."""
+    from sportsllm.formats.manifest import plain_name
     from sportsllm.inference.decoder import is_onnx_directory, open_draft
 
-    names = [path.resolve().name for path in directories]
+    names = [plain_name(path) for path in directories]
     if len(set(names)) < len(names):
         raise UsageError(f"two exports are named {max(names, key=names.count)}; rename a directory")
     if api_key == "":
@@ -98,7 +99,7 @@ def serve(
         small = None if draft is None else open_draft(draft, path, cast("Decoder", slots), threads, kernels)
         return Engine(slots, cache_mb * 1_000_000, WAITING * parallel, turn, small)
 
-    models = [ServedModel(path.resolve().name, path, partial(engine, path)) for path in directories]
+    models = [ServedModel(name, path, partial(engine, path)) for name, path in zip(names, directories, strict=True)]
     listening = _listen(host, port)
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://{f'[{reached}]' if ':' in reached else reached}:{listening.getsockname()[1]}"

@@ -227,5 +227,5 @@ def _default_out(checkpoint: Path | None, model: str | None, changes: Mapping[st
     from sportsllm.formats.manifest import plain_name
 
     if checkpoint is not None:
-        return Path("runs") / f"{plain_name(checkpoint.resolve())}-tuned"
-    return Path("runs") / ("custom" if changes.keys() - {"dropout"} else plain_name(Path(str(model)).resolve()))
+        return Path("runs") / f"{plain_name(checkpoint)}-tuned"
+    return Path("runs") / ("custom" if changes.keys() - {"dropout"} else plain_name(Path(str(model))))

@@ -194,3 +194,5 @@ def test_what_is_here_wins_and_paths_stay_paths(tmp_path: Path, monkeypatch: pyt
     for name in ("org/tiny", "large", str(tmp_path / "a" / "b"), "a/b/c", "../a", "org/missing", "runs/missing"):
         assert find_model(name) == Path(name)
     assert origin(tmp_path) is None and plain_name(tmp_path / "small") == "small"
+    (tmp_path / "newest").symlink_to("large")
+    assert plain_name(Path("newest")) == "newest" and plain_name(Path("org/..")) == tmp_path.name
