@@ -13,7 +13,7 @@ from sportsllm.formats.packed import bitsandbytes_kind, quantization_config
 from sportsllm.models import description
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import block_matrices, block_state, sublayers
-from sportsllm.models.memory import WeightFormat, matrix_parameters, weight_bytes
+from sportsllm.models.memory import MIXED_GROWTH, WeightFormat, matrix_parameters, weight_bytes
 
 CACHES = ("fp32", "fp16", "int8")
 # The graph file without its weights: once, and a layer; a layer more with a smaller cache (beside INT8 scales) or
@@ -121,6 +121,15 @@ def file_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     parts = sizes(config, stored)
     computed = round(parts.layers.bytes + parts.head.bytes + parts.embedding + parts.rest)
     return computed if stored.file_bytes is None else stored.file_bytes
+
+
+def mixed_bytes(config: ModelConfig, stored: ModelFormat) -> float:
+    """Bytes that `quantize` may add to the file of an INT4 model that is not made yet."""
+    if stored.precision != "int4" or stored.file_bytes is not None:
+        return 0.0
+    parts = sizes(config, stored)
+    embedding = 0 if config.tie_word_embeddings else parts.embedding
+    return MIXED_GROWTH * (parts.layers.bytes + parts.head.bytes + embedding)
 
 
 @lru_cache(maxsize=1_024)

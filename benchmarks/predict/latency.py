@@ -18,6 +18,7 @@ fits the same formulas by least squares.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from benchmarks.model_size import (
     active_share,
     file_bytes,
     layer_activations,
+    mixed_bytes,
     mixing_macs,
     sizes,
     stepwise_share,
@@ -299,18 +301,19 @@ def predict_figures(config: ModelConfig, device: Device, stored: ModelFormat) ->
     prompt, depth, context = limit_lengths(device.limits, config.max_position_embeddings)
     formulas, prices = Formulas(config, stored, SHARES[device.processor]), costs(resolve(device))
     step = None if depth is None else total(formulas.tpot(depth), prices)
+    growth = math.sqrt(1 + mixed_bytes(config, stored) / file_bytes(config, stored))
     figures = {
-        "file_mb": file_bytes(config, stored) / 1e6,
+        "file_mb": growth * file_bytes(config, stored) / 1e6,
         "peak_memory_mb": total(formulas.memory(context), prices) / 1e6,
         "ttft_ms": None if prompt is None else total(formulas.ttft(prompt), prices),
         "tpot_p50_ms": step,
         "tpot_p95_ms": None if step is None else P95_OVER_P50 * step,
     }
-    return Predicted(figures, limit_band(device))
+    return Predicted(figures, limit_band(device) | {"file_mb": growth})
 
 
 def limit_band(device: Device) -> dict[str, float]:
-    """Factors, either way, that hold 90% of predictions, by the limits' names; file sizes are computed."""
+    """Factors, either way, that hold 90% of predictions, by the limits' names; files are computed."""
     band = resolve(device).band
     return {"peak_memory_mb": band.memory, "ttft_ms": band.ttft, "tpot_p50_ms": band.tpot, "tpot_p95_ms": band.tpot}
 

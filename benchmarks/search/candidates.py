@@ -12,10 +12,9 @@ from typing import Any
 
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import known
-from benchmarks.model_size import ModelFormat, file_bytes, sizes
+from benchmarks.model_size import ModelFormat, file_bytes
 from benchmarks.predict.latency import predict_figures
 from compress.pruning.shapes import Shape, head_counts, hidden_sizes, shape_for_share, widths
-from compress.quantization.mixed_precision import DEFAULT_GROWTH
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.memory import BLOCK_SIZES, usual_cache
@@ -92,10 +91,9 @@ def candidate_of(way: str, size: Size, format: ModelFormat, teacher: ModelConfig
     config = size.applied_to(teacher)
     # optimum takes the heads' size from the hidden size, and makes its own cache.
     optimum = config.hidden_size == config.query_size and format.cache != "int8"
-    predicted = known(predict_figures(config, device, format).figures)
-    if format.precision == "int4":  # `quantize` gives the most sensitive matrices 8 bits
-        stored = sizes(config, format)
-        predicted["file_mb"] += DEFAULT_GROWTH * (stored.layers.bytes + stored.head.bytes) / 1e6
+    found = predict_figures(config, device, format)
+    predicted = known(found.figures)
+    predicted["file_mb"] *= found.band["file_mb"]  # the most that it may be
     return Candidate(way, size, format, config.parameters, predicted, closed_to=() if optimum else ("optimum",))
 
 

@@ -29,10 +29,9 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import EMBEDDING, HEAD, input_groups
 from sportsllm.models.language_model import Block, first_positions, rope_of
 from sportsllm.models.layers import Rope, softcapped
+from sportsllm.models.memory import MIXED_GROWTH
 
 HIGH_BITS = 8
-DEFAULT_GROWTH = 0.05
-"""Bytes that a mixture takes beyond the low precision by default, as a share of all weights."""
 _CHUNK = 128  # tokens of one backward pass, which gives one number for each matrix
 
 
@@ -57,7 +56,7 @@ class SensitivityGroup:
 
 @dataclass(frozen=True)
 class SizeBudget:
-    """A size to mix 4 and 8 bits for; at most one field is given, none for DEFAULT_GROWTH.
+    """A size to mix 4 and 8 bits for; at most one field is given, none for MIXED_GROWTH.
 
     Attributes:
         bits_per_weight: average over the layers' matrices, with scales and zero points.
@@ -78,7 +77,7 @@ class SizeBudget:
         if config.bits >= HIGH_BITS:
             raise UsageError("--set bits_per_weight and --size-mb mix 4 and 8 bits; leave --bits 8 out")
         if self == SizeBudget():
-            return int(DEFAULT_GROWTH * matrix_bytes(model, config))
+            return int(MIXED_GROWTH * matrix_bytes(model, config))
         if self.bits_per_weight is not None:
             least, smallest = matrix_bytes(model, config, layers_only=True), f"{bits_per_weight(model, config):.3f}"
             budget = int(self.bits_per_weight * matrix_weights(model, layers_only=True) / 8)

@@ -27,6 +27,8 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Values of a packed matrix that may share a scale, as MatMulNBits allows."""
 SCALE_BYTES = 2
 """Size of a block's scale, float16."""
+MIXED_GROWTH = 0.05
+"""Bytes that `quantize` may add to 4-bit matrices for those that need 8 bits, as a share of all matrices."""
 _CACHE_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}
 _DENSE_BYTES = {"fp32": 4, "fp16": 2}
 _MATRIX_BITS = {"int8": 8, "int4": 4}

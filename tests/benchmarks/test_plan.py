@@ -8,6 +8,9 @@ import pytest
 
 from benchmarks import device_commands
 from benchmarks.labels import band
+from benchmarks.model_size import ModelFormat, file_bytes
+from compress.quantization.config import QuantizationConfig
+from compress.quantization.mixed_precision import SizeBudget
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import to_hf
 from sportsllm.models.memory import PRECISIONS
@@ -40,6 +43,18 @@ def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     factors = result["efficiency"]["band"]
     words = " ".join(printed.split())
     assert f"a factor, either way, of {factors['tpot']:g} (time per token)" in words and "`devices calibrate`" in words
+
+
+def test_a_file_limit_that_mixed_bits_may_exceed_is_uncertain() -> None:
+    """`quantize` may add 5% to the matrices of INT4, and nothing to INT8."""
+    limits = [plan(target="laptop-x86", limit={"file_mb": each})["predicted_budget"] for each in (62, 64, 67)]
+    sizes = [{limit["name"]: limit for limit in found["int4"]["limits"]}["file_mb"] for found in limits]
+    low, high = sizes[0]["low"], sizes[0]["high"]
+    config = PRESETS["small"]
+    spare = SizeBudget().spare_bytes(config, QuantizationConfig(4, 32, symmetric=False))
+    assert low == pytest.approx(file_bytes(config, ModelFormat("int4", zero_points=True, cache="fp16")) / 1e6)
+    assert high - low == pytest.approx(spare / 1e6, rel=1e-2)
+    assert [size["verdict"] for size in sizes] == ["fail", "uncertain", "pass"]
 
 
 def test_the_bands_of_a_card_are_called_estimates(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,8 @@ from benchmarks.search.results import print_fit
 from benchmarks.search.rounds import Search, Tried, run_rounds, start_search, try_longer, try_plain
 from benchmarks.search.trials import BENCH_S, Clock, Losses, Timed, Trials
 from compress.pruning.shapes import Shape, shape_for_share
+from compress.quantization.config import QuantizationConfig
+from compress.quantization.mixed_precision import SizeBudget
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, InterruptedRun, UsageError
 from sportsllm.formats.huggingface import load_config, to_hf
@@ -94,6 +96,16 @@ def test_a_mixture_may_lose_experts_and_options_name_them_only_then(tmp_path: Pa
     source, whole = Source(tmp_path, (), ()), Shape.of(config)
     assert prune_settings(source, replace(whole, experts=4), tmp_path, tmp_path, 1)["experts"] == 4
     assert "experts" not in prune_settings(source, replace(whole, layers=1), tmp_path, tmp_path, 1)
+
+
+def test_an_int4_candidate_has_room_for_the_matrices_that_quantize_gives_8_bits() -> None:
+    """Its file is predicted larger by as much as `quantize --bits 4` may add, and not that of another format."""
+    for teacher in (TEACHER, TEACHER.with_changes(tie_word_embeddings=False)):
+        for stored in (ModelFormat("int4", 64), ModelFormat("int8", 128)):
+            candidate = candidate_of("", Size(FULL, teacher.vocab_size), stored, teacher, load_device("laptop-x86"))
+            spare = SizeBudget().spare_bytes(teacher, QuantizationConfig(4, 64)) if stored.precision == "int4" else 0
+            # The prediction counts the vectors of the layers too.
+            assert candidate.predicted["file_mb"] * 1e6 == pytest.approx(file_bytes(teacher, stored) + spare, rel=1e-3)
 
 
 def test_on_a_gpu_every_format_is_float16_and_predicted_so(tmp_path: Path) -> None:
