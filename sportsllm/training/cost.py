@@ -11,6 +11,7 @@ from sportsllm.models.description import sublayers
 from sportsllm.models.training_memory import TrainingStep, training_memory
 from sportsllm.processors import training_device
 from sportsllm.training.loop import resolve_precision
+from sportsllm.training.optimizers import computes_in
 from sportsllm.training.settings import TrainConfig
 
 _SHORT_S = 120.0  # a shorter run needs no warning
@@ -57,10 +58,11 @@ def log_cost(model: ModelConfig, config: TrainConfig) -> None:
 
 def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """The speed of a large matrix product."""
-    matrix = torch.ones(_SIZE, _SIZE, device=device, dtype=dtype)
+    size = _SIZE if computes_in(dtype, device) else _SIZE // 4  # a large product takes a minute if it is emulated
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
     float((matrix @ matrix)[0, 0])  # the first product is slow, and reading a value waits for a GPU
     products, started = 0, time.perf_counter()
     while (taken := time.perf_counter() - started) < _TIMED_S:
         float((matrix @ matrix)[0, 0])
         products += 1
-    return 2 * _SIZE**3 * products / taken
+    return 2 * size**3 * products / taken

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sportsllm import processes
-from sportsllm.console import log, progress_bar
+from sportsllm.console import log, log_once, progress_bar
 from sportsllm.errors import ArtifactError, DivergedError, UsageError
 from sportsllm.files import JsonObject, parse_json
 from sportsllm.models.experts import balance_biases, pop_expert_load
@@ -24,7 +24,7 @@ from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
 from sportsllm.results import TrainingFigures
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences
 from sportsllm.training.loss import cross_entropy
-from sportsllm.training.optimizers import build_optimizers, computes_in_bfloat16, rate_factor
+from sportsllm.training.optimizers import build_optimizers, computes_in, rate_factor
 from sportsllm.training.pipeline import Pipeline, Stage
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.sharding import clip_gradients
@@ -56,8 +56,11 @@ def language_model_loss(model: SportsLLM, batch: Batch) -> Tensor:
 def resolve_precision(name: str, device: torch.device) -> torch.dtype | None:
     """The autocast dtype for a precision setting; None is plain float32."""
     if name == "auto":
-        name = "bf16" if computes_in_bfloat16(device) else "fp32"
-    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+        name = "bf16" if computes_in(torch.bfloat16, device) else "fp32"
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    if dtype is not None and not computes_in(dtype, device):
+        log_once(f"this processor has no {name} products and is many times as fast with --set precision=auto")
+    return dtype
 
 
 def train_model(

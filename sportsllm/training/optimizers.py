@@ -18,6 +18,7 @@ from sportsllm.processors import cpuinfo
 from sportsllm.training.settings import TrainConfig
 
 _BETAS = (0.9, 0.95)
+_FLAGS = {torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"}, torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"}}
 ParameterGroup = dict[str, Any]
 
 
@@ -37,12 +38,12 @@ def rate_factor(config: TrainConfig, step: int) -> float:
     return 1.0 - (1.0 - floor) * max(0.0, min(1.0, (step - (config.steps - decay)) / decay))
 
 
-def computes_in_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies in bfloat16; emulated products are slower than float32."""
+def computes_in(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device multiplies in a dtype; emulated products are slower than float32."""
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
+        return dtype != torch.bfloat16 or bool(torch.cuda.is_bf16_supported())
     flags = cpuinfo("flags", "Features") or ""
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
+    return dtype not in _FLAGS or not _FLAGS[dtype].isdisjoint(flags.split())
 
 
 def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
@@ -113,7 +114,7 @@ class Muon(torch.optim.Muon):
             nesterov=config.muon_nesterov,
             adjust_lr_fn="original",
         )
-        self.dtype = torch.bfloat16 if computes_in_bfloat16(matrices[0].device) else torch.float32
+        self.dtype = torch.bfloat16 if computes_in(torch.bfloat16, matrices[0].device) else torch.float32
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported

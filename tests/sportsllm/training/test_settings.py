@@ -1,11 +1,17 @@
 """Settings that follow from the length of a run, its model and its start."""
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from sportsllm.console import log_once
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.presets import preset
 from sportsllm.settings import TRAINING, parse_settings
+from sportsllm.training import optimizers
+from sportsllm.training.cost import log_cost
 from sportsllm.training.optimizers import rate_factor
 from sportsllm.training.settings import (
     DOCUMENTED_DROPOUT,
@@ -120,3 +126,23 @@ def test_runs_are_validated_on_the_way_good_starts_more_often(capsys: pytest.Cap
         assert config.weight_decay == (0.0 if start is Start.QUANTIZED else 0.1) and config.sequence == 256
         line = capsys.readouterr().err.replace("\n", " ")
         assert f"training from {start.value}" in line and f"Muon {config.muon_learning_rate:g}" in line
+
+
+def test_a_precision_that_the_processor_emulates_is_said_and_timed_by_a_small_product(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes, ones = list[int](), torch.ones
+
+    def small(rows: int, *_: int, **kind: Any) -> torch.Tensor:
+        sizes.append(rows)
+        return ones(8, 8, **kind)
+
+    monkeypatch.setattr(torch, "ones", small)
+    for flags, said, size in (("avx2", 1, 256), ("avx512_fp16", 0, 1_024)):
+        monkeypatch.setattr(optimizers, "cpuinfo", lambda *_, flags=flags: flags)
+        log_once.cache_clear()
+        for _ in range(2):
+            log_cost(preset("small"), TrainConfig(steps=10**6, precision="fp16"))
+        assert capsys.readouterr().err.count("no fp16 products") == said and sizes[-1] == size
+        log_cost(preset("small"), TrainConfig(steps=10**6, precision="fp32"))
+        assert sizes[-1] == 1_024 and "products" not in capsys.readouterr().err
