@@ -125,7 +125,8 @@ def _is_general(config: ModelConfig, layer: int, mlp: SublayerBuilder | None) ->
 def _general_attributes(
     config: ModelConfig, layer: int, mlp: SublayerBuilder | None, operands: Sequence[Operand]
 ) -> Attributes:
-    attributes: Attributes = {"scale": config.score_scale, "window": config.window(layer) or 0}
+    window = config.window(layer) or 0
+    attributes: Attributes = {"scale": config.score_scale, "window": min(window, config.max_position_embeddings)}
     if mlp is not None:
         kind = mlp.config.mlp_kind
         attributes |= {"gelu": int(kind != "swiglu"), "gated": int(kind != "gelu")}

@@ -171,6 +171,7 @@ def kernels_lack(config: ModelConfig) -> list[str]:
         "heads that are rotated in part": config.rotary_dim is not None,
         "a parallel residual": config.parallel_residual,
         "bounded scores": config.attention_softcap is not None,
+        "a context above 2^20 tokens": config.max_position_embeddings > 2**20,  # kLargest in runtime.h
     }
     return [part for part, given in parts.items() if given]
 

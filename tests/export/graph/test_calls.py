@@ -152,6 +152,7 @@ HALVES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"layer_types": ("sliding", "full", "sliding"), "sliding_window": 20}, "all 3 layers and the head"),
     ({"layer_types": ("unrotated", "full", "sliding"), "sliding_window": 5}, "all 3 layers and the head"),
+    ({"layer_types": ("sliding", "full", "sliding"), "sliding_window": 2**24}, "all 3 layers and the head"),
     ({"mlp_kind": "geglu", "mlp_bias": True, "attention_scale": 0.1}, "all 3 layers and the head"),
     (GEMMA, "all 3 layers and the head"),
     (GPT2, "all 3 layers and the head"),
@@ -193,6 +194,15 @@ def test_halves_of_layers_are_called(changes: dict[str, Any], called: str, tmp_p
     error, of_body = (np.median(np.abs(found - expected)) for found in (native, portable))
     assert error < 0.02 * expected.std()
     assert error < of_body  # kernels round inputs by fewer numbers
+
+
+def test_a_context_that_is_too_long_for_kernels_is_named(tmp_path: Any) -> None:
+    model = tiny_model(num_hidden_layers=1, max_position_embeddings=2**20 + 1)
+    save(tmp_path, model, pack_model(model, 8))
+    assert "a context above 2^20 tokens" in str(write_graph(tmp_path, tmp_path).kernels)
+    found = OnnxDecoder(tmp_path, 1, kernels="native").prefill([[1, 2, 3]], 8)
+    expected = TorchDecoder(load_checkpoint(tmp_path)).prefill([[1, 2, 3]], 8)
+    assert np.abs(found - expected).max() < 0.05 * expected.std()
 
 
 @pytest.mark.parametrize(
