@@ -15,7 +15,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.formats.gguf.tokenizer import PRE_TOKENIZERS, SPACE
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.chat import find_template
-from sportsllm.text.tokenizer import read_tokenizer, stop_tokens
+from sportsllm.text.tokenizer import read_tokenizer, stop_tokens, to_json
 
 _NEVER = -1e9  # the score of a token that no merge makes
 _ENDS = ("eos", "eot", "eom")
@@ -29,7 +29,7 @@ def tokenizer_metadata(directory: Path, config: ModelConfig) -> dict[str, Any]:
     """
     path = directory / "tokenizer.json"
     tokenizer = read_tokenizer(path, config.vocab_size)
-    data = json.loads(tokenizer.to_str())  # with every field, in the library's newest form
+    data = json.loads(to_json(tokenizer))  # with every field, in the library's newest form
     kind = data["model"]["type"]
     if kind != "BPE":
         raise ArtifactError(f"{path}: is {kind}; GGUF supports byte-level and SentencePiece BPE")

@@ -1,6 +1,5 @@
 """What a text costs in tokens, and how it is cut into them."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -38,7 +37,7 @@ def token_pieces(tokenizer: Tokenizer, text: str, count: int) -> list[str]:
     """The first `count` tokens of a text in readable form: their text, or bytes as `<0xE6>` for part of a character."""
     tokenizer.encode_special_tokens = True
     tokens = tokenizer.encode(text, add_special_tokens=False).tokens[:count]
-    if "ByteLevel" in json.dumps(json.loads(tokenizer.to_str())["decoder"]):
+    if tokenizer.decoder is not None and b"ByteLevel" in tokenizer.decoder.__getstate__():
         return [_from_bytes(token) for token in tokens]
     return [token.replace(_SPACE, " ") for token in tokens]
 

@@ -1,6 +1,7 @@
 """A checkpoint's tokenizer.json: text and conversations to ids, and ids to text. Imports no torch."""
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +29,7 @@ _LARGE_BYTES = 4_000_000
 _PROBE = "A Δ 1 \U0001f600"
 _CHARACTERS_AT_FIRST, _CHARACTERS_AT_ONCE = 2**13, 2**20
 _SLOW = ("tokenizer.model", "vocab.json")  # which `transformers` converts
-_ENCODING = Lock()
+_ENCODING, _PRINTING = Lock(), Lock()
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
@@ -90,7 +91,7 @@ class TextTokenizer:
 
     def to_json(self) -> str:
         """The tokenizer.json that is in use."""
-        return str(self._tokenizer.to_str())
+        return to_json(self._tokenizer)
 
     def fingerprint(self) -> str:
         """Equal for two tokenizers that give the same ids and scored tokens."""
@@ -223,6 +224,18 @@ class TextTokenizer:
     def _anchor(self) -> list[int]:
         """A letter, behind which a token has its space; unlike `encode` this changes nothing that others read."""
         return list(self._tokenizer.encode("a", add_special_tokens=False).ids[-1:])
+
+
+def to_json(tokenizer: Tokenizer, pretty: bool = False) -> str:
+    """`Tokenizer.to_str` without the line that the library prints of a vocabulary in which ids are missing."""
+    with _PRINTING, Path(os.devnull).open("wb") as nowhere:
+        printed = os.dup(1)
+        os.dup2(nowhere.fileno(), 1)
+        try:
+            return str(tokenizer.to_str(pretty))
+        finally:
+            os.dup2(printed, 1)
+            os.close(printed)
 
 
 def read_tokenizer(path: Path, rows: int | None = None) -> Tokenizer:

@@ -15,7 +15,7 @@ from sportsllm.formats.checkpoint import copy_tokenizer, write_generation_config
 from sportsllm.models.description import EMBEDDING, HEAD
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.chat import find_template
-from sportsllm.text.tokenizer import read_tokenizer
+from sportsllm.text.tokenizer import read_tokenizer, to_json
 
 _STEP = 32  # rows come in multiples of this, the smallest block of the integer kernels
 FORMATS = {
@@ -66,7 +66,7 @@ def with_format(model: SportsLLM, checkpoint: Path, directory: Path, name: str) 
         fill = (token for token in free if tokenizer.token_to_id(token) is None)
         tokenizer.add_special_tokens(list(islice(fill, -size % _STEP)))
     rows = max(model.config.vocab_size, -(-size // _STEP) * _STEP)
-    tokenizer.save(str(path))
+    path.write_text(to_json(tokenizer, pretty=True), encoding="utf-8")
     end = {"eos_token": special[-1]}
     settings, names = directory / "tokenizer_config.json", directory / "special_tokens_map.json"
     write_json(settings, (read_json(settings) if settings.exists() else {}) | end | {"chat_template": template})

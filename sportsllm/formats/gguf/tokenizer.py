@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from sportsllm.files import write_json
 from sportsllm.formats.gguf.config import GGUFFile
+from sportsllm.text.tokenizer import to_json
 from sportsllm.text.tokenizer_training import LOADED_AS
 from sportsllm.text.tokenizer_training import PRE_TOKENIZERS as BY_DIGITS
 
@@ -78,7 +79,7 @@ def write_tokenizer(file: GGUFFile, directory: Path) -> None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[begin, "$A"], pair=[begin, "$A", begin, "$B:1"], special_tokens=[(begin, vocabulary[begin])]
         )
-    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
+    (directory / "tokenizer.json").write_text(to_json(tokenizer, pretty=True) + "\n", encoding="utf-8")
     template = file.value_or(None, "tokenizer.chat_template", str)
     write_json(
         directory / "tokenizer_config.json", LOADED_AS | named | ({"chat_template": template} if template else {})

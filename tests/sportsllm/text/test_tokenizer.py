@@ -46,6 +46,20 @@ def test_stream_is_the_text_and_never_half_a_character(tokenizer: TextTokenizer)
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+def test_a_vocabulary_with_holes_prints_nothing(
+    tokenizer_directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = read_json(tokenizer_directory / "tokenizer.json")
+    data["model"]["merges"] = data["model"]["merges"][:-2]
+    data["model"]["vocab"] = {
+        token: number for token, number in data["model"]["vocab"].items() if number != TINY_VOCAB - 2
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    holed = TextTokenizer(read_tokenizer(tmp_path / "tokenizer.json"), 0, 1)
+    assert json.loads(holed.to_json()) and holed.fingerprint()
+    assert capfd.readouterr().out == ""
+
+
 def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="259"):
         train_tokenizer(["text"], 100, tmp_path)
