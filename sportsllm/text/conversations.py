@@ -1,6 +1,7 @@
 """Conversations: documents of messages, which a model's chat template turns into text and tokens.
 
-A record holds `messages` (`role`, `content`), `conversations` (`from`, `value`), or `prompt` and `completion`.
+A record holds `messages` (`role`, `content`), `conversations` (`from`, `value`), or `prompt` and `completion`, and may
+have a `system` message beside them. A message may have `reasoning_content`, and the `weight` 0: it is not learned.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, clip
 
 _NOT_READ = ("tool_calls", "tools", "images", "videos", "audios")
-FIELDS = ("messages", "conversations", "prompt", "completion", *_NOT_READ)
+FIELDS = ("messages", "conversations", "prompt", "completion", "system", *_NOT_READ)
 """Fields of a record that holds a conversation; those at the end are refused."""
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 _ROLES |= {"human": "user", "gpt": "assistant"}  # ShareGPT's names
@@ -21,10 +23,18 @@ _ROLES |= {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as pairs of role and content; `where` names the file and row for errors."""
+    """Messages as pairs of role and content.
+
+    Attributes:
+        where: the file and row, for errors.
+        reasoning: `reasoning_content` by the message's number.
+        unlearned: numbers of the assistant's turns, counted alone, that are not learned.
+    """
 
     messages: tuple[tuple[str, str], ...]
     where: str = field(default="", compare=False)
+    reasoning: tuple[tuple[int, str], ...] = ()
+    unlearned: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -33,16 +43,22 @@ class Conversation:
 
     @property
     def replies(self) -> str:
-        """The contents of the assistant's turns."""
-        return "".join(content for role, content in self.messages if role == "assistant")
+        """The contents of the assistant's turns that are learned."""
+        known = dict(self.reasoning)
+        said = [known.get(n, "") + content for n, (role, content) in enumerate(self.messages) if role == "assistant"]
+        return "".join(content for number, content in enumerate(said) if number not in self.unlearned)
 
     def records(self) -> list[dict[str, str]]:
         """Messages in the form that templates read."""
-        return [{"role": role, "content": content} for role, content in self.messages]
+        found = [{"role": role, "content": content} for role, content in self.messages]
+        for number, text in self.reasoning:
+            found[number]["reasoning_content"] = text
+        return found
 
     def __str__(self) -> str:
         """JSON that differs for different conversations, to compare them by."""
-        return json.dumps(self.messages, ensure_ascii=False)
+        more = [part for part in (self.reasoning, self.unlearned) if part]
+        return json.dumps([self.messages, *more] if more else self.messages, ensure_ascii=False)
 
 
 Document = str | Conversation
@@ -69,24 +85,40 @@ def read_conversation(record: Mapping[str, object], where: str) -> Conversation 
     if named is None:
         return None
     if named == "prompt":
-        messages = [*_messages(record, "prompt", where, "user"), *_messages(record, "completion", where, "assistant")]
+        items = [*_messages(record, "prompt", where, "user"), *_messages(record, "completion", where, "assistant")]
     else:
-        messages = _messages(record, named, where)
+        items = _messages(record, named, where)
     _refuse_other_kinds(record, where)
-    return Conversation(tuple(messages), where)
+    if (system := record.get("system")) and items[0].role == "system":
+        raise ArtifactError(f"{where} has two system messages, of which {named!r} has one; delete one of them")
+    items = [*(_messages(record, "system", where, "system") if system else []), *items]
+    replies = [item for item in items if item.role == "assistant"]
+    return Conversation(
+        tuple((item.role, item.content) for item in items),
+        where,
+        tuple((number, item.reasoning) for number, item in enumerate(items) if item.reasoning),
+        tuple(number for number, item in enumerate(replies) if not item.learned),
+    )
 
 
-def _messages(record: Mapping[str, object], name: str, where: str, role: str = "") -> list[tuple[str, str]]:
+class _Message(NamedTuple):
+    role: str
+    content: str
+    reasoning: str = ""
+    learned: bool = True
+
+
+def _messages(record: Mapping[str, object], name: str, where: str, role: str = "") -> list[_Message]:
     """The messages in a field; a text is one message of `role`, if that is given."""
     value = record[name]
     if isinstance(value, str) and role:
-        return [(role, value)]
+        return [_Message(role, value)]
     if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
         raise ArtifactError(f"{where}: {name!r} holds no list of messages; correct or delete the row")
     return [_message(item, f"{where}: message {number} of {name!r}") for number, item in enumerate(value, start=1)]
 
 
-def _message(item: JsonObject, where: str) -> tuple[str, str]:
+def _message(item: JsonObject, where: str) -> _Message:
     name = item.get("role") or item.get("from")
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
@@ -98,7 +130,12 @@ def _message(item: JsonObject, where: str) -> tuple[str, str]:
     if others := [part for part in texts if not isinstance(part, str)]:
         kind = others[0].get("type") if isinstance(others[0], dict) else others[0]
         raise ArtifactError(f"{where} has content of the kind {clip(repr(kind))}; only text is read, delete the row")
-    return role, "".join(map(str, texts))
+    reasoning, weight = item.get("reasoning_content") or "", item.get("weight")
+    if not isinstance(reasoning, str):
+        raise ArtifactError(f"{where} has reasoning_content that is no text; correct or delete the row")
+    if weight not in (None, 0, 1):
+        raise ArtifactError(f"{where} has the weight {clip(repr(weight))}; use 0 or 1")
+    return _Message(role, "".join(map(str, texts)), reasoning, weight != 0)
 
 
 def _refuse_other_kinds(record: Mapping[str, object], where: str) -> None:

@@ -145,14 +145,18 @@ class TextTokenizer:
             encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         everything = self.reading.loss_on == "all"
         for conversation, encoding, (text, replies) in zip(conversations, encodings, rendered, strict=True):
-            scored = [
-                everything or any(start < to and stop > at for at, to in replies) for start, stop in encoding.offsets
-            ]
+            if conversation.unlearned and len(replies) != sum(role == "assistant" for role, _ in conversation.messages):
+                raise ArtifactError(
+                    f"{conversation.where}: the template leaves turns out; delete the row, or its weights"
+                )
+            muted = [replies[number] for number in conversation.unlearned]
+            scored = [(everything or _inside(span, replies)) and not _inside(span, muted) for span in encoding.offsets]
             if not any(scored[1:]):
                 raise ArtifactError(
                     f"{conversation.where}: no assistant turn, so there is nothing to learn; delete the row"
                 )
             size = len((text if everything else conversation.replies).encode())
+            size -= everything and sum(len(text[at:to].encode()) for at, to in muted)
             yield EncodedDocument(list(encoding.ids), scored, size)
 
     @cached_property
@@ -236,6 +240,11 @@ def to_json(tokenizer: Tokenizer, pretty: bool = False) -> str:
         finally:
             os.dup2(printed, 1)
             os.close(printed)
+
+
+def _inside(span: tuple[int, int], parts: Iterable[tuple[int, int]]) -> bool:
+    """Whether a token has characters of one of the parts of a text."""
+    return any(span[0] < to and span[1] > at for at, to in parts)
 
 
 def read_tokenizer(path: Path, rows: int | None = None) -> Tokenizer:

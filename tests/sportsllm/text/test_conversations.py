@@ -116,6 +116,55 @@ def test_masks_are_those_of_transformers(name: str, marked: bool, tokenizer_dire
     assert [each.bytes for each in ours] == [len(chat.replies.encode()) for chat in chats]
 
 
+WEIGHTED = """{"system": "Be kind.", "conversations": [{"from": "human", "value": "Who?"},
+{"from": "gpt", "value": "They.", "weight": 0}, {"from": "human", "value": "And?"},
+{"from": "gpt", "value": "We.", "reasoning_content": "Hm.", "weight": 1}]}""".replace("\n", " ")
+THINKING = TEMPLATES["chatml"][1].replace("{{ m.content", "{{ (m.reasoning_content or '') ~ m.content")
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_system_reasoning_and_weights_of_a_record_are_read(
+    marked: bool, tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    """Tokens and mask are those of `transformers`, but for the turn of weight 0, which is that of a user there."""
+    template = THINKING if marked else re.sub(r"\{% (end)?generation %\}", "", THINKING)
+    directory = instruct(tokenizer_directory, tmp_path, TEMPLATES["chatml"][0], template)
+    (tmp_path / "a.jsonl").write_text(WEIGHTED, encoding="utf-8")
+    (chat,) = read_documents([tmp_path / "a.jsonl"])
+    messages = [
+        {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": "They."}, {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "We.", "reasoning_content": "Hm."},
+    ]  # fmt: skip
+    (ours,) = load_tokenizer(directory).encode_documents([chat])
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    wanted = {"return_dict": True, "return_assistant_tokens_mask": True, "chat_template": THINKING}
+    expected = theirs.apply_chat_template(messages, **wanted)
+    earlier = len(theirs.apply_chat_template(messages[:4], return_dict=True, chat_template=THINKING)["input_ids"])
+    assert ours.ids == expected["input_ids"] and sum(expected["assistant_masks"][:earlier]) > 0
+    assert list(map(int, ours.scored or [])) == [0] * earlier + expected["assistant_masks"][earlier:]
+    assert ours.bytes == len("Hm.We.")
+    (everything,) = load_tokenizer(directory, reading=Reading(loss_on="all")).encode_documents([chat])
+    assert list(map(int, everything.scored or [])) == [
+        int(not (mask and place < earlier)) for place, mask in enumerate(expected["assistant_masks"])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"system": "Be kind.", "messages": [{"role": "system", "content": "Be."}]}, "two system messages"),
+        ({"messages": [{"role": "assistant", "content": "Be.", "weight": 0.5}]}, "the weight 0.5; use 0 or 1"),
+        ({"messages": [{"role": "assistant", "content": "Be.", "reasoning_content": [1]}]}, "that is no text"),
+    ],
+)
+def test_parts_of_a_record_that_cannot_be_read_are_refused(
+    change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ArtifactError, match=message):
+        list(read_documents([written(tmp_path / "a.jsonl", change)]))
+
+
 MESSAGES = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "They."}]
 SHAREGPT = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "They."}]
 PARTS = [
