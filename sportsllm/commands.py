@@ -11,9 +11,9 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast, get_args
@@ -167,7 +167,7 @@ def _converting(function: Command) -> Command:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(f"--set {name}: use the option {flag} instead")
         for name, value in bound.arguments.items():
-            if isinstance(value, float) and not math.isfinite(value):
+            if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
                 raise UsageError(f"--{name.replace('_', '-')} is {value}; give a finite number")
             annotation = signature.parameters[name].annotation
             bound.arguments[name] = _converted(annotation, value)

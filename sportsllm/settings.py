@@ -7,6 +7,7 @@ sportsllm.settings` makes `docs/reference/settings.md` of these tables. Imports 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -237,9 +238,10 @@ def check_value(where: str, value: object, setting: Setting) -> None:
     if setting.choices and value not in setting.choices:
         near = did_you_mean(str(value), setting.choices)
         raise UsageError(f"{where}: use one of {', '.join(setting.choices)}" + (f"; {near}" if near else ""))
-    if isinstance(value, int | float) and not (math.isfinite(value) and setting.least <= value <= setting.most):
+    finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
+    if isinstance(value, int | float) and not (finite and setting.least <= value <= setting.most):
         bounds = f"at least {setting.least:g}" if math.isinf(setting.most) else f"{setting.least:g} to {setting.most:g}"
-        raise UsageError(f"{where}: must be {'' if math.isfinite(value) else 'finite and '}{bounds}")
+        raise UsageError(f"{where}: must be {'' if finite else 'finite and '}{bounds}")
 
 
 def check_optimizer_bits(optimizer: str, bits: int) -> None:
@@ -249,9 +251,9 @@ def check_optimizer_bits(optimizer: str, bits: int) -> None:
         UsageError: another number of bits, or 8 with Muon.
     """
     if bits not in OPTIMIZER_BITS:
-        raise UsageError(f"optimizer bits {bits} are not supported; use {', '.join(map(str, OPTIMIZER_BITS))}")
+        raise UsageError(f"--set optimizer_bits={bits}: use {' or '.join(map(str, OPTIMIZER_BITS))}")
     if bits == 8 and optimizer == "muon":
-        raise UsageError("optimizer bits 8 are for adamw: bitsandbytes has no Muon; use 32, or adamw")
+        raise UsageError("--set optimizer_bits=8: is for adamw, since bitsandbytes has no Muon; use 32, or adamw")
 
 
 def _spelled(value: object) -> str:

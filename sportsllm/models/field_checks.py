@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from numbers import Real
 
@@ -41,7 +41,7 @@ def check_field(name: str, value: object, declared: str) -> None:
         case "bool":
             fits, words = isinstance(value, bool), "true or false"
         case "float":
-            fits = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+            fits = isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
             words = "a finite number"
         case "str":
             fits, words = isinstance(value, str), "a text"

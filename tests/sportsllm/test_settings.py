@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from sportsllm.commands import load_command
 from sportsllm.errors import UsageError
 from sportsllm.settings import TRAINING, parse_settings, settings_page
+from tests.support.models import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,3 +42,13 @@ def test_mistakes_are_one_line(text: str, message: str) -> None:
 def test_the_page_is_up_to_date() -> None:
     """Made by `python -m sportsllm.settings > docs/reference/settings.md`."""
     assert (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8") == settings_page()
+
+
+def test_an_integer_beyond_any_float_is_refused() -> None:
+    for given in ({"weight_decay": 10**400}, {"accumulation": 10**400}, ["accumulation=1" + 400 * "0"]):
+        with pytest.raises(UsageError, match="must be finite"):
+            parse_settings(given, TRAINING)
+    with pytest.raises(UsageError, match="must be a finite number"):
+        tiny_config(rope_theta=10**400)
+    with pytest.raises(UsageError, match="--learning-rate is 1"):
+        load_command("train")(model="tiny-1m", learning_rate=10**400)

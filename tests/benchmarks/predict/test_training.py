@@ -174,5 +174,5 @@ def test_refusals(tmp_path: Path) -> None:
         _plan("rtx-3070", utilization=1.5)
     with pytest.raises(UsageError, match=r"utilization=0.0 must be above 0"):
         _plan("rtx-3070", utilization=0.0)
-    with pytest.raises(UsageError, match="optimizer bits 8 are for adamw"):
+    with pytest.raises(UsageError, match="--set optimizer_bits=8: is for adamw"):
         _plan("rtx-3070", optimizer="muon", optimizer_bits=8)
