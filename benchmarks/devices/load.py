@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from sportsllm.processors import cpuinfo
 DEVICES = Path(__file__).parent
 ALIASES = {"raspberry-pi-5": "raspberry-pi-5-8gb"}
 MOST_EXTENDED = 8
+_BOARD = Path("/proc/device-tree/model")
 _HEADER = "# 1 MB = 10^6 bytes. Fields, units and the meaning of `date`: benchmarks/devices/schema.py.\n"
 _EXTENSIONS = {
     "avx2": "AVX2",
@@ -193,8 +195,9 @@ def total_memory_mb() -> float:
 
 
 def _device_tree_model() -> str:
-    file = Path("/proc/device-tree/model")
-    return file.read_text(encoding="utf-8", errors="replace").strip("\0\n ") if file.exists() else ""
+    with suppress(OSError):  # absent on PCs, and not for every user elsewhere
+        return _BOARD.read_text(encoding="utf-8", errors="replace").strip("\0\n ")
+    return ""
 
 
 def _android_product() -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 import onnxruntime as ort
 
+from sportsllm.console import log
 from sportsllm.errors import ResourceError, UsageError
 
 _SUFFIX = "ExecutionProvider"
@@ -156,8 +157,11 @@ def _plugins() -> dict[str, tuple[str, ModuleType]]:
     found = dict[str, tuple[str, ModuleType]]()
     for module in pkgutil.iter_modules():
         if module.name.startswith(_PLUGIN_PREFIX):
-            plugin = importlib.import_module(module.name)
-            found |= {short_name(name): (name, plugin) for name in plugin.get_ep_names()}
+            try:
+                plugin = importlib.import_module(module.name)
+                found |= {short_name(name): (name, plugin) for name in plugin.get_ep_names()}
+            except Exception as error:  # whatever a package of somebody else's raises
+                log(f"{module.name.replace('_', '-')} is installed and cannot be imported: {one_line(error)}")
     return found
 
 

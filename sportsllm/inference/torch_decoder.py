@@ -44,6 +44,8 @@ class TorchDecoder:
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Logits:
         """See `Decoder.step`."""
+        if not self._caches:
+            raise UsageError("step without a prompt; call prefill first")
         return self._forward([[token] for token in tokens])
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> Logits:

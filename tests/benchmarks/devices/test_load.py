@@ -220,6 +220,15 @@ def _recognised(processor: str = "cpu") -> list[str]:
     return [name for name in list_devices() if name != "host" and is_this_machine(load_device(name), processor)]
 
 
+def test_a_board_whose_name_cannot_be_read_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(load, "_BOARD", tmp_path)  # to read a folder fails for root too, as another's file for users
+    assert not is_this_machine(load_device("raspberry-pi-5"))
+    monkeypatch.setattr(load, "_BOARD", tmp_path / "model")
+    assert load._device_tree_model() == ""
+    (tmp_path / "model").write_bytes(b"Raspberry Pi 5\0")
+    assert load._device_tree_model() == "Raspberry Pi 5"
+
+
 def test_recognition(monkeypatch: pytest.MonkeyPatch) -> None:
     def device_tree(text: str, memory_mb: float) -> None:
         monkeypatch.setattr(load, "_device_tree_model", lambda: text)

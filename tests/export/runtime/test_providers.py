@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -63,6 +64,15 @@ def test_plugins_are_found_by_their_packages(broken_plugin: str) -> None:
         assert broken_plugin in providers.installed()
         with pytest.raises(ResourceError, match="--provider broken: onnxruntime-ep-broken cannot be loaded"):
             find_provider(broken_plugin)
+    finally:
+        providers._plugins.cache_clear()
+
+
+def test_a_plugin_that_cannot_be_imported_is_named(broken_plugin: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "onnxruntime_ep_broken" / "__init__.py").write_text("import no_such_module_at_all\n")
+    try:
+        assert broken_plugin not in providers.installed()
+        assert "onnxruntime-ep-broken is installed and cannot be imported: No module" in capsys.readouterr().err
     finally:
         providers._plugins.cache_clear()
 

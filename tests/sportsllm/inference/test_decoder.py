@@ -89,6 +89,8 @@ def test_greedy_generation_equals_the_uncached_argmax() -> None:
 
 def test_context_is_the_limit() -> None:
     decoder = TorchDecoder(tiny_model())
+    with pytest.raises(UsageError, match="call prefill first"):
+        decoder.step([1])
     assert len(list(generate(decoder, [0] * 120, 100, Sampling(temperature=0)))) == 8
     with pytest.raises(UsageError, match="context is 128"):
         list(generate(decoder, [0] * 128, 1, Sampling()))
