@@ -33,7 +33,7 @@ def _field_of(names: Sequence[str], path: Path, field: str) -> str:
     """The field to read in a record, or a file, with these fields."""
     if field in names or USUAL.text_field not in names:
         return field
-    log_once(f"{path}: no field {field!r}; reading {USUAL.text_field!r}")
+    log_once(f"{path}: reading {USUAL.text_field!r} of records without a field {field!r}")
     return USUAL.text_field
 
 

@@ -92,7 +92,7 @@ def test_every_record_has_the_field_that_was_asked_for_or_text(
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"body": "two"}\n{"text": "three"}\n', encoding="utf-8")
     assert list(read_documents([path], "body")) == ["one", "two", "three"]
-    assert capsys.readouterr().err == f"{path}: no field 'body'; reading 'text'\n"
+    assert capsys.readouterr().err == f"{path}: reading 'text' of records without a field 'body'\n"
     with pytest.raises(ArtifactError, match="line 2 has no 'text' string; it has body, of which --text-field NAME"):
         list(read_documents([path]))
 
