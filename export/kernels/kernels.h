@@ -110,7 +110,7 @@ struct Variant {
 constexpr int64_t kAttendAtOnce = 256;  // tokens; scores holds n times as many
 
 const Variant* variant_plain();
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(__x86_64__)
 const Variant* variant_avx2();
 const Variant* variant_avx_vnni();
 const Variant* variant_avx512();

@@ -15,14 +15,14 @@
 
 #include "kernels.h"
 
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 namespace sportsllm {
 
 inline void pause() {
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(__x86_64__)
   _mm_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
