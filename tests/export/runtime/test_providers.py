@@ -1,5 +1,6 @@
 """Execution providers by name, where nodes run, and the cache that stays with the provider."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def broken_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "def get_ep_names(): return ['BrokenExecutionProvider']\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, package.name, raising=False)
     providers._plugins.cache_clear()
     return "broken"
 
