@@ -41,7 +41,8 @@ def check_field(name: str, value: object, declared: str) -> None:
         case "bool":
             fits, words = isinstance(value, bool), "true or false"
         case "float":
-            fits = isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+            fits = isinstance(value, Real) and not isinstance(value, bool)
+            fits = fits and abs(value) <= sys.float_info.max  # type: ignore[operator, arg-type]
             words = "a finite number"
         case "str":
             fits, words = isinstance(value, str), "a text"
