@@ -75,11 +75,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_029,
+    "sportsllm": 19_080,
     "compress": 7_619,
-    "export": 6_397,
-    "benchmarks": 9_171,
-    "tests": 24_944,
+    "export": 6_401,
+    "benchmarks": 9_174,
+    "tests": 25_034,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
