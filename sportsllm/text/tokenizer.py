@@ -156,7 +156,7 @@ class TextTokenizer:
                     f"{conversation.where}: no assistant turn, so there is nothing to learn; delete the row"
                 )
             size = len((text if everything else conversation.replies).encode())
-            size -= everything and sum(len(text[at:to].encode()) for at, to in muted)
+            size -= sum(len(text[at:to].encode()) for at, to in muted) if everything else 0
             yield EncodedDocument(list(encoding.ids), scored, size)
 
     @cached_property
