@@ -5,7 +5,7 @@ import math
 import shutil
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -472,13 +472,14 @@ def finished(name: str, loss: float, **figures: float) -> dict[str, Any]:
     """A finished model in short."""
     device = with_limits("host", ttft_ms=900.0, quality_loss_percent=3.0)
     judged = judge(device, {"quality_loss_percent": loss, "ttft_ms": 100.0, **figures})
-    limits = [
-        {**one, "verdict": "pass" if one["value"] is None else one["verdict"]} for one in judged.to_json()["limits"]
-    ]
+    limits = [asdict(one) | {"verdict": "pass" if one.value is None else one.verdict} for one in judged]
     verdict = "fail" if any(one["verdict"] == "fail" for one in limits) else "pass"
     return {
         "chosen": name,
-        "bench": {"quality_loss_percent": loss, "budget": judged.to_json() | {"verdict": verdict, "limits": limits}},
+        "bench": {
+            "quality_loss_percent": loss,
+            "budget": {"target": device.name, "verdict": verdict, "limits": limits},
+        },
     }
 
 
