@@ -76,7 +76,7 @@ def test_a_model_beyond_the_free_memory_runs_layer_by_layer(
     if packed:
         quantize_checkpoint(checkpoint, directory := tmp_path / "packed", QuantizationConfig(), "rtn")
     whole = open_model(directory)
-    assert "each layer is read" not in capsys.readouterr().err
+    assert "each layer is loaded" not in capsys.readouterr().err
     monkeypatch.setattr("sportsllm.formats.checkpoint.available_bytes", lambda: 1_000)
     streamed = open_model(directory)
     assert "GB of float32 weights exceed the free memory; each layer is loaded when it runs" in capsys.readouterr().err
