@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.inspection.attention import MOST_TOKENS, attention_chart
+from benchmarks.inspection.attention import MOST_TOKENS, attention_chart, measure_attention
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.inspection import attention_weights
@@ -94,6 +94,25 @@ def test_maps_hold_the_weights_of_every_head(mixture: Path, cli: CommandLine, tm
     assert figures(page)["attention"]["data"][0]["z"] == buttons["layer 0, head 0"]
     assert layout["yaxis"]["ticktext"][0] == "&lt;|begin|&gt;"  # plotly reads tags
     assert "<b>" not in json.dumps(figures(page)["attention"])
+
+
+class _NoAttention(torch.nn.Module):
+    """A layer that attends to nothing."""
+
+    def forward(self, x_BTD: torch.Tensor, *_: Any) -> torch.Tensor:
+        return x_BTD
+
+
+def test_a_layer_without_attention_is_named(checkpoint: Path) -> None:
+    model = load_checkpoint(checkpoint)
+    block: Any = model.model.layers[1]
+    block.self_attn = _NoAttention()
+    found, weights = measure_attention(model, checkpoint, TEXT)
+    assert [layer["layer"] for layer in found["layers"]] == [0] and weights[1] is None
+    figure = attention_chart(found, weights).figure
+    assert figure is not None
+    assert {one["label"][:7] for one in figure["layout"]["updatemenus"][0]["buttons"]} == {"layer 0"}
+    assert found["layers_without_attention"] == [1]
 
 
 def test_what_cannot_be_shown_is_refused_in_a_line(
