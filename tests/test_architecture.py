@@ -78,8 +78,8 @@ MOST_LINES = {
     "sportsllm": 19_080,
     "compress": 7_619,
     "export": 6_401,
-    "benchmarks": 9_174,
-    "tests": 25_055,
+    "benchmarks": 9_176,
+    "tests": 25_083,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -91,7 +91,7 @@ def measure_sustained(asked: Specification) -> dict[str, Any]:
 def measure_texts(asked: Specification) -> dict[str, Any]:
     """Load, then `time_text` of each kind: a match report again, the one behind it, and the model's own text.
 
-    All are as long as the own text, which a slow model ends after `longest_text_s`.
+    All are as long as the own text, which a slow model ends after `longest_text_s`; none in a very short context.
     """
     from sportsllm.simulator import simulate
     from sportsllm.text.tokenizer import load_tokenizer
@@ -99,6 +99,8 @@ def measure_texts(asked: Specification) -> dict[str, Any]:
     decoder, loaded = _open(asked)
     tokenizer = load_tokenizer(Path(asked["directory"]), decoder.config)
     begin, count = [tokenizer.begin_id], min(FOLLOWED, (decoder.config.max_position_embeddings - 1) // 2)
+    if count < LEAST_STEPS:
+        return {**loaded, "texts": {}}
     reports = tokenizer.encode("\n\n".join(simulate(asked["seed"], index).text for index in range(8)))
     first, second = reports[:count], reports[count : 2 * count]
     own, started = list[int](), time.perf_counter()

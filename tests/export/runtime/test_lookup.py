@@ -199,6 +199,15 @@ def test_a_draft_is_asked_as_often_as_it_pays(monkeypatch: pytest.MonkeyPatch) -
     assert width(1) == 8 and width(0) < 1.3
 
 
+@pytest.mark.parametrize("context", [2, 4, 2 * LEAST_STEPS])
+def test_bench_writes_no_text_in_a_context_without_room(context: int, exports: Exports, tmp_path: Path) -> None:
+    shutil.copytree(
+        exports(bits=4, vocab_size=512, max_position_embeddings=context).directory, tmp_path, dirs_exist_ok=True
+    )
+    shutil.copy(STORIES / "tokenizer.json", tmp_path)
+    assert measure_texts({"directory": str(tmp_path), "threads": 1, "seed": 0})["texts"] == {}
+
+
 def test_bench_writes_kinds_of_text_with_and_without_lookup(exports: Exports, tmp_path: Path) -> None:
     shutil.copytree(exports(bits=4, vocab_size=512).directory, tmp_path, dirs_exist_ok=True)
     shutil.copy(STORIES / "tokenizer.json", tmp_path)
