@@ -37,7 +37,7 @@ class EvalResult(Result):
 
     Attributes:
         directory: the model.
-        context: tokens read at once.
+        context: context length that texts were scored with, in tokens.
         perplexity, bits_per_byte, tokens, bytes: scores and size of the text; only the assistant's tokens of
             conversations count.
         text: files of the text.
