@@ -99,6 +99,7 @@ def test_logits_are_those_of_the_model_that_was_written(name: str, tokenizer_dir
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not known"),
         ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping is missing"),
         ("gpt2", {"attention.layer_norm_epsilon": None}, "layer_norm_epsilon"),
+        ("gpt2", {"attention.layer_norm_rms_epsilon": 1e-5}, "layer_norm_rms_epsilon is not known"),
         ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual is true, which is not supported"),
         ("gpt-neox", {"use_parallel_residual": None}, "use_parallel_residual is missing"),
         ("granite", {"logit_scale": None}, "logit_scale is missing"),
