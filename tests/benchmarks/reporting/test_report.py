@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.report import report
 from benchmarks.reporting.inputs import Inputs, Sample, StageSummary, collect
 from benchmarks.reporting.measured import Bench, as_bench
 from benchmarks.reporting.page import csv_text, html_page, markdown
@@ -214,6 +215,21 @@ def test_markdown_leaves_out_empty_columns_and_csv_keeps_all() -> None:
         ("b", "0.5", "bench"),
     ]
     assert [row["tpot_p95_ms"] for row in rows] == ["", "2.4"] and "tokens" in rows[0]
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, bench = tmp_path / "report.md", tmp_path / "bench.json"
+    out.write_text("old", encoding="utf-8")
+    bench.write_text(json.dumps(bench_result()), encoding="utf-8")
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        report([bench], out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "report.md"]
+    assert out.read_text(encoding="utf-8") == "old"
 
 
 def test_the_command_sorts_what_it_is_given(tmp_path: Path, cli: CommandLine) -> None:
