@@ -11,7 +11,7 @@ import torch
 import sportsllm
 from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
-from export.parity.wide_inputs import InputGroup, choose_groups, measure_groups, round_inputs
+from export.parity.wide_inputs import InputGroup, Remedy, choose_groups, measure_groups, round_inputs
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import GateError
 from sportsllm.formats.checkpoint import load_checkpoint
@@ -104,3 +104,9 @@ def test_inputs_are_rounded_block_by_block() -> None:
     found = round_inputs(x, 4)
     assert found.shape == x.shape
     torch.testing.assert_close(found, torch.tensor([[127.0, 1.0, -3.0, 0.0, 1e-3, 0.0]]))
+
+
+def test_a_remedy_is_one_line() -> None:
+    names = ("model.layers.10.mlp.down_proj", "model.layers.2.mlp.down_proj", "model.embed_tokens")
+    line = str(Remedy(frozenset(names), 0.25))
+    assert line == "16-bit inputs for head; down_proj of layers 2, 10: 25.0% of all products are computed twice"
