@@ -16,7 +16,7 @@ from export.parity.comparison import Limits, check_provider
 from export.runtime import providers
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.kv_cache import DeviceCache, cached_tensors
-from export.runtime.providers import CPU, Provider, create_session, find_provider, placement
+from export.runtime.providers import CPU, Placement, Provider, create_session, find_provider, placement
 from export.runtime.session import session_options
 from sportsllm.errors import ResourceError, UsageError
 from sportsllm.inference.decoder import Sampling, generate, open_decoder
@@ -95,6 +95,16 @@ def test_every_node_is_counted(exports: Exports) -> None:
     nodes = [node.op_type for node in onnx.load(str(directory / GRAPH_FILE), load_external_data=False).graph.node]
     assert found.taken == {} and dict(found.elsewhere) == {op: nodes.count(op) for op in set(nodes)}
     assert found.to_dict()["nodes_on_cpu"] == dict(found.elsewhere) and found.to_dict()["nodes"] == 0
+
+
+def test_what_fell_to_the_cpu_is_said() -> None:
+    gpu = Provider("cuda", "CUDAExecutionProvider", "gpu")
+    line = str(Placement(gpu, {"MatMul": 5, "Add": 1}, {"Shape": 1, "Reshape": 3}))
+    assert line == (
+        "provider: cuda (CUDAExecutionProvider, on the GPU) runs 6 of 10 nodes; 4 fell to the CPU provider: "
+        "3 Reshape, 1 Shape"
+    )
+    assert str(Placement(gpu, {"MatMul": 5}, {})).endswith("runs all 5 nodes")
 
 
 def test_a_device_cache_holds_what_the_hosts_holds(exports: Exports) -> None:
