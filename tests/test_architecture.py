@@ -79,7 +79,7 @@ MOST_LINES = {
     "compress": 7_619,
     "export": 6_401,
     "benchmarks": 9_176,
-    "tests": 25_120,
+    "tests": 25_125,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -320,6 +320,11 @@ def test_bits_per_byte_before_and_after(checkpoint: Path, texts: list[str], tmp_
     assert again["cached"] and not result["cached"]
 
 
+def test_sizes_are_said(checkpoint: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prune_files(checkpoint, tmp_path / "a", texts[0], 300)["vocab_size"] == 320
+    assert "keeping 320 tokens, not 300: kernels need a multiple of 32" in capsys.readouterr().err
+
+
 def test_reserved_tokens_go_first(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
