@@ -80,7 +80,7 @@ CASES: list[tuple[str, int, str]] = [
         USAGE,
         "true or false",
     ),
-    (f"distill --teacher {MODEL} --set kl_weight=1", USAGE, "has the option --kl-weight for it"),
+    (f"distill --teacher {MODEL} --set kl_weight=1", USAGE, "use the option --kl-weight instead"),
     # options of another command, and directories of another kind
     (f"export {MODEL} --out {NEW} --bits 4", USAGE, "no option --bits; quantize has it"),
     (f"eval {MODEL} --text {TEXT} --loss-on all", USAGE, "no option --loss-on; write --set loss_on=VALUE"),

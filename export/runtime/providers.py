@@ -21,7 +21,6 @@ from typing import Any
 
 import onnxruntime as ort
 
-from sportsllm.console import log
 from sportsllm.errors import ResourceError, UsageError
 
 _SUFFIX = "ExecutionProvider"
@@ -161,6 +160,8 @@ def _plugins() -> dict[str, tuple[str, ModuleType]]:
                 plugin = importlib.import_module(module.name)
                 found |= {short_name(name): (name, plugin) for name in plugin.get_ep_names()}
             except Exception as error:  # whatever a package of somebody else's raises
+                from sportsllm.console import log  # loads rich, which would count in a measured process's memory
+
                 log(f"{module.name.replace('_', '-')} is installed and cannot be imported: {one_line(error)}")
     return found
 

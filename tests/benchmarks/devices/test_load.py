@@ -172,7 +172,7 @@ def test_limits_of_a_target_can_be_replaced() -> None:
     with pytest.raises(UsageError, match=r"--limit file_mb=200: limits.*peak_memory_mb.*change the other limit too"):
         load_target("host", {"file_mb": 200.0})
     only = load_target(None, {"file_mb": 1.0})
-    assert [(one.name, one.verdict) for one in judge(only, {"file_mb": 2.0}).limits] == [("file_mb", "fail")]
+    assert [(one.name, one.verdict) for one in judge(only, {"file_mb": 2.0})] == [("file_mb", "fail")]
 
 
 def test_devices_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ def test_inputs_that_overflow_are_refused(checkpoint: Path, tmp_path: Path) -> N
         model.model.layers[1].post_attention_layernorm.weight.mul_(1e30)
     save_checkpoint(tmp_path, model, checkpoint)
     packed = PackedCheckpoint(model.config, QuantizationConfig(head_bits=32))
-    with pytest.raises(ArtifactError, match=r"layers.1.mlp.gate_proj: .* overflows"):
+    with pytest.raises(ArtifactError, match=r"layers.1.mlp.gate_proj: .* overflow"):
         quantize_calibrated(tmp_path, model.config, packed, [torch.arange(64)[None]])
 
 

@@ -161,7 +161,7 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"optimizer_bits": 4}, "use 32, 8"),
+        ({"optimizer_bits": 4}, "use 32 or 8"),
         ({"optimizer_bits": 8, "optimizer": "muon"}, "bitsandbytes has no Muon"),
     ],
 )

@@ -209,7 +209,7 @@ def test_what_several_processes_cannot_do_is_refused(cli: CommandLine, monkeypat
         TrainConfig(shard=True, optimizer_bits=8)
     with pytest.raises(UsageError, match="tensor_parallel: needs shard=true"):
         TrainConfig(tensor_parallel=2)
-    with pytest.raises(UsageError, match="tensor_parallel=2: 3 processes are no multiple"):
+    with pytest.raises(UsageError, match="tensor_parallel=2: it must divide the number of processes, 3"):
         processes.share_sequences(2)
     add_adapters(adapted := tiny_model(), rank=2)
     with pytest.raises(UsageError, match="tensor_parallel: is for models of LLaMA's family, without adapters"):
