@@ -98,7 +98,7 @@ def sample(
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.packed import quantization_config
     from sportsllm.inference.batch_sampling import NO_TEXT, default_rows, sampled_batches
-    from sportsllm.inference.decoder import Sampling
+    from sportsllm.inference.sampling import Sampling
     from sportsllm.processors import set_threads, training_device
     from sportsllm.text.tokenizer import load_tokenizer
     from sportsllm.training.settings import TrainConfig

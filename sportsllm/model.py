@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from sportsllm.errors import UsageError
 
 if TYPE_CHECKING:
-    from sportsllm.inference.decoder import Decoder, Logits, Sampling
+    from sportsllm.inference.decoder import Decoder, Logits
+    from sportsllm.inference.sampling import Sampling
     from sportsllm.inference.scoring import TextScore
     from sportsllm.models.config import ModelConfig
     from sportsllm.text.tokenizer import TextTokenizer
@@ -74,7 +75,7 @@ class LoadedModel:
             UsageError: a setting out of its range, a prompt that fills the context, or, while the text is read, another
                 text that was begun.
         """
-        from sportsllm.inference.decoder import Sampling
+        from sportsllm.inference.sampling import Sampling
 
         if not isinstance(prompt, str):
             raise UsageError(
@@ -106,7 +107,7 @@ class LoadedModel:
             UsageError: as for `generate`, or messages of another form.
             ArtifactError: the model has no chat template, or it refuses the messages.
         """
-        from sportsllm.inference.decoder import Sampling
+        from sportsllm.inference.sampling import Sampling
         from sportsllm.text.chat import render_chat
 
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
@@ -122,7 +123,7 @@ class LoadedModel:
         self, begin: list[int], most: int, sampling: Sampling, stop: str | Sequence[str] | None, ends: Sequence[int]
     ) -> Iterator[str]:
         from sportsllm.console import log
-        from sportsllm.inference.decoder import full_context, generate, until
+        from sportsllm.inference.sampling import full_context, generate, until
 
         stops = [stop] if isinstance(stop, str) else stop or ()
         if "" in stops:

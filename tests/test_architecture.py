@@ -75,11 +75,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_080,
+    "sportsllm": 19_100,
     "compress": 7_619,
     "export": 6_402,
-    "benchmarks": 9_176,
-    "tests": 25_125,
+    "benchmarks": 9_175,
+    "tests": 25_130,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

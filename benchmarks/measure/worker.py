@@ -23,14 +23,13 @@ from sportsllm.errors import ResourceError, SportsLLMError
 from sportsllm.inference.decoder import (
     Decoder,
     Logits,
-    Sampling,
     Verifier,
-    generate,
     is_onnx_directory,
     kernels_of,
     open_decoder,
     placement_of,
 )
+from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.process_memory import peak_rss_bytes
 
 STABLE_WITHIN = 0.10  # warm-up ends when the last three times agree this well

@@ -23,7 +23,7 @@ from torch import Tensor
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import open_model
-from sportsllm.inference.decoder import Sampling, draw
+from sportsllm.inference.sampling import Sampling, draw
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import KVCache

@@ -21,7 +21,8 @@ from lm_eval.tasks import TaskManager
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.files import clip
-from sportsllm.inference.decoder import Decoder, Sampling, generate, require_finite, until
+from sportsllm.inference.decoder import Decoder, require_finite
+from sportsllm.inference.sampling import Sampling, generate, until
 from sportsllm.inference.scoring import ROWS_AT_ONCE, TaskScore, score_documents
 from sportsllm.text.chat import render_chat
 from sportsllm.text.tokenizer import TextTokenizer

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sportsllm.inference.decoder import Logits, StopSearch, log_softmax
+from sportsllm.inference.decoder import Logits, log_softmax
 from sportsllm.inference.lookup import Draft, DraftLookup, PromptLookup
+from sportsllm.inference.sampling import StopSearch
 from sportsllm.models.config import ModelConfig
 from sportsllm.serving.prefixes import PrefixCache, shared_length
 from sportsllm.serving.requests import ApiError

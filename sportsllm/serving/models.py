@@ -12,7 +12,7 @@ from typing import cast
 
 from sportsllm.console import log
 from sportsllm.errors import SportsLLMError
-from sportsllm.inference.decoder import StopSearch
+from sportsllm.inference.sampling import StopSearch
 from sportsllm.serving.engine import Engine, Job, Piece
 from sportsllm.serving.requests import ApiError, ChatRequest, CompletionRequest, Message, NativeRequest, Prompt
 from sportsllm.serving.sampler import Constraints, Sampler

@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictInt, Stri
 
 from sportsllm.errors import ArtifactError
 from sportsllm.files import as_object, describe, parse_json
-from sportsllm.inference.decoder import Sampling
+from sportsllm.inference.sampling import Sampling
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 16, 20

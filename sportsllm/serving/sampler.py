@@ -15,7 +15,8 @@ import numpy as np
 
 from sportsllm.errors import UsageError
 from sportsllm.files import clip
-from sportsllm.inference.decoder import Logits, Sampling, draw_token, penalize
+from sportsllm.inference.decoder import Logits
+from sportsllm.inference.sampling import Sampling, draw_token, penalize
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.tokenizer import TextTokenizer
 

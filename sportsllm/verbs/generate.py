@@ -83,7 +83,7 @@ def generate(
     threads: options.Threads = None,
 ) -> GenerateResult:
     """Generate text with a checkpoint or an export, answer a message, or hold a conversation."""
-    from sportsllm.inference.decoder import Sampling
+    from sportsllm.inference.sampling import Sampling
 
     if prompt and prompt_file is not None:
         raise UsageError("give --prompt or --prompt-file, not both")
@@ -102,8 +102,9 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
 
     from sportsllm.console import log
-    from sportsllm.inference.decoder import full_context, log_runtime, open_decoder, open_draft
-    from sportsllm.inference.decoder import generate as sample_tokens
+    from sportsllm.inference.decoder import log_runtime, open_decoder, open_draft
+    from sportsllm.inference.sampling import full_context
+    from sportsllm.inference.sampling import generate as sample_tokens
     from sportsllm.text.chat import ChatRenderer
     from sportsllm.text.tokenizer import load_tokenizer
 
@@ -208,7 +209,7 @@ def _stream(
 ) -> _Reply:
     """Print `shown`, then tokens as they are made, as text or `ids`; Ctrl-C stops it."""
     from sportsllm.console import output
-    from sportsllm.inference.decoder import until
+    from sportsllm.inference.sampling import until
 
     reply, target = _Reply(), output().file
     started = first = time.perf_counter()

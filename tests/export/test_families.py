@@ -16,7 +16,8 @@ from compress.quantize import quantize_checkpoint
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.calibration import CalibrationText
-from sportsllm.inference.decoder import Sampling, generate, open_decoder
+from sportsllm.inference.decoder import open_decoder
+from sportsllm.inference.sampling import Sampling, generate
 from tests.support import families
 
 PROMPT = [0, 40, 70, 100, 200]

@@ -14,7 +14,8 @@ from export.layout import GRAPH_FILE, genai_config, not_opened_by
 from export.runtime.session import called_version
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
-from sportsllm.inference.decoder import Sampling, generate, open_decoder
+from sportsllm.inference.decoder import open_decoder
+from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.config import Experts, Selection
 from sportsllm.models.presets import preset

@@ -17,7 +17,8 @@ from sportsllm.errors import ArtifactError, ConflictError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import directory_bytes, verify_directory
-from sportsllm.inference.decoder import Sampling, generate, is_onnx_directory, open_decoder
+from sportsllm.inference.decoder import is_onnx_directory, open_decoder
+from sportsllm.inference.sampling import Sampling, generate
 from tests.support.export_models import pack_model, save_graph, tiny_model
 
 NAMES = {

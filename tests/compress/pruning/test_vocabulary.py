@@ -20,7 +20,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import read_json, write_json
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import load_config
-from sportsllm.inference.decoder import Sampling, generate
+from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.text.tokenizer import load_tokenizer

@@ -26,7 +26,7 @@ from export.runtime.session import called_version, choose_kernels
 from export.runtime.slots import open_slots
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.inference.decoder import Sampling, generate
+from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.processors import cpuinfo
 from sportsllm.text.tokenizer import load_tokenizer

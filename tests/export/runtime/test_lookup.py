@@ -17,10 +17,10 @@ from benchmarks.reporting.measured import as_bench
 from export.kernels import library as built
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.slots import open_slots
-from sportsllm.inference import decoder as decoder_module
 from sportsllm.inference import lookup
-from sportsllm.inference.decoder import Sampling, generate
+from sportsllm.inference import sampling as sampling_module
 from sportsllm.inference.lookup import DraftLookup, PromptLookup
+from sportsllm.inference.sampling import Sampling, generate
 from tests.support.export_models import TINY, Exports
 from tests.support.models import STORIES
 
@@ -48,7 +48,7 @@ def test_tokens_are_the_same_in_fewer_passes(
     decoder = OnnxDecoder(exports(**settings).directory, 1, kernels="native")
     assert decoder.exact_rows == 8
     made = list[PromptLookup]()
-    monkeypatch.setattr(decoder_module, "PromptLookup", lambda ids: made.append(PromptLookup(ids)) or made[-1])
+    monkeypatch.setattr(sampling_module, "PromptLookup", lambda ids: made.append(PromptLookup(ids)) or made[-1])
     for prompt in (PATTERN * 4, [1, 2, 3]):
         for length in (1, 2, 40, 200):
             sampling = Sampling(temperature, top_k=5, seed=1)
@@ -68,7 +68,7 @@ def test_a_draft_proposes_and_the_tokens_are_the_same(exports: Exports, monkeypa
     other = OnnxDecoder(exports(bits=8, asymmetric=True).directory, 1)
     other.config = dataclasses.replace(other.config, max_position_embeddings=50)  # proposes nothing beyond
     made = list[DraftLookup]()
-    monkeypatch.setattr(decoder_module, "DraftLookup", lambda *given: made.append(DraftLookup(*given)) or made[-1])
+    monkeypatch.setattr(sampling_module, "DraftLookup", lambda *given: made.append(DraftLookup(*given)) or made[-1])
     for seed in range(12):
         sampling, length = Sampling(0.4 * (seed % 3), top_k=5, seed=seed), (3, 30, 90, 1)[seed % 4]
         for draft in (alike, other):
@@ -106,7 +106,7 @@ def test_a_draft_reads_a_prompt_in_chunks_between_tokens(exports: Exports, monke
 def test_the_same_in_slots(with_draft: bool, settings: dict[str, Any], exports: Exports) -> None:
     from threading import Lock, Thread
 
-    from sportsllm.inference.decoder import StopSearch
+    from sportsllm.inference.sampling import StopSearch
     from sportsllm.serving.engine import Engine, Job, Piece
     from sportsllm.serving.sampler import Sampler
 

@@ -19,7 +19,8 @@ from export.runtime.kv_cache import DeviceCache, cached_tensors
 from export.runtime.providers import CPU, Placement, Provider, create_session, find_provider, placement
 from export.runtime.session import session_options
 from sportsllm.errors import ResourceError, UsageError
-from sportsllm.inference.decoder import Sampling, generate, open_decoder
+from sportsllm.inference.decoder import open_decoder
+from sportsllm.inference.sampling import Sampling, generate
 from tests.support.command_line import CommandLine, complains
 from tests.support.export_models import Exports
 

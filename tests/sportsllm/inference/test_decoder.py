@@ -9,7 +9,7 @@ import torch
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.inference.batch_sampling import sample_texts
-from sportsllm.inference.decoder import Sampling, draw, draw_token, generate, penalize, probabilities, until
+from sportsllm.inference.sampling import Sampling, draw, draw_token, generate, penalize, probabilities, until
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
 from tests.support.models import tiny_model

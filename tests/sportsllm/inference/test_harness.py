@@ -13,8 +13,9 @@ import torch
 pytest.importorskip("lm_eval", reason="needs the extra tasks, which make setup installs")
 
 from benchmarks.quality import Model, task_quality
-from sportsllm.inference.decoder import Sampling, generate, open_decoder
+from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.harness import HarnessModel, run_tasks
+from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents
 from sportsllm.text.reading import USUAL
 from sportsllm.text.tokenizer import load_tokenizer

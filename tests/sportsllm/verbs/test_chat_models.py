@@ -17,7 +17,7 @@ import sportsllm
 from export.gguf.tokenizer import tokenizer_metadata
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
-from sportsllm.inference.decoder import Sampling, generate
+from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.text.chat import find_template, render_chats
 from sportsllm.text.conversations import Conversation
 from sportsllm.text.documents import read_documents

@@ -11,7 +11,7 @@ from sportsllm.commands import load_command
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
-from sportsllm.inference.decoder import Sampling
+from sportsllm.inference.sampling import Sampling
 from sportsllm.models.presets import changed_shape, preset
 from tests.support.command_line import CommandLine
 
