@@ -233,7 +233,10 @@ class TextTokenizer:
 def to_json(tokenizer: Tokenizer, pretty: bool = False) -> str:
     """`Tokenizer.to_str` without the line that the library prints of a vocabulary in which ids are missing."""
     with _PRINTING, Path(os.devnull).open("wb") as nowhere:
-        printed = os.dup(1)
+        try:
+            printed = os.dup(1)
+        except OSError:  # standard output is closed
+            return str(tokenizer.to_str(pretty))
         os.dup2(nowhere.fileno(), 1)
         try:
             return str(tokenizer.to_str(pretty))
