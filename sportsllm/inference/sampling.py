@@ -222,6 +222,8 @@ class StopSearch:
 
     def push(self, chunk: str) -> tuple[str, bool]:
         """The text that is now known to lie before any stop, and whether a stop follows it."""
+        if not self._stops:
+            return chunk, False
         self.held += chunk
         found = [(place + len(stop), place) for stop in self._stops if (place := self.held.find(stop)) >= 0]
         if found:

@@ -226,9 +226,14 @@ async def _generate(request: Request, model: ServedModel, body: ChatRequest | Co
             raise ClientDisconnect
         return JSONResponse(work.result())
     finally:
-        model.engine.cancel(jobs)
+        _cancel(jobs)
         work.cancel()
         gone.cancel()
+
+
+def _cancel(jobs: list[Job]) -> None:
+    for job in jobs:
+        job.cancelled = True
 
 
 async def _until_end(pieces: asyncio.Queue[Piece], jobs: int) -> AsyncIterator[Piece]:
@@ -261,4 +266,4 @@ async def _events(
     except ApiError as error:
         yield b"data: " + encode_json(error.body) + b"\n\n"
     finally:
-        model.engine.cancel(jobs)
+        _cancel(jobs)

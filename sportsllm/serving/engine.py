@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition, Lock
@@ -80,7 +79,8 @@ class Job:
         echo: scores of the prompt's tokens are wanted too.
         reuse: the prompt's beginning may be taken from the prefix cache.
         index: number of the choice in its request.
-        ids, read, cached: the prompt and the tokens so far, how many are read, and how many were in the cache.
+        cancelled: set to give it up; it leaves before the next step.
+        ids, cached: the prompt and the tokens so far, and how many were in the cache.
         arrived, began, first, ended: when it was queued, got a slot, had read its prompt, and ended.
         finish: `eos`, `word` or `limit` as llama-server has it; `error`, `timeout` or `cancelled`.
         said: all that was delivered.
@@ -99,7 +99,6 @@ class Job:
     index: int = 0
     cancelled: bool = False
     ids: list[int] = field(default_factory=list)
-    read: int = 0
     cached: int = 0
     arrived: float = field(default_factory=time.perf_counter)
     began: float = 0.0
@@ -126,12 +125,6 @@ class Job:
     def generated(self) -> int:
         """Tokens so far."""
         return len(self.ids) - len(self.prompt)
-
-    @property
-    def given_up(self) -> str | None:
-        """Why it ends before its time, if it does."""
-        late = time.perf_counter() - self.arrived > LONGEST_S
-        return "cancelled" if self.cancelled else "timeout" if late else None
 
 
 class Engine:
@@ -177,13 +170,6 @@ class Engine:
             retry_s = min(60, max(1, round(mean_s * len(self.waiting))))
             raise ApiError(429, "too many requests are waiting; try again", "rate_limit_error", retry_s=retry_s)
 
-    def cancel(self, jobs: Iterable[Job]) -> None:
-        """Give jobs up; they leave before the next step."""
-        with self._news:
-            for job in jobs:
-                job.cancelled = True
-            self._news.notify()
-
     def close(self) -> None:
         """Let `run` return."""
         with self._news:
@@ -192,11 +178,11 @@ class Engine:
 
     def run(self) -> None:
         """Work until `close`; whatever goes wrong ends the running jobs alone."""
-        while True:
-            with self._news:
-                self._news.wait_for(lambda: self._closed or self.waiting or self.running)
-                if self._closed:
-                    return
+        while not self._closed:
+            if not (self.running or self.waiting):
+                with self._news:
+                    self._news.wait_for(lambda: self._closed or self.waiting)
+                continue
             try:
                 self._advance()
             except BaseException:  # panics of libraries in Rust are no Exceptions
@@ -207,45 +193,50 @@ class Engine:
 
     def _advance(self) -> None:
         """Let jobs leave and join, then read a chunk of a prompt and decode a token of each running job."""
-        for job in list(self.running):
-            if (reason := job.given_up) is not None:
-                self._leave(job, reason)
-        with self._news:
-            gone = [(job, reason) for job in self.waiting if (reason := job.given_up) is not None]
-            for job, _ in gone:
-                self.waiting.remove(job)
-            if self.waiting and len(self.running) == self._ready < self.slots.slots:
-                self.running.append(self.waiting.popleft())
-                self.running[-1].began = time.perf_counter()
-        for job, reason in gone:
-            job.tell(finish=reason)
+        jobs, late = [*self.running], time.perf_counter() - LONGEST_S
+        if self.waiting:
+            with self._news:
+                jobs += self.waiting
+        for job in jobs:
+            if job.cancelled or job.arrived < late:
+                self._end(job, "cancelled" if job.cancelled else "timeout")
+        if self.waiting and len(self.running) == self._ready < self.slots.slots:
+            self._join()
         if self._ready < len(self.running):
             self._read_prompt(self.running[self._ready])
-        self._step()
+        if self._ready == 1 and self.slots.exact_rows > 1:
+            self._step_alone(self.running[0])
+        else:
+            self._step()
+
+    def _join(self) -> None:
+        """Give the job that has waited longest a slot."""
+        with self._news:
+            self.running.append(job := self.waiting.popleft())
+        job.began = time.perf_counter()
+        self.slots.clear(self._ready)
+        if job.reuse and not job.echo:
+            self._reuse(job, self._ready)
 
     def _read_prompt(self, job: Job) -> None:
-        slot = self._ready
-        if not job.read:
-            self.slots.clear(slot)
-            if job.reuse and not job.echo:
-                self._reuse(job, slot)
         # Chunks end where the runtime's end, and none is so short that other kernels read it than the whole prompt's:
         # the logits are those of a prompt that is read alone.
-        whole = self.slots.prefill_chunk
-        left = min(len(job.prompt), (job.read // whole + 1) * whole) - job.read
+        slot, whole, read = self._ready, self.slots.prefill_chunk, self.slots.length(self._ready)
+        left = min(len(job.prompt), (read // whole + 1) * whole) - read
         size = left if not self._ready or left <= PROMPT_CHUNK + STEP_ROWS else PROMPT_CHUNK
-        chunk = job.prompt[job.read : job.read + size]
-        with self._timed("prompt"):
+        chunk = job.prompt[read : read + size]
+        with self._turn:
+            began = time.perf_counter()
             logits_TV = self.slots.read_slot(slot, chunk, job.echo)
+            self._count("prompt", began)
         if job.echo:
             job.tell("", self._prompt_scores(job, chunk, logits_TV))
-        job.read += len(chunk)
         self.counts["prompt_tokens"] += len(chunk)
-        if job.read == len(job.prompt):
+        if read + len(chunk) == len(job.prompt):
             job.first = time.perf_counter()
             self._ready += 1
             if (finish := self._take(job, logits_TV[-1])) is not None:
-                self._leave(job, finish)
+                self._end(job, finish)
 
     def _reuse(self, job: Job, slot: int) -> None:
         """Take the prompt's beginning from a running sequence or from the prefix cache, whichever shares more."""
@@ -258,7 +249,7 @@ class Engine:
                 best, arrays = shared, self.slots.view(other)
         if best:
             self.slots.restore(slot, arrays, best)
-            job.read = job.cached = best
+            job.cached = best
             self.counts["cached_tokens"] += best
 
     @staticmethod
@@ -269,90 +260,92 @@ class Engine:
         job.before = scored[-1].copy()
         return first, *(score_token(row, token, top) for row, token in zip(scored[:-1], chunk[1:], strict=True))
 
-    @contextmanager
-    def _timed(self, what: str, rows: int = 0) -> Iterator[None]:
-        """The model's turn, counted."""
-        with self._turn:
-            began = time.perf_counter()
-            yield
-        self.counts[f"{what}_us"] += round((time.perf_counter() - began) * 1e6)
-        self.counts.update(runs=1, rows=rows, steps=bool(rows))
+    def _count(self, what: str, began: float, rows: int = 0) -> None:
+        """Count a run of the model for some rows that are decoded, or for a prompt."""
+        self.counts[what + "_us"] += round((time.perf_counter() - began) * 1e6)
+        self.counts["runs"] += 1
+        self.counts["rows"] += rows
+        self.counts["steps"] += rows > 0
 
     def _step(self) -> None:
-        """Decode a token of each job that has read its prompt; more if one runs alone and repeats earlier text."""
-        if self._ready == 1 and self.slots.exact_rows > 1:
-            self._step_alone(self.running[0])
-            return
+        """Decode a token of each job that has read its prompt."""
         ended = list[tuple[Job, str]]()
         for first in range(0, self._ready, STEP_ROWS):
             jobs = self.running[first : min(first + STEP_ROWS, self._ready)]
-            with self._timed("generated", len(jobs)):
+            with self._turn:
+                began = time.perf_counter()
                 logits_BV = self.slots.step_slots(first, [job.ids[-1] for job in jobs])
+                self._count("generated", began, len(jobs))
             for job, logits_V in zip(jobs, logits_BV, strict=True):
                 if (finish := self._take(job, logits_V)) is not None:
                     ended.append((job, finish))
         for job, finish in ended:
-            self._leave(job, finish)
+            self._end(job, finish)
 
     def _step_alone(self, job: Job) -> None:
+        """Decode a token of the only job, or more if it repeats earlier text."""
         job.lookup = lookup = job.lookup or self._lookup(job.ids)
         lookup.extend(job.ids[len(lookup) :])
-        with self._timed("generated", 1):
+        with self._turn:
+            began = time.perf_counter()
             proposed = lookup.propose(min(self.slots.exact_rows, job.most - job.generated) - 1)
             tokens = [job.ids[-1], *proposed]
             logits_TV = self.slots.read_slot(0, tokens, True) if proposed else self.slots.step_slots(0, tokens)
             lookup.read(len(proposed))
+            self._count("generated", began, 1)
         for place, logits_V in enumerate(logits_TV):
             finish = self._take(job, logits_V)
             if finish is not None or proposed[place : place + 1] != job.ids[-1:]:
                 break
-        lookup.learn(len(proposed), place)
-        self.slots.truncate(0, len(job.ids) - 1)
-        self.counts["drafts"] += bool(proposed)
-        self.counts["draft_tokens"] += len(proposed)
-        self.counts["lookup_tokens"] += place
+        if proposed:
+            lookup.learn(len(proposed), place)
+            self.slots.truncate(0, len(job.ids) - 1)
+            self.counts["drafts"] += 1
+            self.counts["draft_tokens"] += len(proposed)
+            self.counts["lookup_tokens"] += place
         if finish is not None:
-            self._leave(job, finish)
+            self._end(job, finish)
 
     def _take(self, job: Job, logits_V: Logits) -> str | None:
         """Choose a job's next token and deliver its text; returns why the job ends, if it does."""
         try:
-            return self._choose(job, logits_V)
+            if job.generated == job.most:
+                return "limit"
+            token = job.sampler.choose(logits_V, job.ids)
+            if token in job.stop_tokens:
+                return "eos"
+            job.ids.append(token)
+            self.counts["generated_tokens"] += 1
+            text, stopped = job.search.push(job.decode(token))
+            scores = () if job.top is None else (score_token(log_softmax(logits_V), token, job.top),)
+            if text or scores:
+                job.tell(text, scores)
+            if stopped:
+                job.search.held = ""
+                return "word"
+            return "eos" if job.sampler.complete else "limit" if job.generated == job.most else None
         except BaseException:  # of a constraint or the tokenizer, which may panic; other jobs go on
             traceback.print_exc()
             return "error"
 
-    def _choose(self, job: Job, logits_V: Logits) -> str | None:
-        if job.generated == job.most:
-            return "limit"
-        token = job.sampler.choose(logits_V, job.ids)
-        if token in job.stop_tokens:
-            return "eos"
-        job.ids.append(token)
-        self.counts["generated_tokens"] += 1
-        text, stopped = job.search.push(job.decode(token))
-        scores = () if job.top is None else (score_token(log_softmax(logits_V), token, job.top),)
-        if text or scores:
-            job.tell(text, scores)
-        if stopped:
-            job.search.held = ""
-            return "word"
-        return "eos" if job.sampler.complete else "limit" if job.generated == job.most else None
-
-    def _leave(self, job: Job, finish: str) -> None:
-        """End a running job: keep what its slot holds, and let the last one move into the slot."""
-        slot, last = self.running.index(job), self._ready - 1
-        if job.reuse and job.read:
-            self.prefixes.keep(job.ids[: self.slots.length(slot)], self.slots.view(slot))
-        if slot <= last:
-            if slot < last:
-                self._move(last, slot)
-            if len(self.running) > self._ready:  # the one that reads its prompt
-                self._move(self._ready, last)
-            self._ready = last
-        self.running.pop()
-        self.counts["finished"] += 1
-        self.counts["longest"] = max(self.counts["longest"], len(job.ids))
+    def _end(self, job: Job, finish: str) -> None:
+        """End a job: keep what its slot holds, and let the last one move into the slot."""
+        if job in self.running:
+            slot, last = self.running.index(job), self._ready - 1
+            if job.reuse and (held := self.slots.length(slot)):
+                self.prefixes.keep(job.ids[:held], self.slots.view(slot))
+            if slot <= last:
+                if slot < last:
+                    self._move(last, slot)
+                if len(self.running) > self._ready:  # the one that reads its prompt
+                    self._move(self._ready, last)
+                self._ready = last
+            self.running.pop()
+            self.counts["finished"] += 1
+            self.counts["longest"] = max(self.counts["longest"], len(job.ids))
+        else:
+            with self._news:
+                self.waiting.remove(job)
         job.tell(job.search.held, finish=finish)
 
     def _move(self, source: int, target: int) -> None:

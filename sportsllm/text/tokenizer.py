@@ -25,7 +25,6 @@ from sportsllm.text.reading import USUAL, Reading
 
 PAD = "<|pad|>"
 _MOST_IDS = 2**22
-_LARGE_BYTES = 4_000_000
 _PROBE = "A Δ 1 \U0001f600"
 _CHARACTERS_AT_FIRST, _CHARACTERS_AT_ONCE = 2**13, 2**20
 _SLOW = ("tokenizer.model", "vocab.json")  # which `transformers` converts
@@ -273,8 +272,7 @@ def read_tokenizer(path: Path, rows: int | None = None) -> Tokenizer:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ArtifactError(f"{path}: not a readable tokenizer ({clip(error, 200)}); copy or train it again") from None
-    if path.stat().st_size > _LARGE_BYTES:
-        give_back()  # its JSON took fifteen times as much: 0.5 GB for a vocabulary of 262,144
+    give_back()  # its JSON took fifteen times as much: 0.5 GB for a vocabulary of 262,144
     return tokenizer
 
 
