@@ -75,7 +75,7 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_103,
+    "sportsllm": 19_067,
     "compress": 7_619,
     "export": 6_402,
     "benchmarks": 9_175,

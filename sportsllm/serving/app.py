@@ -77,7 +77,7 @@ class Server:
             "/chat/completions/input_tokens": (Conversation, _in_worker(_count)),
             "/tokenize": (TokenizeRequest, _in_worker(_tokenize)),
             "/detokenize": (DetokenizeRequest, _in_worker(_detokenize)),
-            "/apply-template": (Conversation, _in_worker(_apply_template)),
+            "/apply-template": (Conversation, _in_worker(lambda model, body: {"prompt": model.render(body.messages)})),
         }
         gets = {
             "/v1/models": self._list,
@@ -88,12 +88,14 @@ class Server:
             "/slots": self._slots,
             "/metrics": self._metrics,
         }
-        files = {
-            "/openapi.json": JSONResponse(describe({path: kind for path, (kind, _) in posts.items()}, gets)),
-            "/": Response(Path(__file__).with_name("page.html").read_bytes(), media_type="text/html"),
-        }
+
+        async def openapi(_: Request) -> Response:
+            return JSONResponse(describe({path: kind for path, (kind, _) in posts.items()}, gets))
+
+        page = Response(Path(__file__).with_name("page.html").read_bytes(), media_type="text/html")
         routes = [self._post(path, *each) for path, each in posts.items()]
-        routes += [Route(path, answer, methods=["GET"]) for path, answer in (gets | files).items()]
+        answers = {**gets, "/openapi.json": openapi, "/": page}
+        routes += [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
         handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), refusal)
         return self._access.guard(Starlette(routes=routes, exception_handlers=handlers))
 
@@ -192,10 +194,6 @@ def _detokenize(model: ServedModel, body: DetokenizeRequest) -> Json:
     return {"content": model.tokenizer.decode(body.tokens)}
 
 
-def _apply_template(model: ServedModel, body: Conversation) -> Json:
-    return {"prompt": model.render(body.messages)}
-
-
 def _count(model: ServedModel, body: Conversation) -> Json:
     return {"input_tokens": len(model.encode_chat(body.messages))}
 
@@ -214,21 +212,18 @@ async def _generate(request: Request, model: ServedModel, body: ChatRequest | Co
         raise ClientDisconnect
     model.engine.submit(jobs)
     native = isinstance(body, NativeRequest)
-    reply = (NativeReply if native else Reply)(body, model.name, model.tokenizer)
+    reply, news = (NativeReply if native else Reply)(body, model.name, model.tokenizer), _until_end(pieces, len(jobs))
     if body.stream:
-        events = _events(reply, model, _until_end(pieces, len(jobs)), jobs)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-    work = asyncio.ensure_future(_whole(reply, _until_end(pieces, len(jobs)), jobs))
+        headers = {"Cache-Control": "no-store"}
+        return StreamingResponse(_events(reply, news, jobs), media_type="text/event-stream", headers=headers)
     gone = asyncio.ensure_future(request.receive())  # all that can still come is that the client leaves
+    gone.add_done_callback(lambda _: _cancel(jobs))
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ClientDisconnect
-        return JSONResponse(work.result())
+        async for _ in news:
+            pass
     finally:
-        _cancel(jobs)
-        work.cancel()
         gone.cancel()
+    return JSONResponse(reply.whole(jobs))
 
 
 def _cancel(jobs: list[Job]) -> None:
@@ -250,15 +245,7 @@ async def _until_end(pieces: asyncio.Queue[Piece], jobs: int) -> AsyncIterator[P
         yield piece
 
 
-async def _whole(reply: Reply, pieces: AsyncIterator[Piece], jobs: list[Job]) -> object:
-    async for _ in pieces:
-        pass
-    return reply.whole(jobs)
-
-
-async def _events(
-    reply: Reply, model: ServedModel, pieces: AsyncIterator[Piece], jobs: list[Job]
-) -> AsyncIterator[bytes]:
+async def _events(reply: Reply, pieces: AsyncIterator[Piece], jobs: list[Job]) -> AsyncIterator[bytes]:
     try:
         async for chunk in reply.stream(pieces, jobs):
             yield b"data: " + encode_json(chunk) + b"\n\n"

@@ -23,7 +23,7 @@ from sportsllm.inference.decoder import Logits, log_softmax
 from sportsllm.inference.lookup import Draft, DraftLookup, PromptLookup
 from sportsllm.inference.sampling import StopSearch
 from sportsllm.models.config import ModelConfig
-from sportsllm.serving.prefixes import PrefixCache, shared_length
+from sportsllm.serving.prefixes import Prefix, PrefixCache
 from sportsllm.serving.requests import ApiError
 from sportsllm.serving.sampler import Sampler, TokenScore, score_token
 
@@ -240,17 +240,14 @@ class Engine:
 
     def _reuse(self, job: Job, slot: int) -> None:
         """Take the prompt's beginning from a running sequence or from the prefix cache, whichever shares more."""
-        prompt = np.array(job.prompt[:-1], dtype=np.int64)
-        best, arrays = self.prefixes.find(prompt)
-        for other, running in enumerate(self.running[:slot]):
-            held = self.slots.length(other)
-            shared = shared_length(np.array(running.ids[:held], dtype=np.int64), prompt)
-            if shared > best and (not self.slots.recurrent or shared == held):
-                best, arrays = shared, self.slots.view(other)
-        if best:
-            self.slots.restore(slot, arrays, best)
-            job.cached = best
-            self.counts["cached_tokens"] += best
+        running = [
+            Prefix(np.array(other.ids[: self.slots.length(place)], dtype=np.int64), self.slots.view(place))
+            for place, other in enumerate(self.running[:slot])
+        ]
+        job.cached, arrays = self.prefixes.find(np.array(job.prompt[:-1], dtype=np.int64), running)
+        if job.cached:
+            self.slots.restore(slot, arrays, job.cached)
+            self.counts["cached_tokens"] += job.cached
 
     @staticmethod
     def _prompt_scores(job: Job, chunk: Sequence[int], logits_TV: Logits) -> tuple[TokenScore, ...]:

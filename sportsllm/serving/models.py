@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from threading import Thread
 from typing import cast
@@ -103,22 +104,37 @@ class ServedModel:
         Raises:
             ApiError: a prompt beyond the context, or a field that cannot be.
         """
-        native, seed = isinstance(body, NativeRequest), body.seed
-        if seed is None or seed == -1:
-            seed = secrets.randbits(32)
+        given, stops, room, jobs = list[Prompt](), body.stops(), self.engine.slots.room, list[Job]()
         if isinstance(body, ChatRequest):
-            prompts = [self.encode_chat(body.messages)]
+            prompts, top = [self.encode_chat(body.messages)], body.top_logprobs if body.logprobs else None
+            stops = stops if self._renderer else [*stops, _TURN_END]
         else:
-            prompts = [self._encode(prompt, special=native) for prompt in body.prompts()]
+            given, native = body.prompts(), isinstance(body, NativeRequest)
+            prompts = [self._encode(prompt, native) for prompt in given]
+            top = None if native and not body.logprobs else body.logprobs
         for prompt in prompts:
             self._check(prompt)
-        jobs = [self._job(body, prompt, seed, choice, deliver) for prompt in prompts for choice in range(body.n)]
-        for index, job in enumerate(jobs):
-            job.index = index
+        sampling = body.sampling(secrets.randbits(32) if body.seed in (None, -1) else int(body.seed or 0))
+        penalties, wanted = (body.presence_penalty, body.frequency_penalty), body.constraint()
+        biases = body.biases(self.engine.slots.config.vocab_size, self.tokenizer.encode)
+        for number, choice in product(range(len(prompts)), range(body.n)):
+            constraint, left = wanted and self._constraints.make(*wanted), room - len(prompts[number])
+            job = Job(
+                prompt=prompts[number],
+                most=left if body.max_tokens in (None, -1) else min(left, int(body.max_tokens or 0)),
+                sampler=Sampler(sampling, choice, body.min_p, *penalties, biases, constraint),
+                decode=self.tokenizer.decoder(prompts[number]),
+                search=StopSearch(stops),
+                stop_tokens=frozenset() if body.ignore_eos else self._stop_tokens,
+                deliver=deliver,
+                top=top,
+                reuse=body.cache_prompt,
+                index=len(jobs),
+            )
             if isinstance(body, CompletionRequest) and body.echo:
-                given = body.prompts()[index // body.n]
-                job.echo = job.top is not None
-                job.tell(given if isinstance(given, str) else self.tokenizer.decode(job.prompt))
+                job.echo, text = job.top is not None, given[number]
+                job.tell(text if isinstance(text, str) else self.tokenizer.decode(job.prompt))
+            jobs.append(job)
         return jobs
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -142,37 +158,3 @@ class ServedModel:
             message = f"the prompt has {len(prompt)} tokens, the context is {room}; shorten it"
             numbers = {"n_prompt_tokens": len(prompt), "n_ctx": room}
             raise ApiError(400, message, "exceed_context_size_error", **numbers)
-
-    def _job(
-        self,
-        body: ChatRequest | CompletionRequest,
-        prompt: list[int],
-        seed: int,
-        choice: int,
-        deliver: Callable[[Piece], None],
-    ) -> Job:
-        constraint, stops, slots = None, body.stops(), self.engine.slots
-        for field, given in body.constraints().items():
-            try:
-                constraint = self._constraints.make(field, given)
-            except SportsLLMError as error:
-                raise ApiError(400, str(error), param=field) from None
-        if isinstance(body, ChatRequest) and self._renderer is None:
-            stops = [*stops, _TURN_END]
-        if isinstance(body, ChatRequest):
-            top = body.top_logprobs if body.logprobs else None
-        else:
-            top = None if isinstance(body, NativeRequest) and not body.logprobs else body.logprobs
-        room, penalties = slots.room - len(prompt), (body.presence_penalty, body.frequency_penalty)
-        biases = body.biases(slots.config.vocab_size, self.tokenizer.encode)
-        return Job(
-            prompt=prompt,
-            most=room if body.max_tokens in (None, -1) else min(room, int(body.max_tokens or 0)),
-            sampler=Sampler(body.sampling(seed), choice, body.min_p, *penalties, biases, constraint),
-            decode=self.tokenizer.decoder(prompt),
-            search=StopSearch(stops),
-            stop_tokens=frozenset() if body.ignore_eos else self._stop_tokens,
-            deliver=deliver,
-            top=top,
-            reuse=body.cache_prompt,
-        )

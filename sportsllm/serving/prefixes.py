@@ -12,11 +12,16 @@ Array = npt.NDArray[Any]
 
 
 class Prefix(NamedTuple):
-    """Token ids, copies of all cached tensors of theirs, and the size of these."""
+    """Token ids, and all cached tensors of theirs."""
 
     ids: npt.NDArray[np.int64]
     arrays: list[Array]
-    bytes: int
+
+    def shared(self, tokens: npt.NDArray[np.int64]) -> int:
+        """How many first tokens are those of another sequence."""
+        length = min(len(self.ids), len(tokens))
+        differ = np.flatnonzero(self.ids[:length] != tokens[:length])
+        return int(differ[0]) if len(differ) else length
 
 
 class PrefixCache:
@@ -34,37 +39,27 @@ class PrefixCache:
     @property
     def size_bytes(self) -> int:
         """Size of all copies."""
-        return sum(each.bytes for each in self._kept)
+        return sum(array.nbytes for each in self._kept for array in each.arrays)
 
     def keep(self, ids: Sequence[int], view: Sequence[Array]) -> None:
         """Copy what a slot holds, unless it is larger than the bound or known; shorter versions of it go."""
         size_bytes = sum(array.nbytes for array in view)
         tokens = np.array(ids, dtype=np.int64)
-        if not 0 < size_bytes <= self._most_bytes or any(
-            len(each.ids) >= len(tokens) and shared_length(each.ids, tokens) == len(tokens) for each in self._kept
-        ):
+        if not 0 < size_bytes <= self._most_bytes or any(each.shared(tokens) == len(tokens) for each in self._kept):
             return
         if not self._whole:
-            self._kept = [each for each in self._kept if shared_length(each.ids, tokens) < len(each.ids)]
+            self._kept = [each for each in self._kept if each.shared(tokens) < len(each.ids)]
         while self.size_bytes + size_bytes > self._most_bytes:  # before the copy, which would exceed the bound
             del self._kept[0]
-        self._kept.append(Prefix(tokens, [array.copy() for array in view], size_bytes))
+        self._kept.append(Prefix(tokens, [array.copy() for array in view]))
 
-    def find(self, tokens: npt.NDArray[np.int64]) -> tuple[int, list[Array]]:
-        """How many first tokens the kept prefix that shares most has in common, and its arrays."""
-        best, found = 0, None
-        for prefix in self._kept:
-            shared = shared_length(prefix.ids, tokens)
+    def find(self, tokens: npt.NDArray[np.int64], others: Sequence[Prefix] = ()) -> tuple[int, list[Array]]:
+        """How many first tokens a sequence shares with that of the kept prefixes and `others` which has most of them in
+        common, and its arrays."""
+        best, found = 0, Prefix(tokens[:0], [])
+        for prefix in (*self._kept, *others):
+            shared = prefix.shared(tokens)
             if shared > best and not (self._whole and shared < len(prefix.ids)):
                 best, found = shared, prefix
-        if found is None:
-            return 0, []
-        self._kept = [each for each in self._kept if each is not found] + [found]
+        self._kept.sort(key=lambda each: each is found)  # to the end
         return best, found.arrays
-
-
-def shared_length(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
-    """How many first tokens of two sequences are the same."""
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if len(differ) else length

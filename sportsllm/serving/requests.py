@@ -120,8 +120,8 @@ class GenerationRequest(ModelRequest):
             found |= dict.fromkeys([int(key)] if is_id else encode(key), value)
         return found
 
-    def constraints(self) -> dict[str, Any]:
-        """What the text must be, by field: at most one.
+    def constraint(self) -> tuple[str, Any] | None:
+        """The field that says what the text must be, and its value.
 
         Raises:
             ApiError: more than one.
@@ -131,7 +131,7 @@ class GenerationRequest(ModelRequest):
         found = {field: value for field, value in given.items() if value is not None}
         if len(found) > 1:
             raise ApiError(400, f"give {' or '.join(found)}, not both", param=min(found))
-        return found
+        return next(iter(found.items()), None)
 
 
 class PromptObject(_Body):

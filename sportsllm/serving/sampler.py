@@ -18,6 +18,7 @@ from sportsllm.files import clip
 from sportsllm.inference.decoder import Logits
 from sportsllm.inference.sampling import Sampling, draw_token, penalize
 from sportsllm.models.config import ModelConfig
+from sportsllm.serving.requests import ApiError
 from sportsllm.text.tokenizer import TextTokenizer
 
 
@@ -111,14 +112,18 @@ class Constraints:
         self._tokenizer = LLTokenizer(data, n_vocab=config.vocab_size, eos_token=list(stop_tokens))
 
     def make(self, field: str, given: Any) -> Any:
-        """What a field of a request says: a JSON schema, a regular expression, or a grammar in llama.cpp's GBNF."""
+        """What a field of a request says: a JSON schema, a regular expression, or a grammar in llama.cpp's GBNF.
+
+        Raises:
+            ApiError: llguidance refuses it.
+        """
         try:
             matcher = self._matcher(self._tokenizer, self._compilers[field](given), log_level=0)
             problem = matcher.get_error() if matcher.is_error() else ""
         except Exception as error:  # errors in a grammar are no ValueErrors
             problem = str(error)
         if problem:
-            raise UsageError(f"the constraint cannot be used: {clip(problem, 300)}")
+            raise ApiError(400, f"the constraint cannot be used: {clip(problem, 300)}", param=field)
         return matcher
 
 
