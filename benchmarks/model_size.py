@@ -82,7 +82,7 @@ class Sizes:
     """What a stored model consists of: the layers, with norms and biases, and the head, which may be the embedding too.
 
     `embedding` is the bytes of one that is stored separately, of which decoding reads a row. `rest` is the rotary
-    table, the graph and the scales of an INT8 cache.
+    tables, the graph and the scales of an INT8 cache.
     """
 
     layers: WeightGroup
@@ -99,8 +99,8 @@ def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
     layers = tied - table
     # By columns for the head, since only so the runtime multiplies it packed, and by rows for the embedding.
     twice = not config.tie_word_embeddings or (stored.standard and stored.quantized and stored.head_bits != 32)
-    rotary = 0 if config.position_kind == "none" else 4 * config.max_position_embeddings * config.rotary_size
-    rest = rotary + _graph_bytes(config, stored)
+    rotary = 1 + (config.rope_local_theta is not None) if _stores_rotary_tables(config, stored) else 0
+    rest = 4 * config.max_position_embeddings * config.rotary_size * rotary + _graph_bytes(config, stored)
     if stored.file_bytes is not None:
         scale = stored.file_bytes / (layers + table * (1 + twice) + rest)
     return Sizes(
@@ -116,8 +116,16 @@ def _tied_and_untied(config: ModelConfig) -> tuple[ModelConfig, ModelConfig]:
     return config.with_changes(tie_word_embeddings=True), config.with_changes(tie_word_embeddings=False)
 
 
+def _stores_rotary_tables(config: ModelConfig, stored: ModelFormat) -> bool:
+    """Whether the graph rotates by tables: else it computes rows of new tokens, where ONNX Runtime's attention gets
+    queries and keys rotated, over a float16 cache and in heads of other sizes."""
+    if config.position_kind != "rotary" or stored.standard or config.attention_kind != "grouped_query":
+        return config.position_kind == "rotary"
+    return stored.cache != "fp16" and config.head_dim % 16 == 0 and config.rotary_size % 16 == 0
+
+
 def file_bytes(config: ModelConfig, stored: ModelFormat) -> int:
-    """Size of the exported files: weights, rotary table and graph."""
+    """Size of the exported files: weights, rotary tables and graph."""
     parts = sizes(config, stored)
     computed = round(parts.layers.bytes + parts.head.bytes + parts.embedding + parts.rest)
     return computed if stored.file_bytes is None else stored.file_bytes

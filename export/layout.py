@@ -21,6 +21,7 @@ ATTENTION_MASK = "attention_mask"
 LOGITS = "logits"
 PAST, PRESENT = "past_key_values.", "present."  # followed by layer and state: `past_key_values.0.key`
 KEEP_LOGITS = "num_logits_to_keep"  # optional input: 0 gives the logits of all positions, n those of the last n
+ROPE_FREQUENCIES = ("inv_freq", "local_inv_freq")  # constants: angles per position, and those of sliding layers
 ROPE_CACHES = ("cos_cache", "sin_cache", "local_cos_cache", "local_sin_cache")  # constants; see `rope_of` of the model
 
 # Keys and values of the graph's metadata.

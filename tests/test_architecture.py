@@ -75,11 +75,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_067,
+    "sportsllm": 19_072,
     "compress": 7_619,
-    "export": 6_402,
-    "benchmarks": 9_175,
-    "tests": 25_130,
+    "export": 6_440,
+    "benchmarks": 9_183,
+    "tests": 25_162,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -251,7 +251,7 @@ class Builder:
 
     def scalar(self, name: str, x: ir.Value) -> ir.Value:
         """A list of one as a number."""
-        return self.node(name, "Reshape", x, self.ints("scalar_shape", []))
+        return self.node(name, "Squeeze", x)
 
     def real(self, name: str, number: float) -> ir.Value:
         """A constant of float32."""

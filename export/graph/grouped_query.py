@@ -33,35 +33,35 @@ class OrtGroupedQuery(SublayerBuilder):
     The operator computes in the type of its cache. So that over a float16 cache only keys, values and their products
     are of that type, it gets them rotated.
 
-    All layers share what it reads of the sequences' lengths, each less 1, (B,), and S, int32; and the rotary tables,
-    (context, E / 2). What else a layer needs it computes of those and of its own input, so that it can become a
-    function, see `export.graph.calls`.
+    All layers share what it reads of the sequences' lengths, each less 1, (B,), and S, int32; and, where the operator
+    rotates, tables, (context, E / 2). What else a layer needs it computes of those and of its own input, so that it can
+    become a function, see `export.graph.calls`.
     """
 
     def __init__(self, layers: LayerBuilder, part: str) -> None:
         super().__init__(layers, part)
         self._seqlens_k, self._total = layers.lengths()
         config = self.config
-        self._tables: list[Sequence[ir.Value]] = [
-            layers.rotary_caches(layer) if config.rotates(layer) else () for layer in range(config.num_hidden_layers)
-        ]
         self._half_cache = layers.matmul.real == FLOAT and layers.form.half_cache
         odd = bool(config.head_dim % ROTARY_MULTIPLE or config.rotary_size % ROTARY_MULTIPLE)
         self._rotates_outside = self._half_cache or odd
+        self._tables: list[Sequence[ir.Value]] = [
+            layers.rotary_caches(layer) if config.rotates(layer) and not self._rotates_outside else ()
+            for layer in range(config.num_hidden_layers)
+        ]
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         name, config, tables = self.name(layer), self.config, self._tables[layer]
         # Otherwise the operator takes query, key and value as one, the query's rows first.
-        split = config.qk_norm or self._rotates_outside or not tables
+        split = config.qk_norm or not tables
         parts = self.products(layer, HIDDEN, x_BTD, split)
         if split:
             query, key, value = parts
-            outside = tables if self._rotates_outside else ()
-            ids_BT = self.layers.places(name, self._seqlens_k, x_BTD) if outside else None
-            query = self._prepare_heads(f"{name}.q", query, config.num_attention_heads, ids_BT, outside)
-            key = self._prepare_heads(f"{name}.k", key, config.num_key_value_heads, ids_BT, outside)
+            outside = config.rotates(layer) and self._rotates_outside
+            turns = self.layers.new_rotary_caches(name, layer, self._seqlens_k) if outside else ()
+            query = self._prepare_heads(f"{name}.q", query, config.num_attention_heads, turns)
+            key = self._prepare_heads(f"{name}.k", key, config.num_key_value_heads, turns)
             parts = [query, key, value]
-            tables = () if outside else tables
         if self._half_cache:
             parts = [self.graph.node(f"{part.name}/half", "Cast", part, to=HALF.value) for part in parts]
         inputs = [*parts, *[None] * (3 - len(parts)), *past, self._seqlens_k, self._total, *tables]
@@ -97,16 +97,20 @@ class OrtGroupedQuery(SublayerBuilder):
 
     def kernel_inputs(self, layer: int, past: Sequence[ir.Value], keep: ir.Value | None) -> Inputs:
         """What kernels of a layer read beside the residual stream and matrices."""
-        config, name, matmul, tables = self.config, self.name(layer), self.layers.matmul, self._tables[layer]
+        config, name, matmul = self.config, self.name(layer), self.layers.matmul
         inputs: Inputs = {"last": self._seqlens_k, "total": self._total, "keep": keep}
         inputs |= {"past_key": past[0], "past_value": past[1]}
-        inputs |= dict(zip(("cosine", "sine"), tables or (None, None), strict=True))
+        inputs["frequencies"] = self.layers.rotary_frequencies(layer)[0] if config.rotates(layer) else None
         inputs |= dict(zip(("key_scale", "value_scale"), self._cache_scales(layer) or (None, None), strict=True))
         inputs["norm"] = matmul.vector(f"model.layers.{layer}.{NORMS['self_attn']}.weight", config.hidden_size)
         for side in ("query", "key"):
             weight = f"{name}.{side[0]}_norm.weight"
             inputs[f"{side}_norm"] = matmul.vector(weight, config.head_dim) if config.qk_norm else None
         return inputs
+
+    def body_inputs(self, layer: int) -> Inputs:
+        """What a layer in ONNX Runtime's operators reads beside that."""
+        return {"tokens": self.layers.tokens_BT, **dict(zip(("cosine", "sine"), self._tables[layer], strict=False))}
 
     def _cache_scales(self, layer: int) -> list[ir.Value]:
         """A layer's scales of keys and of values, (1, K, 1, E); none for a float32 cache."""
@@ -117,10 +121,9 @@ class OrtGroupedQuery(SublayerBuilder):
             for state, scale_LKE in zip(self.states, scales.states, strict=True)
         ]
 
-    def _prepare_heads(
-        self, name: str, x: ir.Value, heads: int, ids_BT: ir.Value | None, tables: Sequence[ir.Value]
-    ) -> ir.Value:
-        """What GroupQueryAttention does not do: norm of each head (Qwen3), rotation of odd sizes; (B, T, heads * E)."""
+    def _prepare_heads(self, name: str, x: ir.Value, heads: int, turns: Sequence[ir.Value]) -> ir.Value:
+        """What GroupQueryAttention does not do: norm of each head (Qwen3), rotation of odd sizes, by each token's row
+        in two tables if they are given; (B, T, heads * E)."""
         graph, size = self.graph, self.config.head_dim
         if self.config.joint_qk_norm:
             x = self.layers.rms_norm(f"{name}_norm", x, self.layers.matmul.vector(f"{name}_norm.weight", heads * size))
@@ -130,10 +133,10 @@ class OrtGroupedQuery(SublayerBuilder):
             normed = self.layers.rms_norm(f"{name}_norm", x_BTHE, gamma)
             flat = graph.ints(f"heads_{heads}_flat", [0, 0, heads * size])
             x = graph.node(f"{name}_norm/flat", "Reshape", normed, flat)
-        if ids_BT is None:
+        if not turns:
             return x
         sizes = {"num_heads": heads, "rotary_embedding_dim": self.config.rotary_size}
-        return graph.node(f"{name}_rotary", "RotaryEmbedding", x, ids_BT, *tables, **sizes)
+        return graph.node(f"{name}_rotary", "RotaryEmbedding", x, *turns, **sizes)
 
 
 class StandardGroupedQuery(SublayerBuilder):

@@ -97,6 +97,7 @@ def _attention_call(
         "hidden_size": config.hidden_size,
         **({} if mlp is None else {"intermediate_size": mlp.config.intermediate_size}),
         "epsilon": config.rms_norm_eps,
+        "rotary_factor": layers.rotary_frequencies(layer)[1] if config.rotates(layer) else 1.0,
     }
     for operand in found:
         attributes |= operand.attributes
@@ -111,6 +112,7 @@ def _attention_call(
         attributes |= _general_attributes(config, layer, mlp, found)
         inputs |= dict.fromkeys(_FEED_FORWARD_INPUTS) if mlp is None else {}
         inputs |= _norms(layers, layer, mlp)
+    inputs |= attention.body_inputs(layer)
     op = kind + ("Attention" if mlp is None else "Layer") + SUFFIXES[layers.form.cached]
     return Call(op, attention.name(layer) if mlp is None else name, name, inputs, outputs, attributes)
 

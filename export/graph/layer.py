@@ -16,10 +16,10 @@ import onnx_ir as ir
 from export.graph.builder import BOOL, FLOAT, INT32, INT64, Builder, GraphForm
 from export.graph.calls import KernelCalls, Operand
 from export.graph.weights import Matmul
-from export.layout import ROPE_CACHES
+from export.layout import ROPE_CACHES, ROPE_FREQUENCIES
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import EMBEDDING, POSITIONS, sublayers
-from sportsllm.models.rope import rope_tables
+from sportsllm.models.rope import rope_constants, rope_tables
 from sportsllm.models.sublayer import HIDDEN, Matrix
 
 
@@ -167,10 +167,37 @@ class LayerBuilder:
         none_BT1 = at("nothing", "Sub", places_BT1, places_BT1)
         return at("where", "Concat", at("row_of_each", "Add", none_BT1, rows_B11), places_BT1, axis=2)
 
+    def _turns_locally(self, layer: int) -> bool:
+        return self.config.rope_local_theta is not None and self.config.window(layer) is not None
+
+    def rotary_frequencies(self, layer: int) -> tuple[ir.Value, float]:
+        """A layer's angles per position, (E / 2,), and what cosine and sine are multiplied by."""
+        local = self._turns_locally(layer)
+        frequencies, factor = rope_constants(self.config, local)
+        return self.graph.constant(ROPE_FREQUENCIES[local], frequencies), float(factor)
+
+    def new_rotary_caches(self, name: str, layer: int, last_B: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """What RotaryEmbedding reads without stored tables: rows of the new tokens, (B, T), in tables of their cosines
+        and sines, (B T, E / 2).
+
+        Nothing in it depends on the layer, so that the runtime computes it once for all that are alike.
+        """
+        graph, at, (frequencies, factor) = self.graph, self.graph.at(f"{name}/rotary/"), self.rotary_frequencies(layer)
+        places_BT = self.places(name, last_B)
+        positions_BT1 = at("positions", "Cast", at("column", "Unsqueeze", places_BT, 2), to=FLOAT.value)
+        angles = at("angles", "Flatten", at("angles_of_tokens", "Mul", positions_BT1, frequencies), axis=2)
+        found = [at("cos", "Cos", angles), at("sin", "Sin", angles)]
+        if factor != 1:
+            scale = graph.real(f"rotary_factor_{factor:g}", factor)
+            found = [at(f"scaled{n}", "Mul", table, scale) for n, table in enumerate(found)]
+        if self.form.real != FLOAT:
+            found = [at(f"narrow{n}", "Cast", table, to=self.form.real.value) for n, table in enumerate(found)]
+        rows = at("rows", "Range", graph.zero, at("count", "Size", places_BT), graph.one)
+        return at("rows_of_tokens", "Reshape", rows, at("shape", "Shape", places_BT)), found[0], found[1]
+
     def rotary_caches(self, layer: int) -> tuple[ir.Value, ir.Value]:
         """A layer's cosine and sine tables, (context, E / 2), in the compute dtype."""
-        config = self.config
-        local = config.rope_local_theta is not None and config.window(layer) is not None
+        config, local = self.config, self._turns_locally(layer)
         tables = zip(ROPE_CACHES[2 * local :], rope_tables(config, config.max_position_embeddings, local), strict=False)
         cos, sin = (self.graph.constant(name, table.astype(self.form.real.numpy())) for name, table in tables)
         return cos, sin

@@ -31,6 +31,8 @@ class SelectedAttention(OrtGroupedQuery):
         super().__init__(layers, part)
         graph, at, selection = self.graph, self.graph.at("selected/"), self.config.chosen_selection
         self._selection, self._ids_BT = selection, layers.places("selected")
+        caches = layers.rotary_caches(0)
+        self._turns = (self._ids_BT, *caches)
         self._length = at("length", "Add", at("last", "ReduceMax", self._ids_BT, keepdims=0), graph.one)
         self._length_S = at("length_list", "Unsqueeze", self._length, 0)
         places_BT1 = at("place_column", "Unsqueeze", self._ids_BT, 2)
@@ -56,15 +58,15 @@ class SelectedAttention(OrtGroupedQuery):
         pairs = self.config.head_dim // 2
         begin = graph.ints("selected/first_pair", [pairs - index_pairs(self.config)])
         end = graph.ints("selected/last_pair", [pairs])
-        self._slower = [at(f"slower_{table.name}", "Slice", table, begin, end, 1) for table in self._tables[0]]
+        self._slower = [at(f"slower_{table.name}", "Slice", table, begin, end, 1) for table in caches]
         self._cached_rows: tuple[ir.Value, ir.Value] | None = None
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         graph, config, name, selection = self.graph, self.config, self.name(layer), self._selection
-        at, tables = graph.at(f"{name}."), self._tables[layer]
+        at = graph.at(f"{name}.")
         query, key, value, index_q, index_k = self.products(layer, HIDDEN, x_BTD)
-        query = self._prepare_heads(f"{name}.q", query, config.num_attention_heads, self._ids_BT, tables)
-        key = self._prepare_heads(f"{name}.k", key, config.num_key_value_heads, self._ids_BT, tables)
+        query = self._prepare_heads(f"{name}.q", query, config.num_attention_heads, self._turns)
+        key = self._prepare_heads(f"{name}.k", key, config.num_key_value_heads, self._turns)
         index_q = self._slowly_rotated(f"{name}.index_q", index_q, selection.heads * selection.parts)
         index_k = self._slowly_rotated(f"{name}.index_k", index_k, selection.parts)
         first_BK1, where_BKT3 = self._rows_of_heads(past[0])

@@ -135,7 +135,7 @@ class LayerJob {
         if (query || key) {
           const float* weight = query ? w_.query_norm : w_.key_norm;
           if (weight != nullptr) v_.rms_norm(x, weight, e, w_.epsilon, x);
-          if (w_.cosine != nullptr) v_.rotate(x, w_.cosine + position * (e / 2), w_.sine + position * (e / 2), e);
+          if (const RotaryTable* rotary = w_.rotary.get()) v_.rotate(x, rotary->row(position), rotary->row(position) + e / 2, e);
         }
         if (query) {
           float* to = queries_ + (m * w_.heads + head) * e;

@@ -5,13 +5,16 @@
 // P and S tokens that the cache has room for before and after.
 #pragma once
 
+#include <memory>
+
 #include "kernels.h"
+#include "rotary.h"
 #include "scratch.h"
 
 namespace sportsllm {
 
 struct LayerWeights {
-  int64_t hidden = 0, heads = 0, kv_heads = 0, head_size = 0, context = 0;
+  int64_t hidden = 0, heads = 0, kv_heads = 0, head_size = 0;
   int64_t inner = 0;  // 0 without the second half
   float epsilon = 0, scale = 0;  // of scores
   int64_t window = 0;            // tokens that one sees, itself included; 0 for all
@@ -21,7 +24,7 @@ struct LayerWeights {
   const float *norm_bias = nullptr, *second_norm_bias = nullptr;  // (D), then they are LayerNorm, or none
   const float *attention_output_norm = nullptr, *feed_forward_output_norm = nullptr;  // (D), or none
   const float *query_norm = nullptr, *key_norm = nullptr;     // (E), or none
-  const float *cosine = nullptr, *sine = nullptr;             // (context, E / 2), or none
+  std::shared_ptr<const RotaryTable> rotary;                  // of E / 2 pairs, or none
   const float *key_scale = nullptr, *value_scale = nullptr;   // (K, E) of an INT8 cache, or none
   Matrix qkv, output, gate_up, down;
 };

@@ -28,11 +28,13 @@ constexpr int kStructures = SPORTSLLM_STRUCTURES;  // bodies of an operator in o
 // Inputs of `DecoderLayer`, in order; `DecoderAttention` has those before kGateUp. `GeneralLayer` and `GeneralAttention`, with
 // norms after both parts, LayerNorm, windows, another scale of scores, gelu or 16-bit inputs, have those behind kLayerInputs too.
 enum LayerInput {
-  kX, kResidual, kLast, kTotal, kKeep, kPastKey, kPastValue, kCosine, kSine, kKeyScale, kValueScale, kNorm, kQueryNorm,
-  kKeyNorm, kQkv, kOutput = kQkv + 4, kSecondNorm = kOutput + 4, kGateUp, kDown = kGateUp + 4, kLayerInputs = kDown + 4,
+  kX, kResidual, kLast, kTotal, kKeep, kPastKey, kPastValue, kFrequencies, kKeyScale, kValueScale, kNorm, kQueryNorm, kKeyNorm,
+  kQkv, kOutput = kQkv + 4, kSecondNorm = kOutput + 4, kGateUp, kDown = kGateUp + 4, kLayerInputs = kDown + 4,
   kAttentionOutputNorm = kLayerInputs, kFeedForwardOutputNorm, kNormBias, kSecondNormBias,
   kGeneralInputs
 };
+const std::string kMost = "; the most is " + std::to_string(RotaryTable::kPositions);
+
 enum LayerOutput { kOut, kResidualOut, kKey, kValue, kLayerOutputs };
 
 class Layer {
@@ -48,13 +50,11 @@ class Layer {
             "heads disagree: " + std::to_string(w.heads) + " on " + std::to_string(w.kv_heads) + ", of " +
                 std::to_string(w.head_size));
     require(w.epsilon >= 0, "epsilon is negative");
-    const int64_t e = w.head_size, half = e / 2;
+    const int64_t e = w.head_size;
     w.scale = 1.0f / std::sqrt(static_cast<float>(e));
-    const Tensor cosine = runtime_.constant(info, kCosine);
-    w.context = cosine || !op.general ? dimension(cosine, 0) : kLargest;
-    w.cosine = vector_of<float>(runtime_, info, kCosine, ort::kFloat, {w.context, half}, "cosine table", op.general);
-    w.sine = vector_of<float>(runtime_, info, kSine, ort::kFloat, {w.context, half}, "sine table", op.general);
-    require((w.cosine == nullptr) == (w.sine == nullptr), "one of two rotary tables is missing");
+    const float* frequencies =
+        vector_of<float>(runtime_, info, kFrequencies, ort::kFloat, {e / 2}, "rotary frequencies", op.general);
+    if (frequencies != nullptr) w.rotary = RotaryTable::shared(frequencies, e / 2, runtime_.real(info, "rotary_factor"));
     if (w.cache == CacheType::kInt8) {
       w.key_scale = vector_of<float>(runtime_, info, kKeyScale, ort::kFloat, {1, w.kv_heads, 1, e}, "key scale");
       w.value_scale = vector_of<float>(runtime_, info, kValueScale, ort::kFloat, {1, w.kv_heads, 1, e}, "value scale");
@@ -103,15 +103,14 @@ class Layer {
             "the cache has shapes " + text(key.shape) + " and " + text(value.shape) + ", or another type");
     in.past_key = key.data, in.past_value = value.data;
     const int64_t all = *static_cast<const int32_t*>(total.data);
-    require(all <= std::max(in.past_room, w.context),
-            "a total length of " + std::to_string(all) + "; the context is " + std::to_string(w.context));
+    require(all <= RotaryTable::kPositions, "a total length of " + std::to_string(all) + kMost);
     in.room = std::max(in.past_room, all);
     for (int64_t b = 0; b < in.batch; ++b) {
       const int64_t start = std::max<int64_t>(0, int64_t{in.last[b]} + 1 - in.tokens);
       require(in.last[b] >= 0 && start <= in.past_room && start + in.tokens <= std::max(in.room, in.tokens) &&
-                  start + in.tokens <= w.context,
+                  start + in.tokens <= RotaryTable::kPositions,
               "a sequence of " + std::to_string(start + in.tokens) + " tokens; the cache has room for " +
-                  std::to_string(in.room) + " and the context is " + std::to_string(w.context));
+                  std::to_string(in.room) + kMost);
       in.room = std::max(in.room, start + in.tokens);
     }
     const std::vector<int64_t> shape = {in.batch, in.kept(), w.hidden};
@@ -305,10 +304,11 @@ Operator layer_operator(int structure, CacheType type, bool attention_alone, boo
   }
   for (int i : {kResidual, kKeep, kKeyScale, kValueScale, kQueryNorm, kKeyNorm}) op.presence[i] = ort::kOptional;
   if (general) {
-    op.presence[kCosine] = op.presence[kSine] = ort::kOptional;
+    op.presence[kFrequencies] = ort::kOptional;
     for (int i = kGateUp; i < kGeneralInputs; ++i) op.presence[i] = ort::kOptional;
   }
   op.inputs.resize(count), op.presence.resize(count);
+  op.inputs.push_back(ort::kAny), op.presence.push_back(ort::kVariadic);  // what only the body reads
   op.outputs = {ort::kFloat, ort::kFloat, cache, cache};
   return op;
 }

@@ -1,3 +1,3 @@
 #pragma once
 
-#define SPORTSLLM_KERNELS_VERSION "2"
+#define SPORTSLLM_KERNELS_VERSION "3"

@@ -72,7 +72,7 @@ from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import EMBEDDING, LAST_NORM, POSITIONS, block_state
 from sportsllm.models.language_model import SportsLLM, rope_of
-from sportsllm.models.rope import rope_tables
+from sportsllm.models.rope import rope_constants, rope_tables
 from sportsllm.process_memory import give_back
 from sportsllm.text.tokenizer import load_tokenizer
 
@@ -290,7 +290,10 @@ def _widen_weights(main: ir.Graph, config: ModelConfig) -> None:
 def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Names of stored tables, the embedding and those of positions, that differ from the checkpoint's."""
     found = graph.graph.initializers
-    rotary = {name: table for name, table in zip(layout.ROPE_CACHES, rope_of(config), strict=False) if name in found}
+    tables = dict(zip(layout.ROPE_CACHES, rope_of(config), strict=False))
+    for local, name in enumerate(layout.ROPE_FREQUENCIES):
+        tables[name] = torch.from_numpy(rope_constants(config, bool(local))[0])
+    rotary = {name: table for name, table in tables.items() if name in found}
     learned = (f"{EMBEDDING}.", f"{POSITIONS}.")
     for name in (*rotary, *(name for name in tensors if name.startswith(learned))):
         value = found.get(name, found.get(f"{name}{FLAT}"))

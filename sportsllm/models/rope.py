@@ -154,6 +154,12 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     return 1 + growth
 
 
+def rope_constants(config: ModelConfig, local: bool = False) -> tuple[npt.NDArray[np.float32], np.float32]:
+    """`inverse_frequencies`, and what cosine and sine are multiplied by."""
+    own = local and config.rope_local_theta is not None  # sliding layers with a base of their own are not stretched
+    return inverse_frequencies(config, local), np.float32(1.0 if own else attention_factor(config.rope_scaling))
+
+
 def rope_tables(
     config: ModelConfig, length: int, local: bool = False
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
@@ -162,9 +168,8 @@ def rope_tables(
     YaRN's attention factor is in them; `local` as in `inverse_frequencies`.
     """
     positions = np.arange(length, dtype=np.float32)
-    angles = positions[:, None] * inverse_frequencies(config, local)[None, :]
-    own = local and config.rope_local_theta is not None  # sliding layers with a base of their own are not stretched
-    factor = np.float32(1.0 if own else attention_factor(config.rope_scaling))
+    frequencies, factor = rope_constants(config, local)
+    angles = positions[:, None] * frequencies[None, :]
     return np.cos(angles) * factor, np.sin(angles) * factor
 
 

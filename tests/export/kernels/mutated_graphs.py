@@ -10,11 +10,11 @@ import onnxruntime as ort
 from onnx import TensorProto
 from test_kernels import (
     CACHES,
-    CONTEXT,
     FEED_FORWARDS,
     HIDDEN,
     KV_HEADS,
     LATENT_NAMES,
+    POSITIONS,
     ROOM,
     SELECTED_NAMES,
     SIZE,
@@ -69,7 +69,7 @@ def layer(chance: random.Random) -> Node:
     cache = np.zeros((1, KV_HEADS, ROOM, SIZE), kind)
     fed = {
         "x": np.ones((1, tokens, HIDDEN), np.float32),
-        "last": np.array([chance.choice([tokens - 1, ROOM - 1, ROOM, CONTEXT, -1])], np.int32),
+        "last": np.array([chance.choice([tokens - 1, ROOM - 1, ROOM, POSITIONS, -1])], np.int32),
         "total": np.array(ROOM, np.int32),
         "past_key": cache,
         "past_value": cache.copy(),

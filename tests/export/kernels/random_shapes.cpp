@@ -300,12 +300,12 @@ void parallel(void*, void (*work)(void*, size_t), void* team) {
 void layer_case() {
   LayerWeights w;
   w.kv_heads = between(1, 3), w.heads = w.kv_heads * between(1, 4), w.head_size = 2 * between(1, 20);
-  w.hidden = between(1, 100), w.inner = between(1, 150), w.context = 600, w.epsilon = 1e-5f;
+  w.hidden = between(1, 100), w.inner = between(1, 150), w.epsilon = 1e-5f;
   const int64_t e = w.head_size, batch = between(1, 3);
   const Numbers<float> norm = ordinary(w.hidden, 0.5f, 1.5f), head_norm = ordinary(e, 0.5f, 1.5f);
-  const Numbers<float> cosine = ordinary(w.context * e / 2, -1, 1), sine = ordinary(w.context * e / 2, -1, 1);
+  const Numbers<float> frequencies = ordinary(e / 2, 0, 1);
   const Numbers<float> steps = ordinary(w.kv_heads * e, 0.02f, 0.1f);
-  w.norm = w.second_norm = norm.data(), w.cosine = cosine.data(), w.sine = sine.data();
+  w.norm = w.second_norm = norm.data();
   if (between(0, 1)) w.query_norm = w.key_norm = head_norm.data();
   w.cache = cache_type();
   if (w.cache == CacheType::kInt8) w.key_scale = w.value_scale = steps.data();
@@ -315,7 +315,7 @@ void layer_case() {
   for (Matrix* matrix : {&w.qkv, &w.output, &w.gate_up, &w.down}) matrix->wide = between(0, 3) == 0;
   w.scale = 1 / std::sqrt(static_cast<float>(e)), w.gelu = between(0, 1) != 0;
   if (between(0, 1)) w.window = between(1, 350);
-  if (between(0, 3) == 0) w.cosine = w.sine = nullptr;
+  if (between(0, 3) != 0) w.rotary = RotaryTable::shared(frequencies.data(), e / 2, 1.25f);
   if (between(0, 1)) w.attention_output_norm = norm.data();
   if (between(0, 1)) w.feed_forward_output_norm = norm.data();
   if (between(0, 2) == 0) w.norm_bias = w.second_norm_bias = norm.data();

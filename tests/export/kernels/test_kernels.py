@@ -19,7 +19,8 @@ CACHES: dict[str, tuple[str, Any, int]] = {
     "fp16": ("Half", np.float16, TensorProto.FLOAT16),
     "int8": ("Int8", np.int8, TensorProto.INT8),
 }
-HIDDEN, HEADS, KV_HEADS, SIZE, INNER, CONTEXT, ROOM = 48, 4, 2, 12, 80, 64, 40
+HIDDEN, HEADS, KV_HEADS, SIZE, INNER, ROOM = 48, 4, 2, 12, 80, 40
+POSITIONS = 2**20
 
 
 class Packed:
@@ -138,10 +139,9 @@ def layer_case(bits: int, block: int, zeros: bool, cache: str = "fp32") -> Case:
         "down": (HIDDEN, INNER),
     }
     matrices = {name: Packed(rng, *shape, bits, block, zeros, size=0.3) for name, shape in shapes.items()}
-    angles = np.arange(CONTEXT)[:, None] * 10_000.0 ** (-np.arange(SIZE // 2) / (SIZE // 2))
     constants = {
-        "cosine": np.cos(angles).astype(np.float32),
-        "sine": np.sin(angles).astype(np.float32),
+        "frequencies": (100.0 ** (-np.arange(SIZE // 2) / (SIZE // 2))).astype(np.float32),
+        "unread": np.zeros(1, np.float32),
         "norm": rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32),
         "second_norm": rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32),
     }
@@ -150,6 +150,7 @@ def layer_case(bits: int, block: int, zeros: bool, cache: str = "fp32") -> Case:
         constants["value_scale"] = np.full((1, KV_HEADS, 1, SIZE), 0.05, np.float32)
     attributes: dict[str, Any] = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "head_size": SIZE}
     attributes |= {"hidden_size": HIDDEN, "intermediate_size": INNER, "epsilon": 1e-5}
+    attributes["rotary_factor"] = 1.25
     for name, matrix in matrices.items():
         constants |= matrix.parts(name)
         attributes |= {f"{name}_{key}": value for key, value in matrix.sizes.items()}
@@ -167,19 +168,20 @@ def general_case(bits: int, wide: bool, cache: str = "fp32") -> Case:
 
 
 def names_of_layer() -> list[str]:
-    first = "x residual last total keep past_key past_value cosine sine key_scale value_scale norm query_norm key_norm"
+    first = "x residual last total keep past_key past_value frequencies key_scale value_scale norm query_norm key_norm"
     names = first.split()
     for name in ("qkv", "output", "second_norm", "gate_up", "down"):
         parts = ["packed", "scale", "zero_point", "bias"]
         names += [name] if name == "second_norm" else [f"{name}.{part}" for part in parts]
-    return [*names, "norm_after_attention", "norm_after_feed_forward"]
+    return names
 
 
 def op_and_names(attributes: dict[str, Any], suffix: str) -> tuple[str, list[str]]:
     """The operator of a layer, and its inputs."""
     if "scale" in attributes:
-        return f"GeneralLayer{suffix}", names_of_layer()
-    return f"DecoderLayer{suffix}", names_of_layer()[:-2]
+        more = ["norm_after_attention", "norm_after_feed_forward", "norm_bias", "second_norm_bias"]
+        return f"GeneralLayer{suffix}", [*names_of_layer(), *more, "unread"]
+    return f"DecoderLayer{suffix}", [*names_of_layer(), "unread"]
 
 
 def run_layer(
@@ -216,9 +218,12 @@ def layer_oracle(case: Case, tokens: int) -> tuple[Array, Array]:
         normed(x) * constants["norm"] @ matrices["qkv"].dense.T, np.cumsum([HEADS * SIZE, KV_HEADS * SIZE]), axis=1
     )
     query, key, value = (part.reshape(tokens, -1, SIZE).transpose(1, 0, 2) for part in parts)
-    cosine, sine = (constants[name][:tokens].astype(np.float64) for name in ("cosine", "sine"))
+    angles = np.arange(tokens)[:, None] * constants["frequencies"].astype(np.float64)
+    cosine, sine = (attributes["rotary_factor"] * turned(angles) for turned in (np.cos, np.sin))
 
     def rotated(h: Array) -> Array:
+        if "frequencies" not in constants:
+            return h
         a, b = h[..., : SIZE // 2], h[..., SIZE // 2 :]
         return np.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1)
 
@@ -274,17 +279,37 @@ def test_a_general_layer_gives_the_bits_of_a_plain_one(library: Path) -> None:
         assert np.array_equal(found, wanted)
 
 
-def test_a_general_layer_without_rotation_has_no_tables(library: Path) -> None:
+def test_a_general_layer_without_rotation_has_no_frequencies(library: Path) -> None:
     constants, matrices, attributes = general_case(8, wide=True)
-    still = constants | {"cosine": np.ones_like(constants["cosine"]), "sine": np.zeros_like(constants["sine"])}
-    none = {name: array for name, array in constants.items() if name not in ("cosine", "sine")}
+    still = constants | {"frequencies": np.zeros_like(constants["frequencies"])}
+    none = {name: array for name, array in constants.items() if name != "frequencies"}
+    attributes["rotary_factor"] = 1.0
     for found, wanted in zip(
         *(run_layer(library, (c, matrices, attributes), [12, 1, 3]) for c in (none, still)), strict=True
     ):
         assert np.array_equal(found, wanted)
-    none["cosine"] = constants["cosine"]
-    with pytest.raises(Exception, match="one of two rotary tables is missing"):
-        run_layer(library, (none, matrices, attributes), [3])
+
+
+def test_keys_far_into_a_context_are_rotated(library: Path) -> None:
+    """Angles are rounded to float32, as in training; cosine and sine of them are within half a float32 step."""
+    constants, _, attributes = layer_case(8, 32, False)
+    first, last = (np.zeros((1, KV_HEADS, 2_000, SIZE), np.float32) for _ in range(2))
+    x = np.random.default_rng(7).normal(size=(1, 1, HIDDEN)).astype(np.float32)
+    op, names = op_and_names(attributes, "")
+    outputs = dict.fromkeys(("out", "residual_out", "key", "value"), TensorProto.FLOAT)
+
+    def key_at(place: int) -> Array:
+        fed = {"x": x, "last": np.array([place], np.int32), "total": np.array(2_000, np.int32)}
+        fed |= {"past_key": first, "past_value": last}
+        made = session(library, op, names, outputs, constants, fed, attributes)
+        return np.asarray(made.run(["key"], fed)[0][0, :, place], np.float64)
+
+    start = key_at(0) / 1.25
+    for place in (127, 128, 1_999):
+        angles = (np.float32(place) * constants["frequencies"]).astype(np.float64)
+        a, b = start[:, : SIZE // 2], start[:, SIZE // 2 :]
+        turned = [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)]
+        np.testing.assert_allclose(key_at(place), 1.25 * np.concatenate(turned, axis=1), rtol=0, atol=2e-6)
 
 
 def test_an_int8_cache_holds_keys_rounded_by_its_scales(library: Path) -> None:
@@ -329,7 +354,7 @@ def test_the_new_cache_is_the_old_one_the_new_tokens_and_zeros(library: Path, to
         "past_value": past[1],
     }
     outputs = {"out": TensorProto.FLOAT, "residual_out": TensorProto.FLOAT, "key": cached, "value": cached}
-    made = session(library, f"DecoderLayer{suffix}", names_of_layer()[:-2], outputs, constants, fed, attributes)
+    made = session(library, *op_and_names(attributes, suffix), outputs, constants, fed, attributes)
     other = fed | {name: np.full_like(fed[name], 77) for name in ("past_key", "past_value")}
     for _ in range(3):
         made.run(None, other)
@@ -342,14 +367,14 @@ def test_the_new_cache_is_the_old_one_the_new_tokens_and_zeros(library: Path, to
 def test_attention_alone_ends_behind_the_second_norm(library: Path) -> None:
     """Bits of the whole layer, whose outputs are the same sum and what the other half makes of the norm."""
     constants, _, attributes = layer_case(4, 32, True)
-    names = names_of_layer()[:-2]
+    _, names = op_and_names(attributes, "")
     x = np.random.default_rng(7).normal(size=(1, 9, HIDDEN)).astype(np.float32)
     cache = np.zeros((1, KV_HEADS, ROOM, SIZE), np.float32)
     fed = {"x": x, "last": np.array([8], np.int32), "total": np.array(ROOM, np.int32)}
     fed |= {"past_key": cache, "past_value": cache.copy()}
     outputs = dict.fromkeys(("out", "residual_out", "key", "value"), TensorProto.FLOAT)
     whole = session(library, "DecoderLayer", names, outputs, constants, fed, attributes).run(None, fed)
-    first = names[: names.index("second_norm") + 1]
+    first = [*names[: names.index("second_norm") + 1], "unread"]
     own = {name: array for name, array in constants.items() if name in first}
     sizes = {name: value for name, value in attributes.items() if not name.startswith(("gate_up", "down", "inter"))}
     half = session(library, "DecoderAttention", first, outputs, own, fed, sizes).run(None, fed)

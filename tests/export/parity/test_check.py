@@ -105,6 +105,13 @@ FAULTS: dict[str, tuple[dict[str, Any], str, Callable[[np.ndarray], None]]] = {
     "an embedding, by a millionth": ({}, "model.embed_tokens.weight", add_to_one((95, 0), 1e-6)),
     "the cosine table": ({}, "cos_cache", add_to_one((4, 1), 0.01)),
     "the sine table, beyond the prompts": ({}, "sin_cache", add_to_one((CONTEXT - 1, 0), 1e-6)),
+    "a frequency that kernels read": ({"bits": 4}, "inv_freq", add_to_one((3,), 1e-6)),
+    "a frequency of sliding layers, without tables": (
+        {"bits": 4, "half_cache": True, "layer_types": ("sliding", "full"), "sliding_window": 8}
+        | {"rope_local_theta": 100.0},
+        "local_inv_freq",
+        add_to_one((0,), 1e-6),
+    ),
     "a learned position, beyond the prompts": (
         {"position_kind": "learned", "max_position_embeddings": 350},
         "model.embed_positions.weight",
