@@ -98,7 +98,6 @@ def train_model(
         log(f"resumed at step {state.step:,} of {config.steps:,}")
     if not run.divided:
         processes.share(model.parameters())
-    validation = validation if config.steps else None
     first_step, paused = state.step, 0.0  # seconds of scoring and saving
     started = time.perf_counter()
     model.checkpoint_activations = config.checkpoint_activations
