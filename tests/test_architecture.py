@@ -75,8 +75,8 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_072,
-    "compress": 7_619,
+    "sportsllm": 19_067,
+    "compress": 7_618,
     "export": 6_440,
     "benchmarks": 9_183,
     "tests": 25_163,

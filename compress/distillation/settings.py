@@ -115,5 +115,4 @@ class DistillationConfig:
 
     def settings(self) -> JsonObject:
         """For a manifest."""
-        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return fields | {"signals": None if self.signals is None else str(self.signals)}
+        return {**vars(self), "signals": None if self.signals is None else str(self.signals)}

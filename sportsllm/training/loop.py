@@ -17,7 +17,7 @@ from torch import Tensor
 from sportsllm import processes
 from sportsllm.console import log, log_once, progress_bar
 from sportsllm.errors import ArtifactError, DivergedError, UsageError
-from sportsllm.files import JsonObject, parse_json
+from sportsllm.files import STATE_DIRECTORY, JsonObject, parse_json
 from sportsllm.models.experts import balance_biases, pop_expert_load
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
@@ -92,7 +92,7 @@ def train_model(
     """
     reset_peak_rss()
     state = (run := _Run(model, config, directory, identity)).state
-    if resume and state.is_saved:
+    if resume and (directory / STATE_DIRECTORY).exists():
         state.load()
         _drop_metrics_after(directory / METRICS, state.step)
         log(f"resumed at step {state.step:,} of {config.steps:,}")

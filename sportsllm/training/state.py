@@ -182,11 +182,6 @@ class RunState:
         """Mean of `losses`, in nats per token."""
         return sum(self.losses) / len(self.losses) if self.losses else None
 
-    @property
-    def is_saved(self) -> bool:
-        """Whether there is a state to load."""
-        return (self.directory / STATE_DIRECTORY).exists()
-
     def save(self) -> None:
         """Write `state/`, replacing an older one only when the new one is whole; all processes call this."""
         directory, first = Path(processes.from_first(str(self.directory.resolve()))), processes.rank() == 0
