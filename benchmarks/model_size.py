@@ -117,8 +117,8 @@ def _tied_and_untied(config: ModelConfig) -> tuple[ModelConfig, ModelConfig]:
 
 
 def _stores_rotary_tables(config: ModelConfig, stored: ModelFormat) -> bool:
-    """Whether the graph rotates by tables: else it computes rows of new tokens, where ONNX Runtime's attention gets
-    queries and keys rotated, over a float16 cache and in heads of other sizes."""
+    """Whether the graph stores rotary tables. It computes the new tokens' rows if ONNX Runtime's attention does not
+    rotate: over a float16 cache, and with heads of other sizes."""
     if config.position_kind != "rotary" or stored.standard or config.attention_kind != "grouped_query":
         return config.position_kind == "rotary"
     return stored.cache != "fp16" and config.head_dim % 16 == 0 and config.rotary_size % 16 == 0

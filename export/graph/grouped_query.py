@@ -33,7 +33,7 @@ class OrtGroupedQuery(SublayerBuilder):
     The operator computes in the type of its cache. So that over a float16 cache only keys, values and their products
     are of that type, it gets them rotated.
 
-    All layers share what it reads of the sequences' lengths, each less 1, (B,), and S, int32; and, where the operator
+    All layers share what it reads of the sequences' lengths, each less 1, (B,), and S, int32; and, if the operator
     rotates, tables, (context, E / 2). What else a layer needs it computes of those and of its own input, so that it can
     become a function, see `export.graph.calls`.
     """

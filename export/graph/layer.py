@@ -124,8 +124,8 @@ class LayerBuilder:
         width = graph.scalar("positions/mask_scalar", graph.size("positions/mask_width", self.mask_BS, 1))
         return at("seqlens_k", "Cast", last_B, to=INT32.value), at("total", "Cast", width, to=INT32.value)
 
-    def places(self, name: str, last_B: ir.Value | None = None, x: ir.Value | None = None) -> ir.Value:
-        """Where each new token of x, (B, T, ...), stands, (B, T), given `lengths`; of the graph's own tokens if not.
+    def places(self, name: str, last_B: ir.Value | None = None) -> ir.Value:
+        """Where each new token stands, (B, T); `last_B` is the first of `lengths`, which a body gets as an input.
 
         As GroupQueryAttention counts, token t stands at max(length - T, 0) + t; in standard operators it is the number
         of ones before it in the mask, wherever the padding is.
@@ -135,7 +135,7 @@ class LayerBuilder:
             return self._places_by_mask()
         last_B = at("last", "Cast", self.lengths()[0] if last_B is None else last_B, to=INT64.value)
         lengths_B = at("lengths", "Add", last_B, graph.one)
-        width_T = graph.size(f"{name}/positions/new_width", self.tokens_BT if x is None else x, 1)
+        width_T = graph.size(f"{name}/positions/new_width", self.tokens_BT, 1)
         first_B = at("first", "Max", at("before", "Sub", lengths_B, width_T), graph.zero)
         first_B1 = at("first_column", "Unsqueeze", first_B, 1)
         steps_T = at("steps", "Range", graph.zero, graph.scalar(f"{name}/positions/new_scalar", width_T), graph.one)

@@ -272,7 +272,7 @@ def read_tokenizer(path: Path, rows: int | None = None) -> Tokenizer:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ArtifactError(f"{path}: not a readable tokenizer ({clip(error, 200)}); copy or train it again") from None
-    give_back()  # its JSON took fifteen times as much: 0.5 GB for a vocabulary of 262,144
+    give_back()  # its JSON took fifteen times the file's size: 0.5 GB for a vocabulary of 262,144
     return tokenizer
 
 

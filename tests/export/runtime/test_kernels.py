@@ -28,6 +28,7 @@ from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.torch_decoder import TorchDecoder
+from sportsllm.models.rope import RopeScaling
 from sportsllm.processors import cpuinfo
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.command_line import CommandLine
@@ -55,7 +56,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"bits": 4, "asymmetric": True},
     {"bits": 8, "block": 64, "int8_cache": True},
     {"bits": 4, "int8_cache": True, "head_dim": 8, "qk_norm": True},
-    {"bits": 8, "half_cache": True},
+    {"bits": 8, "half_cache": True, "rope_scaling": RopeScaling("yarn", 4.0, original_max_position_embeddings=80)},
     {"bits": 4, "half_cache": True, "head_dim": 8, "qk_norm": True},
     {"bits": 8, "attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
     {"bits": 4, "block": 128, "tie_word_embeddings": False, "num_hidden_layers": 1, "hidden_size": 72},
