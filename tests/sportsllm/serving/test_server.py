@@ -36,6 +36,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Logits, open_draft
 from sportsllm.serving import access as access_module
 from sportsllm.serving import app as app_module
+from sportsllm.serving import engine as engine_module
 from sportsllm.serving.access import Access, TimedProtocol
 from sportsllm.serving.app import Server
 from sportsllm.serving.engine import Engine
@@ -275,6 +276,50 @@ def test_a_client_that_left_before_its_turn_starts_nothing(served: ServedModel) 
         asyncio.run(Server([served], Access()).app()(scope | {"query_string": b""}, receive, send))
     assert not served.engine.running and not served.engine.waiting
     assert served.engine.counts["prompt_tokens"] == before
+
+
+@pytest.fixture
+def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = Sampler.choose
+
+    def later(self: Sampler, logits_V: Logits, seen: Sequence[int]) -> int:
+        time.sleep(0.002)
+        return choose(self, logits_V, seen)
+
+    monkeypatch.setattr(Sampler, "choose", later)
+
+
+LONG = {**ONCE, "max_tokens": 400, "ignore_eos": True, "n": 6}  # four run and two wait
+
+
+@pytest.mark.usefixtures("_slow")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_slots(served: ServedModel, stream: bool) -> None:
+    messages = [{"type": "http.request", "body": json.dumps(LONG | {"stream": stream}).encode()}]
+    engine, before = served.engine, served.engine.counts["generated_tokens"]
+
+    async def receive() -> dict[str, Any]:
+        while not messages and len(engine.running) < 4:
+            await asyncio.sleep(0.001)
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"host", b"localhost")]}
+    asyncio.run(Server([served], Access()).app()(scope | {"query_string": b""}, receive, send))
+    deadline = time.monotonic() + 30
+    while (engine.running or engine.waiting) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not engine.running and not engine.waiting
+    assert 0 < engine.counts["generated_tokens"] - before < 4 * 400
+
+
+@pytest.mark.usefixtures("_slow")
+def test_sequences_that_take_too_long_end(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "LONGEST_S", 0.1)
+    failed = client.post("/v1/completions", json=LONG)
+    assert failed.status_code == 500 and "timeout" in failed.json()["error"]["message"]
 
 
 def test_shared_beginnings_are_read_once_within_a_bound(export: Path) -> None:
