@@ -77,7 +77,7 @@ LONGEST = 80
 MOST_LINES = {
     "sportsllm": 19_067,
     "compress": 7_618,
-    "export": 6_440,
+    "export": 6_441,
     "benchmarks": 9_183,
     "tests": 25_209,
 }

@@ -51,7 +51,7 @@ class Call:
         op: the kernel's name.
         name: of the call.
         base: what, with a dot behind it, the names of the layer's nodes begin with.
-        inputs: the kernel's by name, in its order; None leaves an optional one out.
+        inputs: the kernel's by name, in its order, then what only the body reads; None leaves an optional one out.
         outputs: likewise, values of the nodes that become the body; those of the call once it is added.
         attributes: the kernel's; the body holds its own.
         shares: whether the body, and not the kernel, reads more, of which the graph has one for all layers.

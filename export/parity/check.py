@@ -290,7 +290,8 @@ def _widen_weights(main: ir.Graph, config: ModelConfig) -> None:
 def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Names of stored tables, the embedding and those of positions, that differ from the checkpoint's."""
     found = graph.graph.initializers
-    tables = dict(zip(layout.ROPE_CACHES, rope_of(config), strict=False))
+    stored = rope_of(config) if any(name in found for name in layout.ROPE_CACHES) else ()
+    tables = dict(zip(layout.ROPE_CACHES, stored, strict=False))
     for local, name in enumerate(layout.ROPE_FREQUENCIES):
         tables[name] = torch.from_numpy(rope_constants(config, bool(local))[0])
     rotary = {name: table for name, table in tables.items() if name in found}
