@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -14,7 +15,9 @@ from export.kernels.build import HERE, NAME, VARIANTS, compile_sources, compiler
 SOURCE = Path(__file__).with_name("random_shapes.cpp")
 # Unoptimized code compiles four times as fast. A session takes as long as operators are registered: 12 ms for one body
 # of each, 90 ms for eight.
-SANITIZERS = ["-O0", "-DSPORTSLLM_STRUCTURES=1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+ONE_BODY = "-DSPORTSLLM_STRUCTURES=1"
+SANITIZERS = ["-O0", ONE_BODY, "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+CPU_FLAGS = {"avx512": "avx512_vnni", "avx_vnni": "avx_vnni"}
 CASES = "60"
 RACES = "12"
 
@@ -48,8 +51,12 @@ def compiler() -> list[str]:
 
 @pytest.fixture(scope="module")
 def objects(compiler: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of the library, with the address and undefined-behaviour sanitizers."""
-    return compile_sources(compiler, tmp_path_factory.mktemp("objects"), here(), SANITIZERS)
+    """Of the library, with the address and undefined-behaviour sanitizers; no variants that this processor lacks."""
+    cpu, known = Path("/proc/cpuinfo"), VARIANTS.get(here(), {})
+    lacking = {name for name, flag in CPU_FLAGS.items() if cpu.exists() and flag not in cpu.read_text().split()}
+    flags = [*SANITIZERS, *(f"-DSPORTSLLM_WITHOUT_{name.upper()}" for name in lacking)]
+    with patch.dict(VARIANTS, {here(): {name: own for name, own in known.items() if name not in lacking}}):
+        return compile_sources(compiler, tmp_path_factory.mktemp("objects"), here(), flags)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +74,7 @@ def test_variants_give_the_plain_bits_and_touch_no_byte_that_is_not_theirs(nativ
 @pytest.mark.slow
 def test_threads_do_not_race(compiler: list[str], tmp_path: Path) -> None:
     left_out = [f"-DSPORTSLLM_WITHOUT_{name.upper()}" for name in VARIANTS.get(here(), {})]
-    flags = ["-O1", "-fsanitize=thread", *left_out]
+    flags = ["-O1", ONE_BODY, "-fsanitize=thread", *left_out]
     program = linked(tmp_path, compiler, compile_sources(compiler, tmp_path, "plain C++ alone", flags), flags)
     assert outcome(program, "plain", cases=RACES) is not None
 
@@ -97,7 +104,8 @@ def test_arm_gives_the_bits_of_this_processor(native: list[str], tmp_path: Path)
     cross, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     if cross is None or emulator is None:
         pytest.skip("needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: g++-aarch64-linux-gnu, qemu-user)")
-    command = [cross, "-static"]
-    arm = [emulator, "-cpu", "max", *linked(tmp_path, command, compile_sources(command, tmp_path, "aarch64"))]
+    command, flags = [cross, "-static"], ["-O1", ONE_BODY]
+    objects = compile_sources(command, tmp_path, "aarch64", flags)
+    arm = [emulator, "-cpu", "max", *linked(tmp_path, command, objects, flags)]
     found = {outcome(arm, variant) for variant in ("plain", *VARIANTS["aarch64"])}
     assert found == {outcome(native, "plain")}
