@@ -17,10 +17,11 @@ from sportsllm.simulator import simulate
 from tests.support.pages import FENCE, MODEL, ROOT, chat_model, reader, run_page
 
 LESS = {
-    r"--megabytes \S+": "--megabytes 0.3",
-    r"--questions 500": "--questions 20",
+    r"--megabytes \S+": "--megabytes 0.02",
+    r"--questions 500": "--questions 4",
     r"--(tokens|recover|qad) \S+": r"--\1 2k",
-    r"(quantize .*--calibration \S+)": r"\1 --set samples=2",
+    r"(quantize .*(?:--calibration \S+|--bits 4)|prune teacher --[pl]\S+ \S+)": r"\1 --set samples=2",
+    "--model small --set layers=6 --set hidden=384": "--model tiny-300k --set layers=6 --set hidden=32",
     r" tokens=[\d_]+": " tokens=2000",
     r'out="student': 'out="my-student',
     r"--steps 20": "--steps 1 --batch-size 1 --set accumulation=1",
@@ -28,7 +29,7 @@ LESS = {
     r"fit --teacher": "fit --dry-run --teacher",
     r"my-model ": "student ",
     r" bench\.json": "",
-    "= 5\n": "= 0.3\n",
+    "= 5\n": "= 0.02\n",
     "= 700_000\nset = { warmup = 20 }": "= 2_000",
     r"--provider cuda --target \S+ --on-device": "--set rounds=1 --set most_rounds=1",
     "--provider cuda": "--provider cpu",
@@ -49,7 +50,7 @@ def write(file: Path, records: Iterable[object]) -> None:
 def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """After the first tutorial, with files of one's own."""
     folder = reader(tmp_path_factory.mktemp("reader"))
-    load_command("data simulate")(megabytes=0.3, questions=20, out=folder / "corpus")
+    load_command("data simulate")(megabytes=0.02, questions=4, out=folder / "corpus")
     corpus, teacher, student = folder / "corpus" / "train.jsonl", folder / "teacher", folder / "student"
     sportsllm.train(model="tiny-1m", corpus=corpus, tokens=2000, out=teacher)
     sportsllm.distill(teacher=str(teacher), student="tiny-700k", tokens=2000, out=student)
