@@ -20,16 +20,7 @@ from benchmarks.fit import FitResult, _make, complaint, finish_best, fit, run_fi
 from benchmarks.measure.bench import ShortBench
 from benchmarks.measure.machine import choose_cpus
 from benchmarks.model_size import ModelFormat, file_bytes
-from benchmarks.search.candidates import (
-    ANCHORS,
-    WHOLE,
-    Candidate,
-    Size,
-    candidate_of,
-    expert_counts,
-    formats,
-    ways,
-)
+from benchmarks.search.candidates import ANCHORS, WHOLE, Candidate, Size, candidate_of, expert_counts, formats, ways
 from benchmarks.search.recipe import Effort, Source, Target, export_settings, prune_settings, with_samples, write_recipe
 from benchmarks.search.results import print_fit
 from benchmarks.search.rounds import Search, Tried, run_rounds, start_search, try_longer, try_plain

@@ -13,7 +13,7 @@ TINY = {"model": "tiny-300k", "student": "tiny-300k", "steps": 2, "batch_size": 
 @pytest.mark.slow
 def test_the_cpu_agrees_with_itself(tmp_path: Path) -> None:
     given = ["--device", "cpu", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
-    assert main(given, TINY | {"megabytes": 0.1}, {"tiny-300k": (2, 5), "tiny-1m": (1, 5)}, 64) == 0
+    assert main(given, TINY | {"megabytes": 0.02}, {"tiny-300k": (2, 5), "tiny-1m": (1, 5)}, 64) == 0
     (table,) = (tmp_path / "out").glob("*.csv")
     with table.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))

@@ -88,21 +88,20 @@ def test_choices_are_compared_per_byte(checkpoint: Path) -> None:
     assert question_accuracy(decoder, tokenizer, [Question(prompt * 200, choices, 0)]) in (0.0, 1.0)
 
 
-def test_scores_that_are_no_numbers_are_refused(
-    tokenizer_directory: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine
-) -> None:
+def test_scores_that_are_no_numbers_are_refused(tokenizer_directory: Path, tmp_path: Path, cli: CommandLine) -> None:
     model = tiny_model()
     model.model.norm.weight.data *= 1e38
     saved(tmp_path / "model", model, tokenizer_directory)
-    questions = tmp_path / "questions.jsonl"
+    questions, text = tmp_path / "questions.jsonl", tmp_path / "text.txt"
+    text.write_text("The home side won.", encoding="utf-8")
     questions.write_text('{"question": "Won?", "choices": ["yes", "no"], "answer": 0}\n', encoding="utf-8")
-    for flag, file in (("--text", corpus_file), ("--questions", questions)):
+    for flag, file in (("--text", text), ("--questions", questions)):
         cli.refuses(3, "the model's logits are not finite", "eval", tmp_path / "model", flag, file)
     cli.refuses(3, "the model's logits are not finite", "generate", tmp_path / "model", "--prompt", "The match")
     model.model.norm.weight.data *= 1e-33
     saved(tmp_path / "large", model, tokenizer_directory)
     for more in ((), ("--against", tmp_path / "large")):
-        cli.refuses(3, "nats per token has no perplexity", "eval", tmp_path / "large", "--text", corpus_file, *more)
+        cli.refuses(3, "nats per token has no perplexity", "eval", tmp_path / "large", "--text", text, *more)
 
 
 def test_documents_with_nothing_to_score_give_no_interval() -> None:
