@@ -75,11 +75,7 @@ CASES: list[tuple[str, int, str]] = [
         USAGE,
         "Input should be a valid number",
     ),
-    (
-        f"prune {MODEL} --out {NEW} --params 0.5 --set try_rates=maybe --calibration {TEXT}",
-        USAGE,
-        "true or false",
-    ),
+    (f"prune {MODEL} --out {NEW} --params 0.5 --set try_rates=maybe --calibration {TEXT}", USAGE, "true or false"),
     (f"distill --teacher {MODEL} --set kl_weight=1", USAGE, "use the option --kl-weight instead"),
     # options of another command, and directories of another kind
     (f"export {MODEL} --out {NEW} --bits 4", USAGE, "no option --bits; quantize has it"),

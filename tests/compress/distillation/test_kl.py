@@ -21,11 +21,7 @@ def rows_of(logits: Tensor) -> TeacherLogits:
 
 
 def naive(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    teacher: Tensor,
-    kl_weight: float,
+    hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Tensor, kl_weight: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logits = h @ w.T

@@ -76,10 +76,7 @@ def test_q8_0_has_the_range_of_the_reference_quantizer() -> None:
 
 
 def test_what_gguf_has_no_format_for_is_refused_by_name() -> None:
-    for weight, message in (
-        (packed(4, 16, False), "down_proj: blocks of 16"),
-        (packed(8, 32, True), "symmetric=true"),
-    ):
+    for weight, message in ((packed(4, 16, False), "down_proj: blocks of 16"), (packed(8, 32, True), "symmetric=true")):
         with pytest.raises(UsageError, match=message):
             encode(weight, "down_proj")
 

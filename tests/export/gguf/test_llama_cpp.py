@@ -143,10 +143,7 @@ def test_what_llama_cpp_does_not_know_is_refused(tokenizer_directory: Path, tmp_
         (
             ({"num_hidden_layers": 4, "layer_types": (UNROTATED, FULL, FULL, FULL)}, "every fourth layer"),
             (OLMO2 | {"tie_word_embeddings": True}, "olmo2 models only with an untied head"),
-            (
-                OLMO2 | {"num_attention_heads": 2},
-                "olmo2 models only if heads x head_dim is the hidden size",
-            ),
+            (OLMO2 | {"num_attention_heads": 2}, "olmo2 models only if heads x head_dim is the hidden size"),
             (GEMMA2 | {"tie_word_embeddings": False}, "gemma2 models only with a tied head"),
             *(
                 (changes | {"attention_bias": True, "attention_output_bias": True}, "models only without biases")

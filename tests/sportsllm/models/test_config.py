@@ -102,10 +102,7 @@ SELECTED = {"attention_kind": "selected", "selection": Selection(tokens=24, bloc
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            MIXTURE | {"dense_layers": 2},
-            "dense_layers is 2; only a mixture of experts has such",
-        ),
+        (MIXTURE | {"dense_layers": 2}, "dense_layers is 2; only a mixture of experts has such"),
         (MIXTURE | {"dense_layers": 1}, "dense_intermediate_size is None"),
         ({"dense_layers": 1}, "dense_layers is 1; only a mixture"),
         (MIXTURE | {"dense_intermediate_size": 96}, "dense_layers is 0; only a mixture"),

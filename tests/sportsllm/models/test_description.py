@@ -11,11 +11,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, load_config, to_hf
 from sportsllm.models.config import Experts
-from sportsllm.models.description import (
-    check_parameters,
-    matrix_shapes,
-    parameters,
-)
+from sportsllm.models.description import check_parameters, matrix_shapes, parameters
 from sportsllm.models.kinds import ROUTER
 from sportsllm.models.language_model import SportsLLM, block_weights
 from sportsllm.models.memory import tensor_shapes

@@ -8,12 +8,7 @@ import pytest
 from sportsllm.errors import UsageError
 from sportsllm.formats.packed import QuantizedWeight, pack
 from sportsllm.models.description import block_matrices
-from sportsllm.models.memory import (
-    WeightFormat,
-    kv_cache_bytes_per_token,
-    tensor_shapes,
-    weight_bytes,
-)
+from sportsllm.models.memory import WeightFormat, kv_cache_bytes_per_token, tensor_shapes, weight_bytes
 from sportsllm.models.presets import PRESETS
 from tests.support.models import tiny_config
 

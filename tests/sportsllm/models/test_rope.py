@@ -148,10 +148,7 @@ def test_records_go_there_and_back_in_both_layouts() -> None:
 @pytest.mark.parametrize(
     ("scaling", "named"),
     [
-        (
-            {"rope_type": "dynamic", "factor": 2.0},
-            "'dynamic' is not supported; use none or linear, llama3, yarn",
-        ),
+        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported; use none or linear, llama3, yarn"),
         ({"rope_type": "yarn", "factor": 0.5}, "factor is 0.5; it must be at least 1"),
         ({"rope_type": "yarn", "factor": float("nan")}, "factor is nan"),
         ({**YARN, "low_freq_factor": 1.0}, "unknown field 'low_freq_factor'"),

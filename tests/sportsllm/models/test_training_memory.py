@@ -160,10 +160,7 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ({"optimizer_bits": 4}, "use 32 or 8"),
-        ({"optimizer_bits": 8, "optimizer": "muon"}, "bitsandbytes has no Muon"),
-    ],
+    [({"optimizer_bits": 4}, "use 32 or 8"), ({"optimizer_bits": 8, "optimizer": "muon"}, "bitsandbytes has no Muon")],
 )
 def test_nonsense_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):

@@ -125,14 +125,7 @@ def test_muon_takes_the_hidden_matrices() -> None:
     assert sum(len(g["params"]) for g in adamw.param_groups) + len(taken) == len(names)
 
 
-@pytest.mark.parametrize(
-    ("shape", "changes"),
-    [
-        ((24, 16), {}),
-        ((16, 24), {}),
-        ((16, 16), {"muon_nesterov": False}),
-    ],
-)
+@pytest.mark.parametrize(("shape", "changes"), [((24, 16), {}), ((16, 24), {}), ((16, 16), {"muon_nesterov": False})])
 def test_muon_takes_the_steps_of_torchs_own(shape: tuple[int, int], changes: dict[str, Any]) -> None:
     """Same state and update; torch's iteration runs in bfloat16, whose rounding (2**-9) grows over five steps."""
     torch.manual_seed(0)
