@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.files import atomic_write_text, parse_json, read_json, read_json_lines, read_toml, validate
+from sportsllm.files import atomic_write_text, clip, parse_json, read_json, read_json_lines, read_toml, validate
 
 NESTED = 1_000
 
@@ -63,6 +63,11 @@ def test_json_lines_come_with_their_numbers(tmp_path: Path) -> None:
 class _Record(BaseModel, extra="forbid", strict=True):
     name: str
     rows: int
+
+
+def test_clip_keeps_both_ends() -> None:
+    assert clip("short\ntext") == "short text"
+    assert clip("a" * 11, 11) == "a" * 11 and clip("a" * 6 + "b" * 6, 11) == "aaaa...bbbb"
 
 
 def test_a_record_names_its_problems_and_clips_their_values() -> None:

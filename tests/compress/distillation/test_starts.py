@@ -166,3 +166,9 @@ def test_the_start_follows_from_what_is_given(
     ):
         with pytest.raises(UsageError, match=message):
             choose_start(str(wide), start, checkpoint)
+
+
+def test_a_preset_takes_the_teachers_vocabulary_and_special_tokens(tmp_path: Path) -> None:
+    teacher = saved(tmp_path / "teacher", tiny_model(bos_token_id=5, eos_token_id=(7, 9), pad_token_id=11))
+    shape = choose_start("tiny-300k", "fresh", teacher).shape
+    assert (shape.vocab_size, shape.bos_token_id, shape.eos_token_id, shape.pad_token_id) == (384, 5, (7, 9), 11)

@@ -135,6 +135,20 @@ def alone(model: SportsLLM, prompt: list[int], stops: list[int], uniform: np.nda
     return tokens, False
 
 
+def test_sequences_of_one_length_are_decoded_as_a_batch() -> None:
+    """Lengths may differ; each sequence gets the logits of the whole text read at once."""
+    model = tiny_model()
+    decoder = TorchDecoder(model)
+    rows = [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
+    logits = decoder.prefill(rows, max_length=8)
+    for new in ([10, 11, 12, 13], [14, 15, 16, 17]):
+        logits = decoder.step(new)
+        rows = [[*row, token] for row, token in zip(rows, new, strict=True)]
+    with torch.inference_mode():
+        expected = torch.cat([model(torch.tensor([row]))[:, -1] for row in rows])
+    np.testing.assert_allclose(logits, expected.numpy(), atol=1e-4)
+
+
 def test_a_row_in_a_batch_of_other_lengths_equals_the_row_alone() -> None:
     model = tiny_model(4, vocab_size=64).eval()
     prompts = [[0, 5, 6], [0], [0, 7, 7, 1, 9, 3, 8, 2], [0, 3], *([[0, n] for n in range(3, 20)])]

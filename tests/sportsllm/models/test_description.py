@@ -11,7 +11,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, load_config, to_hf
 from sportsllm.models.config import Experts
-from sportsllm.models.description import check_parameters, matrix_shapes, parameters
+from sportsllm.models.description import block_matrices, check_parameters, input_groups, matrix_shapes, parameters
 from sportsllm.models.kinds import ROUTER
 from sportsllm.models.language_model import SportsLLM, block_weights
 from sportsllm.models.memory import tensor_shapes
@@ -19,7 +19,7 @@ from sportsllm.models.training_memory import layer_activation_bytes
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.settings import TrainConfig
-from tests.support.models import saved, tiny_config
+from tests.support.models import saved, tiny_config, tiny_model
 
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -41,6 +41,18 @@ def test_the_description_is_the_model(changes: dict[str, Any]) -> None:
     assert config.parameters == sum(p.numel() for p in model.parameters())
     matrices = [name for name in matrix_shapes(config, layers_only=True) if not name.endswith(f"mlp.{ROUTER}")]
     assert len(block_weights(model)) == len(matrices)
+
+
+def test_matrices_are_grouped_by_the_tensor_that_they_multiply() -> None:
+    model, seen = tiny_model(), dict[str, torch.Tensor]()
+    for matrix in block_matrices(model.config):
+        model.model.layers[0].get_submodule(matrix.name).register_forward_pre_hook(
+            lambda _module, args, name=matrix.name: seen.update({name: args[0]})
+        )
+    model(torch.tensor([[5, 6, 7]]))
+    same = [{name for name, other in seen.items() if other is each} for each in seen.values()]
+    groups = [{matrix.name for matrix in group} for group in input_groups(model.config)]
+    assert len(groups) == 4 and all(same.count(group) == len(group) for group in groups)
 
 
 def test_what_no_kind_describes_is_refused_by_name() -> None:

@@ -8,9 +8,10 @@ import pytest
 from sportsllm.errors import UsageError
 from sportsllm.formats.packed import QuantizedWeight, pack
 from sportsllm.models.description import block_matrices
-from sportsllm.models.memory import WeightFormat, kv_cache_bytes_per_token, tensor_shapes, weight_bytes
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.memory import WeightFormat, block_bytes, kv_cache_bytes_per_token, tensor_shapes, weight_bytes
 from sportsllm.models.presets import PRESETS
-from tests.support.models import tiny_config
+from tests.support.models import FAMILIES, tiny_config
 
 TINY = tiny_config(vocab_size=100, hidden_size=48, intermediate_size=80, num_hidden_layers=3)
 
@@ -44,6 +45,13 @@ def test_quantized_model_is_the_sum_of_its_matrices(
     # What stays float32: the biases of q, k and v, and the norms.
     total += 4 * (3 * (64 + 2 * 32) + 3 * 2 * 48 + 48)
     assert weight_bytes(config, WeightFormat(precision, block, head_bits, zero_points)) == total
+
+
+@pytest.mark.parametrize("changes", [*FAMILIES, {"norm_kind": "layer"}])
+def test_the_parts_of_a_block_are_those_of_the_model(changes: dict[str, Any]) -> None:
+    config = tiny_config(**changes)
+    held = sum(parameter.nbytes for parameter in SportsLLM(config).model.layers[0].parameters())
+    assert sum(block_bytes(config, WeightFormat("fp32")).values()) == held
 
 
 @pytest.mark.parametrize(
