@@ -79,7 +79,7 @@ MOST_LINES = {
     "compress": 7_618,
     "export": 6_441,
     "benchmarks": 9_183,
-    "tests": 25_212,
+    "tests": 25_228,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -1,6 +1,7 @@
 """The best weights stay, the start too if nothing beats it, and rates are chosen by short runs."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -173,6 +174,21 @@ def test_rates_fall_as_long_as_that_is_better(
 
     again = choose_rates(model, batches, language_model_loss, LONG, tmp_path, selection)
     assert again == chosen and len(moved) == len(scores), "a resumed run reads the choice"
+
+
+@pytest.mark.parametrize(("broken", "wanted"), [({1}, 1 / 3), ({1, 3}, 1)])
+def test_a_trial_that_diverges_loses_and_leaves_no_gradient(
+    batches: PackedSequences, tmp_path: Path, broken: set[int], wanted: float
+) -> None:
+    model, calls = fresh(), itertools.count()
+
+    def breaks(network: SportsLLM, batch: Any) -> torch.Tensor:
+        return language_model_loss(network, batch) * (math.nan if next(calls) in broken else 1)
+
+    config = dataclasses.replace(LONG, accumulation=2)  # the first of two batches has left gradients
+    chosen = choose_rates(model, batches, breaks, config, tmp_path, lambda _model: 1.0)
+    assert chosen.learning_rate == pytest.approx(1e-3 * wanted)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_short_runs_keep_their_rates(batches: PackedSequences, tmp_path: Path) -> None:
