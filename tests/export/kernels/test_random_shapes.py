@@ -104,8 +104,8 @@ def test_arm_gives_the_bits_of_this_processor(native: list[str], tmp_path: Path)
     cross, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     if cross is None or emulator is None:
         pytest.skip("needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: g++-aarch64-linux-gnu, qemu-user)")
-    command, flags = [cross, "-static"], ["-O1", ONE_BODY]
-    objects = compile_sources(command, tmp_path, "aarch64", flags)
-    arm = [emulator, "-cpu", "max", *linked(tmp_path, command, objects, flags)]
+    command = [cross, "-static"]
+    objects = compile_sources(command, tmp_path, "aarch64", [ONE_BODY])
+    arm = [emulator, "-cpu", "max", *linked(tmp_path, command, objects)]
     found = {outcome(arm, variant) for variant in ("plain", *VARIANTS["aarch64"])}
     assert found == {outcome(native, "plain")}
