@@ -103,7 +103,7 @@ def bench(
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.manifest import source_gguf
     from sportsllm.inference.decoder import is_onnx_directory
-    from sportsllm.text.reading import take_reading
+    from sportsllm.text.documents import take_reading
 
     found, limits = parse_settings(settings, BENCH, TEXT, TASKS), parse_settings(limit, LIMITS, option="--limit")
     _check(out, [*(text or []), *(tasks or [])], teacher, target, on_device)

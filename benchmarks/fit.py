@@ -120,8 +120,7 @@ def fit(
     from sportsllm.console import output
     from sportsllm.files import require_directory
     from sportsllm.processors import set_threads
-    from sportsllm.text.documents import recorded_text
-    from sportsllm.text.reading import take_reading
+    from sportsllm.text.documents import recorded_text, take_reading
 
     rare = parse_settings(settings, FIT, TEXT)
     set_threads(threads)

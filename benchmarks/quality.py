@@ -12,8 +12,7 @@ from sportsllm.inference.decoder import Decoder, open_decoder
 from sportsllm.inference.divergence import compare_documents
 from sportsllm.inference.scoring import TextScore, score_documents
 from sportsllm.results import plain
-from sportsllm.text.documents import read_documents
-from sportsllm.text.reading import Reading
+from sportsllm.text.documents import Reading, read_documents
 from sportsllm.text.split import warn_if_trained_on
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 

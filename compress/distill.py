@@ -103,7 +103,7 @@ def distill(
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.manifest import plain_name
     from sportsllm.processors import use_processor
-    from sportsllm.text.reading import take_reading
+    from sportsllm.text.documents import take_reading
     from sportsllm.training.settings import Run
 
     use_processor(threads, device)

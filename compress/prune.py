@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from compress.pruning.search import Finalist
     from sportsllm.models.config import ModelConfig
     from sportsllm.models.language_model import SportsLLM
-    from sportsllm.text.reading import Reading
+    from sportsllm.text.documents import Reading
 
 _shape = partial(typer.Option, rich_help_panel="Shape")
 _recovery = partial(typer.Option, rich_help_panel="Recovery")
@@ -128,8 +128,7 @@ def prune(
     from compress.pruning.job import Calibration, PruneJob
     from compress.pruning.search import choose_shape
     from sportsllm.processors import use_processor
-    from sportsllm.text.documents import recorded_text
-    from sportsllm.text.reading import take_reading
+    from sportsllm.text.documents import recorded_text, take_reading
     from sportsllm.training.settings import Run, Start
 
     use_processor(threads, device)

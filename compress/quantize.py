@@ -115,7 +115,7 @@ def quantize(
     from sportsllm.formats.huggingface import load_config
     from sportsllm.inference.calibration import CalibrationText
     from sportsllm.processors import use_processor
-    from sportsllm.text.reading import take_reading
+    from sportsllm.text.documents import take_reading
     from sportsllm.training.settings import Run, Start
 
     use_processor(threads, device)

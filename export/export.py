@@ -104,7 +104,7 @@ def export(
     from sportsllm.inference.calibration import CalibrationText
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.process_memory import peak_rss_bytes
-    from sportsllm.text.reading import take_reading
+    from sportsllm.text.documents import take_reading
 
     require_directory(checkpoint, "a checkpoint directory")
     found = parse_settings(settings, EXPORT, TEXT)

@@ -75,11 +75,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_067,
-    "compress": 7_618,
-    "export": 6_441,
-    "benchmarks": 9_183,
-    "tests": 25_228,
+    "sportsllm": 19_080,
+    "compress": 7_590,
+    "export": 6_439,
+    "benchmarks": 9_181,
+    "tests": 25_226,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

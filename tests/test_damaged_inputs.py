@@ -18,7 +18,7 @@ import torch
 from benchmarks.devices.load import DEVICES, read_device
 from benchmarks.report import report as run_report
 from benchmarks.reporting.inputs import collect
-from compress.distillation.settings import DistillationConfig
+from compress.distillation.loss import DistillationConfig
 from compress.distillation.student import StudentTraining
 from compress.distillation.teacher_cache import SIGNALS, read_info
 from sportsllm.errors import SportsLLMError

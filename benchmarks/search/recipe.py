@@ -15,7 +15,7 @@ from sportsllm.files import atomic_write_text
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import manifest_of
 from sportsllm.settings import STEPS, TRAINING
-from sportsllm.text.reading import USUAL, Reading
+from sportsllm.text.documents import USUAL, Reading
 
 if TYPE_CHECKING:
     from benchmarks.search.candidates import Candidate

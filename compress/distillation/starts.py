@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from compress.distillation.settings import distillation_config
+from compress.distillation.loss import distillation_config
 from compress.distillation.student import StudentText, StudentTraining
 from compress.pruning.cut import SAMPLE_LENGTH, check_cut, cut_to_config
 from sportsllm.console import log
@@ -23,8 +23,7 @@ from sportsllm.inference.decoder import is_onnx_directory
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.settings import DISTILLATION, STEPS, TRAINING, pick
-from sportsllm.text.documents import recorded_text, tokens_per_parameter
-from sportsllm.text.reading import Reading
+from sportsllm.text.documents import Reading, recorded_text, tokens_per_parameter
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training import settings
 from sportsllm.training.settings import fit_vocabulary, shape_of

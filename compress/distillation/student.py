@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compress.distillation.loss import HiddenMatching, attached, distillation_loss
+from compress.distillation.loss import DistillationConfig, HiddenMatching, attached, distillation_loss
 from compress.distillation.make_teacher_cache import make_teacher_cache
-from compress.distillation.settings import DistillationConfig
 from compress.distillation.teacher import load_teacher, teacher_logits
 from compress.distillation.teacher_cache import SIGNALS, TeacherCache, open_teacher_cache, wanted_info
 from sportsllm import processes
@@ -20,9 +19,8 @@ from sportsllm.inference.decoder import require_finite
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.processors import training_device
-from sportsllm.text.documents import held_out_setting, left_out
+from sportsllm.text.documents import USUAL, Reading, held_out_setting, left_out
 from sportsllm.text.packing import PackedSequences
-from sportsllm.text.reading import USUAL, Reading
 from sportsllm.text.split import TextSplit, load_corpus
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 from sportsllm.text.tokens import TokenizedDocuments, token_cache, tokenize

@@ -35,8 +35,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import available_bytes
 from sportsllm.processors import training_device
-from sportsllm.text.documents import HELD_OUT, held_out_files, manifest_setting
-from sportsllm.text.reading import USUAL, Reading
+from sportsllm.text.documents import HELD_OUT, USUAL, Reading, held_out_files, manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

@@ -44,8 +44,7 @@ from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.description import EMBEDDING, HEAD
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.conversations import Document
-from sportsllm.text.documents import held_out_files, manifest_setting, read_documents
-from sportsllm.text.reading import USUAL, Reading
+from sportsllm.text.documents import USUAL, Reading, held_out_files, manifest_setting, read_documents
 from sportsllm.text.split import training_side
 from sportsllm.text.tokenizer import TextTokenizer, leave_out, load_tokenizer
 from sportsllm.text.tokens import TokenizedDocuments, token_cache, tokenize

@@ -19,8 +19,7 @@ from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.conversations import Document, plain_text
-from sportsllm.text.documents import cut_document, held_out_files, manifest_setting
-from sportsllm.text.reading import USUAL, Reading
+from sportsllm.text.documents import USUAL, Reading, cut_document, held_out_files, manifest_setting
 from sportsllm.text.split import training_side
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 

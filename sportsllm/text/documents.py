@@ -1,23 +1,26 @@
-"""Documents from files and folders, one at a time, and what a model was made from.
+"""Documents from files and folders, one at a time, how their text is read, and what a model was made from.
 
 Files are .txt, .md, .jsonl, each also as .gz, and .parquet; the last two have their text in a field, `text` if no other
 is named, or are conversations.
 """
+
+from __future__ import annotations
 
 import gzip
 import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sportsllm.console import log, log_once
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject, clip, parse_json
-from sportsllm.formats.manifest import manifest_of
+from sportsllm.formats.manifest import Manifest, manifest_of
+from sportsllm.settings import TEXT
 from sportsllm.text.conversations import FIELDS, Document, chat_field, plain_text, read_conversation
-from sportsllm.text.reading import USUAL
 
 _SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 _CHUNK_BYTES = 16_384  # a long plain file is cut near this size, at blank lines, so that it can be split
@@ -27,6 +30,41 @@ _NO_TEXT = ("readme", "license", "licence", "notice", "changelog")  # files of a
 _SHOWN_NAMES = 5
 HELD_OUT = "held_out"
 """In a manifest: all held-out text, if that is more than `valid`."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The settings `TEXT` of a command.
+
+    Attributes:
+        text_field: field of .jsonl records, and column of .parquet, that holds plain text.
+        parse_special: plain text that spells a special token becomes that token.
+        loss_on: which tokens of a conversation are learned and scored, `assistant` or `all`.
+    """
+
+    text_field: str = "text"
+    parse_special: bool = False
+    loss_on: str = "assistant"
+
+    def record(self) -> dict[str, Any]:
+        """The manifest's entries: what is not as usual."""
+        return {name: value for name, value in asdict(self).items() if value != getattr(USUAL, name)}
+
+
+USUAL = Reading()
+
+
+def recorded(manifest: Manifest) -> Reading:
+    """How the text of a finished stage was read."""
+    found: dict[str, Any] = {name: manifest.settings.get(name) for name in TEXT}
+    return Reading(**{name: value for name, value in found.items() if type(value) is type(getattr(USUAL, name))})
+
+
+def take_reading(settings: dict[str, Any], *models: Path | None) -> Reading:
+    """Take how text is read out of a command's settings; by default as the text of a model was, the first unusual."""
+    known = (recorded(manifest_of(model)) for model in models if model is not None)
+    usual = next((reading for reading in known if reading != USUAL), USUAL)
+    return Reading(**asdict(usual) | {name: settings.pop(name) for name in TEXT if name in settings})
 
 
 def _field_of(names: Sequence[str], path: Path, field: str) -> str:

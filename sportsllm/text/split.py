@@ -21,8 +21,16 @@ from sportsllm.errors import ArtifactError
 from sportsllm.files import validate
 from sportsllm.formats.manifest import MANIFEST, Ancestor, ancestors, manifest_of
 from sportsllm.text.conversations import Document, plain_text
-from sportsllm.text.documents import HELD_OUT, cut_document, document_digest, log_files, place_to_cut, read_chunks
-from sportsllm.text.reading import USUAL, recorded
+from sportsllm.text.documents import (
+    HELD_OUT,
+    USUAL,
+    cut_document,
+    document_digest,
+    log_files,
+    place_to_cut,
+    read_chunks,
+    recorded,
+)
 
 _LEAST_TO_CUT = 2_000  # characters of a single document that is cut to hold out its end
 HELD_OUT_FRACTION = 0.02

@@ -21,7 +21,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.process_memory import give_back
 from sportsllm.text.chat import find_template, render_conversations
 from sportsllm.text.conversations import Conversation, Document, plain_text
-from sportsllm.text.reading import USUAL, Reading
+from sportsllm.text.documents import USUAL, Reading
 
 PAD = "<|pad|>"
 _MOST_IDS = 2**22

@@ -128,8 +128,7 @@ def tokens(
     """Count the tokens of a text: bytes per token, tokens per word, vocabulary in use; compare two tokenizers."""
     from sportsllm.console import output, table
     from sportsllm.text.conversations import plain_text
-    from sportsllm.text.documents import read_documents
-    from sportsllm.text.reading import take_reading
+    from sportsllm.text.documents import read_documents, take_reading
     from sportsllm.text.token_counts import count_tokens, visible_piece
     from sportsllm.text.tokenizer import TextTokenizer, read_tokenizer
 

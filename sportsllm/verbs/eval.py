@@ -110,8 +110,7 @@ def eval(
     from sportsllm.inference.divergence import compare_documents
     from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents, wilson_interval
     from sportsllm.text.conversations import Conversation
-    from sportsllm.text.documents import read_documents
-    from sportsllm.text.reading import take_reading
+    from sportsllm.text.documents import read_documents, take_reading
     from sportsllm.text.split import warn_if_trained_on
     from sportsllm.text.tokenizer import load_tokenizer
 

@@ -101,13 +101,17 @@ def train(
     from sportsllm.models.presets import changed_shape
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.processors import use_processor
-    from sportsllm.text.documents import held_out_setting, left_out
-    from sportsllm.text.reading import take_reading
+    from sportsllm.text.documents import held_out_setting, left_out, take_reading
     from sportsllm.text.split import load_corpus
     from sportsllm.text.tokenizer import load_tokenizer
-    from sportsllm.training.base_model import load_start, new_model, train_base_model
-    from sportsllm.training.chat_format import check_format, with_format
-    from sportsllm.training.cost import log_cost
+    from sportsllm.training.base_model import (
+        check_format,
+        load_start,
+        log_cost,
+        new_model,
+        train_base_model,
+        with_format,
+    )
     from sportsllm.training.settings import (
         DOCUMENTED_DROPOUT,
         Run,

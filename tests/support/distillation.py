@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.distill import DistillResult, distill_student
-from compress.distillation.settings import DistillationConfig
+from compress.distillation.loss import DistillationConfig
 from compress.distillation.starts import choose_start
 from compress.distillation.student import StudentTraining
 from sportsllm.training.settings import TrainConfig

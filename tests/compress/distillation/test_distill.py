@@ -6,8 +6,7 @@ import bitsandbytes
 import pytest
 import torch
 
-from compress.distillation.loss import distillation_loss
-from compress.distillation.settings import distillation_config
+from compress.distillation.loss import distillation_config, distillation_loss
 from compress.distillation.starts import check_no_larger, resolve_teacher
 from compress.distillation.teacher import load_teacher
 from sportsllm.errors import ArtifactError, UsageError

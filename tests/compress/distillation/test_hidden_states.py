@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.distillation.loss import HiddenMatching, attached, hidden_matching_loss
-from compress.distillation.settings import default_layer_map
+from compress.distillation.loss import HiddenMatching, attached, default_layer_map, hidden_matching_loss
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences
 from sportsllm.text.tokens import TokenizedDocuments

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compress.distill import distill_student
-from compress.distillation.settings import DistillationConfig
+from compress.distillation.loss import DistillationConfig
 from compress.distillation.starts import Checkpoint, Cut, Fresh, choose_start, layers_of_teacher
 from compress.distillation.student import StudentTraining
 from compress.prune import prune_checkpoint

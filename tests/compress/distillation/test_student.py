@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from compress.distill import distill as command
-from compress.distillation.loss import HiddenMatching, attached, distillation_loss
-from compress.distillation.settings import (
+from compress.distillation.loss import (
     DistillationConfig,
+    HiddenMatching,
+    attached,
     default_hidden_weight,
     default_kl_weight,
     default_layer_map,
+    distillation_loss,
 )
 from compress.distillation.student import StudentTraining
 from compress.prune import prune_checkpoint

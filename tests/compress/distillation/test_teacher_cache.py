@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.distillation import make_teacher_cache, teacher_cache
-from compress.distillation.loss import distillation_loss
-from compress.distillation.settings import DistillationConfig
+from compress.distillation.loss import DistillationConfig, distillation_loss
 from compress.distillation.student import StudentTraining
 from compress.distillation.teacher_cache import (
     DRAWS,
@@ -28,8 +27,8 @@ from compress.distillation.teacher_cache import (
 from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.manifest import verify_directory
+from sportsllm.text.documents import Reading
 from sportsllm.text.packing import IGNORE, PackedSequences
-from sportsllm.text.reading import Reading
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.text.tokenizer_training import train_tokenizer

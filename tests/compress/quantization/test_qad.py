@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from compress.distillation.settings import DistillationConfig
+from compress.distillation.loss import DistillationConfig
 from compress.distillation.student import StudentTraining
 from compress.quantization.config import GridSpec, QuantizationConfig
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight

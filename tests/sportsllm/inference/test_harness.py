@@ -17,7 +17,7 @@ from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.harness import HarnessModel, run_tasks
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents
-from sportsllm.text.reading import USUAL
+from sportsllm.text.documents import USUAL
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.command_line import CommandLine
 from tests.support.models import DATA, tiny_model

@@ -14,9 +14,8 @@ from tokenizers import Tokenizer
 
 from sportsllm.errors import ArtifactError
 from sportsllm.text.conversations import Conversation
-from sportsllm.text.documents import read_documents
+from sportsllm.text.documents import Reading, read_documents
 from sportsllm.text.packing import IGNORE, PackedSequences
-from sportsllm.text.reading import Reading
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 from sportsllm.text.tokens import tokenize
 

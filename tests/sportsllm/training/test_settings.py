@@ -11,7 +11,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.presets import preset
 from sportsllm.settings import TRAINING, parse_settings
 from sportsllm.training import optimizers
-from sportsllm.training.cost import log_cost
+from sportsllm.training.base_model import log_cost
 from sportsllm.training.optimizers import rate_factor
 from sportsllm.training.settings import (
     DOCUMENTED_DROPOUT,
