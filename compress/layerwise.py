@@ -23,7 +23,7 @@ from sportsllm.formats.checkpoint import StoredBlock
 from sportsllm.formats.safetensors import StreamedTensors
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import NORMS
-from sportsllm.models.language_model import Block, SportsLLM, embed, first_positions
+from sportsllm.models.language_model import Block, SportsLLM, first_positions
 from sportsllm.models.layers import Rope
 
 CPU = torch.device("cpu")
@@ -142,6 +142,11 @@ class StoredStates(Sequence[Tensor]):
         return state.to(self._device)
 
 
+def kept_in(scratch: Path | None, states: Iterable[Tensor]) -> StoredStates | list[Tensor]:
+    """States in a file of the directory `scratch`, in memory if it is None."""
+    return list(states) if scratch is None else StoredStates(scratch, states)
+
+
 def kept_like(states: Sequence[Tensor], following: Iterable[Tensor]) -> StoredStates | list[Tensor]:
     """States kept as others are: in memory or in a file."""
     return states.like(following) if isinstance(states, StoredStates) else list(following)
@@ -213,28 +218,7 @@ def scratch_of(model: SportsLLM) -> Path | None:
 
 def embedded(model: SportsLLM, samples: Iterable[Tensor]) -> Sequence[Tensor]:
     """The residual stream before the first layer, (B, T, D) of every sample of token ids."""
-    states, scratch = (model.embedded(tokens) for tokens in samples), scratch_of(model)
-    return list(states) if scratch is None else StoredStates(scratch, states)
-
-
-def first_states(
-    model: ModelConfig,
-    table_VD: Tensor,
-    samples: Sequence[Tensor],
-    positions: Tensor | None,
-    scratch: Path | None,
-    device: torch.device = CPU,
-) -> Sequence[Tensor]:
-    """The residual stream before the first layer, (B, T, D) of every sample, in a file of `scratch` if that is given.
-
-    Args:
-        table_VD: the embedding.
-        samples: rows of the table, each (B, T).
-        positions: the table of learned positions, if the model has one.
-        device: of the states; table and samples are in the CPU's memory.
-    """
-    states = (embed(model, table_VD[tokens].float(), positions).to(device) for tokens in samples)
-    return list(states) if scratch is None else StoredStates(scratch, states)
+    return kept_in(scratch_of(model), (model.embedded(tokens) for tokens in samples))
 
 
 def run_layer(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> Sequence[Tensor]:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import check_names, load_block, load_positions, load_table
+from sportsllm.formats.checkpoint import StoredModel, check_names
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.calibration import CalibrationText
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import EMBEDDING, block_state
-from sportsllm.models.language_model import embed, first_positions, rope_of
+from sportsllm.models.language_model import first_positions, rope_of
 from sportsllm.models.layers import KVCache
 from sportsllm.process_memory import give_back
 
@@ -118,13 +118,11 @@ def cache_scales(checkpoint: Path, text: CalibrationText) -> CacheScales:
     Raises:
         ArtifactError: there is no text in the files.
     """
-    config, tensors = load_config(checkpoint), TensorFiles(checkpoint)
-    check_names(tensors, config)
+    model = StoredModel(TensorFiles(checkpoint), config := load_config(checkpoint))
+    check_names(model.tensors, config)
     samples = text.found(checkpoint).read(checkpoint, config, SAMPLES)
-    table, positions = load_table(tensors, config, EMBEDDING), load_positions(tensors, config)
-    states = [embed(config, table[tokens], positions) for tokens in samples]
-    del table
-    return measure_scales(config, (load_block(tensors, config, i) for i in range(config.num_hidden_layers)), states)
+    states = list(model.first_states(model.table(EMBEDDING), samples))
+    return measure_scales(config, map(model.block, range(config.num_hidden_layers)), states)
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -25,9 +26,9 @@ from compress.layer_fit import LayerPair, LeastSquares, ResidualPair, fit_block
 from compress.layerwise import (
     CPU,
     LayerStates,
-    first_states,
     input_moment,
     input_squares,
+    kept_in,
     mirrored,
     run_layer,
     second_moment,
@@ -39,13 +40,13 @@ from compress.quantization.gptq import damped_gram
 from compress.quantization.packed_checkpoint import ROWS, PackedCheckpoint, round_weight
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import load_block, load_last_norm, load_positions, load_table, read_ends
+from sportsllm.formats.checkpoint import StoredModel, load_block, read_ends
 from sportsllm.formats.safetensors import TensorFiles, all_finite
 from sportsllm.inference.calibration import JUDGED_SAMPLES, check_familiar
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.description import EMBEDDING, HEAD, POSITIONS, block_matrices, input_groups
+from sportsllm.models.description import EMBEDDING, HEAD, block_matrices, input_groups
 from sportsllm.models.kinds import routed_names, unused_line
-from sportsllm.models.language_model import Block, rope_of
+from sportsllm.models.language_model import Block
 from sportsllm.models.layers import ResidualNorm, Rope
 from sportsllm.process_memory import give_back
 from sportsllm.training.loss import cross_entropy
@@ -144,71 +145,80 @@ def quantize_calibrated(
         originals: if given, gets the layers' matrices before rounding, scaled, by module.
     """
     packed.refine = gptq
+    full = StoredModel(TensorFiles(checkpoint), model, device)
     pull = PULL / sum(tokens.numel() for tokens in samples)
-    rope, tensors = rope_of(model, device), TensorFiles(checkpoint)
-    norm, tied = load_last_norm(tensors, model).to(device), model.tie_word_embeddings
     tables = f"{EMBEDDING}.weight", f"{HEAD}.weight"  # all ends are checked here, and those read again for their use
-    ends = {name: tensor for name, tensor in read_ends(tensors, model) if name not in tables}
-    embedding = load_table(tensors, model, EMBEDDING)
-    if gptq and tied and packed.config.bits_for(EMBEDDING) != UNPACKED:
-        gram_DD = _tied_gram(packed, tensors, model, samples, embedding, norm, rope, device)
-        _round_by_gptq(packed, EMBEDDING, embedding, gram_DD)
-    elif gptq or not tied:
-        packed.add_matrix(EMBEDDING, embedding, search=True)
-    positions = ends.get(f"{POSITIONS}.weight")
-    unread: dict[int, list[int]] = {}
-    full_BTD = first_states(model, embedding, samples, positions, packed.scratch, device)
+    ends = {name: tensor for name, tensor in read_ends(full.tensors, model) if name not in tables}
+    embedding = full.table(EMBEDDING)
+    full_BTD: Sequence[Tensor] = kept_in(packed.scratch, full.first_states(embedding, samples))
     rounded_BTD: Sequence[Tensor] = []
     if gptq:
-        used = torch.unique(torch.cat([tokens.flatten() for tokens in samples]))
-        places = [torch.searchsorted(used, tokens) for tokens in samples]
-        rounded_BTD = first_states(model, packed.matrix(EMBEDDING, used), places, positions, packed.scratch, device)
+        rounded_BTD = _round_embedding(packed, full, embedding, samples, full_BTD)
+    elif not model.tie_word_embeddings:
+        packed.add_matrix(EMBEDDING, embedding, search=True)
     del embedding
+    unread: dict[int, list[int]] = {}
     with progress_bar("quantize", model.num_hidden_layers) as bar:
         for layer in range(model.num_hidden_layers):
-            source = load_block(tensors, model, layer).to(device)
-            prefix, own = f"model.layers.{layer}", model.of_layer(layer)
-            scale_block(source, own, full_BTD, rope, packed.config, prefix)
-            _keep(originals, prefix, source, own)
+            block, prefix, own = full.block(layer), f"model.layers.{layer}", model.of_layer(layer)
+            scale_block(block, own, full_BTD, full.rope, packed.config, prefix)
+            _keep(originals, prefix, block, own)
             if gptq:
-                between_BTD, following = LayerStates.of(source, full_BTD, rope)
-                rounded_BTD, read = _fit_and_round(
-                    packed,
-                    prefix,
-                    LayerPair(copy.deepcopy(source), source, own, rope, single_use=True),
-                    ResidualPair(full_BTD, rounded_BTD, following),
-                    between_BTD,
-                    pull,
+                full_BTD, rounded_BTD, read = _fit_and_round(
+                    packed, prefix, block, own, full.rope, full_BTD, rounded_BTD, pull
                 )
-                del between_BTD
             else:
-                following, read = _round_alone(packed, prefix, source, own, full_BTD, rope)
+                full_BTD, read = _round_alone(packed, prefix, block, own, full_BTD, full.rope)
             if own.experts is not None:
                 names = enumerate(routed_names(own.chosen_experts))
                 unread[layer] = [number for number, name in names if f"mlp.{name}.down_proj" not in read]
-            for name, parameter in source.named_parameters():
+            for name, parameter in block.named_parameters():
                 if parameter.ndim == 1:
                     packed.add(f"{prefix}.{name}", parameter, search=True)
-            full_BTD = following
-            del source
+            del block
             give_back()
             bar.advance()
     if (line := unused_line(unread)) is not None:
         log(f"calibration text: {line}; more samples (--set samples=N) may reach them")
-    head = load_table(tensors, model, EMBEDDING if tied else HEAD).to(device)
-    _check_text(samples, full_BTD, norm, head, model.logit_softcap)
+    head = full.table(full.head_name).to(device)
+    _check_text(samples, full_BTD, full.last_norm, head, model.logit_softcap)
     for name, tensor in ends.items():
         packed.add(name, tensor, search=True)
     if not gptq:
-        _round_table(packed, EMBEDDING if tied else HEAD, head, _read_by_head(full_BTD, norm))
-    elif not tied and packed.config.bits_for(HEAD) != UNPACKED:
-        sums = LeastSquares.over(zip(map(norm, rounded_BTD), map(norm, full_BTD), strict=True))
-        for rows_ND in torch.split(head, ROWS):  # in place: float64 products of a whole head would be gigabytes
-            own_sums = LeastSquares(sums.gram_II, rows_ND.double() @ sums.cross_OI)
-            rows_ND.copy_(own_sums.solve(rows_ND, pull * model.hidden_size))
-        _round_by_gptq(packed, HEAD, head, sums.gram_II)
-    elif not tied:
-        packed.add_matrix(HEAD, head, search=True)
+        _round_head(packed, full, head, full_BTD)
+    elif not model.tie_word_embeddings:
+        _fit_and_round_head(packed, full, head, full_BTD, rounded_BTD, pull)
+
+
+def _round_embedding(
+    packed: PackedCheckpoint,
+    full: StoredModel,
+    embedding_VD: Tensor,
+    samples: Sequence[Tensor],
+    states_BTD: Sequence[Tensor],
+) -> Sequence[Tensor]:
+    """Round the embedding, a tied one by GPTQ as head and as embedding, see the module.
+
+    Returns:
+        The residual stream before the quantized model's first layer; `states_BTD` is that of the full model.
+    """
+    if full.config.tie_word_embeddings and packed.config.bits_for(EMBEDDING) != UNPACKED:
+        sizes = torch.tensor([tokens.numel() for tokens in samples]).cumsum(0)
+        enough = int((sizes < _TABLE_TOKENS * full.config.hidden_size).sum()) + 1
+        states_BTD = kept_in(packed.scratch, islice(states_BTD, enough))
+        for layer in range(full.config.num_hidden_layers):
+            states_BTD = run_layer(full.block(layer), states_BTD, full.rope)
+        _round_by_gptq(packed, EMBEDDING, embedding_VD, _tied(_read_by_head(states_BTD, full.last_norm)))
+    else:
+        packed.add_matrix(EMBEDDING, embedding_VD, search=True)
+    used = torch.unique(torch.cat([tokens.flatten() for tokens in samples]))
+    places = [torch.searchsorted(used, tokens) for tokens in samples]
+    return kept_in(packed.scratch, full.first_states(packed.matrix(EMBEDDING, used), places))
+
+
+def _tied(gram_DD: Tensor) -> Tensor:
+    """What an error of a tied table counts, given the second moment of what it reads as head."""
+    return gram_DD / gram_DD.diagonal().mean() + TABLE_SHARE * torch.eye(len(gram_DD), device=gram_DD.device)
 
 
 def _read_by_head(last_BTD: Sequence[Tensor], norm: ResidualNorm) -> Tensor:
@@ -216,26 +226,48 @@ def _read_by_head(last_BTD: Sequence[Tensor], norm: ResidualNorm) -> Tensor:
     return reduce(Tensor.add_, (second_moment(norm(x_BTD)) for x_BTD in last_BTD))
 
 
-def _round_table(packed: PackedCheckpoint, module: str, weight_VD: Tensor, gram_DD: Tensor) -> None:
-    """Round the head for what it reads, a tied one as embedding too."""
-    if packed.config.bits_for(module) == UNPACKED:
-        packed.add_matrix(module, weight_VD, search=True)
+def _round_head(packed: PackedCheckpoint, full: StoredModel, head_VD: Tensor, last_BTD: Sequence[Tensor]) -> None:
+    """Round the head for what it reads in the full model, a tied one as embedding too."""
+    name, gram_DD = full.head_name, _read_by_head(last_BTD, full.last_norm)
+    if packed.config.bits_for(name) == UNPACKED:
+        packed.add_matrix(name, head_VD, search=True)
     else:
-        _round_by_gptq(packed, module, weight_VD, _tied(gram_DD) if module == EMBEDDING else gram_DD)
+        _round_by_gptq(packed, name, head_VD, _tied(gram_DD) if name == EMBEDDING else gram_DD)
+
+
+def _fit_and_round_head(
+    packed: PackedCheckpoint,
+    full: StoredModel,
+    head_VD: Tensor,
+    full_BTD: Sequence[Tensor],
+    rounded_BTD: Sequence[Tensor],
+    pull: float,
+) -> None:
+    """Fit an untied head to give, from the quantized model's last states, what the full model gives; then round it."""
+    if packed.config.bits_for(HEAD) == UNPACKED:
+        packed.add_matrix(HEAD, head_VD, search=True)
+        return
+    sums = LeastSquares.over(zip(map(full.last_norm, rounded_BTD), map(full.last_norm, full_BTD), strict=True))
+    for rows_ND in torch.split(head_VD, ROWS):  # in place: float64 products of a whole head would be gigabytes
+        own_sums = LeastSquares(sums.gram_II, rows_ND.double() @ sums.cross_OI)
+        rows_ND.copy_(own_sums.solve(rows_ND, pull * full.config.hidden_size))
+    _round_by_gptq(packed, HEAD, head_VD, sums.gram_II)
 
 
 def _fit_and_round(
     packed: PackedCheckpoint,
     prefix: str,
-    pair: LayerPair,
-    streams: ResidualPair,
-    between_BTD: Sequence[Tensor],
+    block: Block,
+    model: ModelConfig,
+    rope: Rope,
+    full_BTD: Sequence[Tensor],
+    rounded_BTD: Sequence[Tensor],
     pull: float,
-) -> tuple[Sequence[Tensor], set[str]]:
-    """GPTQ of one layer, each matrix fitted before, see `fit_block` and PULL; `pair.block` becomes what is stored.
+) -> tuple[Sequence[Tensor], Sequence[Tensor], set[str]]:
+    """GPTQ of one layer, each matrix fitted before, see `fit_block` and PULL.
 
     Returns:
-        The states after the layer, and the matrices that read any text.
+        The states after the layer in the full and in the quantized model, and the matrices that read any text.
     """
     read = set()
 
@@ -248,7 +280,9 @@ def _fit_and_round(
         packed.add_by_gptq(f"{prefix}.{name}", wanted, gram_KK)
         linear.weight.data = packed.matrix(f"{prefix}.{name}").to(linear.weight.device)
 
-    return fit_block(pair, streams, between_BTD, solve), read
+    between_BTD, following = LayerStates.of(block, full_BTD, rope)
+    pair = LayerPair(copy.deepcopy(block), block, model, rope, single_use=True)
+    return following, fit_block(pair, ResidualPair(full_BTD, rounded_BTD, following), between_BTD, solve), read
 
 
 def _round_alone(
@@ -260,7 +294,7 @@ def _round_alone(
     strong.
 
     Returns:
-        See `_fit_and_round`.
+        The states after the layer, and the matrices that read any text.
     """
     read, matrices = set[str](), [(matrix, group[0]) for group in input_groups(model) for matrix in group]
     sources = {matrix.name: matrix.name if matrix.routed else first.name for matrix, first in matrices}
@@ -294,33 +328,6 @@ def _check_text(
         for x_BTD, tokens in zip(last_BTD, few, strict=False)
     )
     check_familiar(samples, nats / sum(tokens[:, 1:].numel() for tokens in few))
-
-
-def _tied_gram(
-    packed: PackedCheckpoint,
-    tensors: TensorFiles,
-    model: ModelConfig,
-    samples: Sequence[Tensor],
-    embedding: Tensor,
-    norm: ResidualNorm,
-    rope: Rope,
-    device: torch.device,
-) -> Tensor:
-    """(D, D): what an error of the tied table counts as head and as embedding, see the module; read from the full
-    model.
-    """
-    sizes = torch.tensor([tokens.numel() for tokens in samples]).cumsum(0)
-    count = int((sizes < _TABLE_TOKENS * model.hidden_size).sum()) + 1
-    positions = load_positions(tensors, model)
-    states_BTD = first_states(model, embedding, samples[:count], positions, packed.scratch, device)
-    for layer in range(model.num_hidden_layers):
-        states_BTD = run_layer(load_block(tensors, model, layer).to(device), states_BTD, rope)
-    return _tied(_read_by_head(states_BTD, norm))
-
-
-def _tied(gram_DD: Tensor) -> Tensor:
-    """What an error of a tied table counts, given the second moment of what it reads as head."""
-    return gram_DD / gram_DD.diagonal().mean() + TABLE_SHARE * torch.eye(len(gram_DD), device=gram_DD.device)
 
 
 def _round_by_gptq(packed: PackedCheckpoint, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:

@@ -17,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.layerwise import CPU, first_states, kept_like, run_layer
+from compress.layerwise import CPU, kept_in, kept_like, run_layer
 from compress.quantization.config import QuantizationConfig, bits_per_weight, matrix_bytes, matrix_weights
 from compress.quantization.packed_checkpoint import round_weight
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
-from sportsllm.formats.checkpoint import check_names, load_block, load_last_norm, load_positions, load_table
+from sportsllm.formats.checkpoint import StoredModel, check_names
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.decoder import require_finite
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.description import EMBEDDING, HEAD, input_groups
-from sportsllm.models.language_model import Block, first_positions, rope_of
+from sportsllm.models.description import EMBEDDING, input_groups
+from sportsllm.models.language_model import Block, first_positions
 from sportsllm.models.layers import Rope, softcapped
 from sportsllm.models.memory import MIXED_GROWTH
 
@@ -120,27 +120,25 @@ def measure_groups(
         scratch: directory for a file of the states between the layers, which are in memory if None.
         draws: tokens drawn at each position.
     """
-    tensors, rope, layers = TensorFiles(checkpoint), rope_of(model, device), range(model.num_hidden_layers)
+    stored, layers = StoredModel(TensorFiles(checkpoint), model, device), range(model.num_hidden_layers)
     chunks = [chunk for tokens in samples for chunk in torch.split(tokens, _CHUNK, dim=1)]
     read, costs = sum(chunk.numel() for chunk in chunks), list[SensitivityGroup]()
-    check_names(tensors, model)
+    check_names(stored.tensors, model)
     with progress_bar("sensitivity", 2 * len(layers)) as bar:
-        table_VD, positions = load_table(tensors, model, EMBEDDING), load_positions(tensors, model)
-        before = [first_states(model, table_VD, chunks, positions, scratch, device)]
-        del table_VD
+        before: list[Sequence[Tensor]] = [kept_in(scratch, stored.first_states(stored.table(EMBEDDING), chunks))]
         for layer in layers:
-            before.append(run_layer(load_block(tensors, model, layer).to(device), before[-1], rope))
+            before.append(run_layer(stored.block(layer), before[-1], stored.rope))
             bar.advance()
         like = before[-1]
-        gradients = kept_like(like, _last_gradients(tensors, model, before.pop(), draws, seed, device))
+        gradients = kept_like(like, _last_gradients(stored, before.pop(), draws, seed))
         for layer in reversed(layers):
-            block, prefix = load_block(tensors, model, layer).to(device), f"model.layers.{layer}"
+            block, prefix = stored.block(layer), f"model.layers.{layer}"
             groups = [tuple(f"{prefix}.{matrix.name}" for matrix in group) for group in input_groups(block.config)]
             weights = {
                 name: block.get_parameter(f"{name[len(prefix) + 1 :]}.weight") for group in groups for name in group
             }
             squares, changes = dict.fromkeys(groups, 0.0), _watched(weights, config)
-            gradients = kept_like(like, _backwards(block, rope, before.pop(), gradients, changes, squares))
+            gradients = kept_like(like, _backwards(block, stored.rope, before.pop(), gradients, changes, squares))
             sizes = {name: _extra_bytes(config, name, weight) for name, weight in weights.items()}
             costs[:0] = [
                 SensitivityGroup(group, square / (2 * read), sum(sizes[name] for name in group))
@@ -150,9 +148,7 @@ def measure_groups(
     return costs
 
 
-def _last_gradients(
-    tensors: TensorFiles, model: ModelConfig, states_BTD: Iterable[Tensor], draws: int, seed: int, device: torch.device
-) -> Iterator[Tensor]:
+def _last_gradients(stored: StoredModel, states_BTD: Iterable[Tensor], draws: int, seed: int) -> Iterator[Tensor]:
     """(R, 1, T, D) for each chunk: gradients of the log probability of R draws by the states after the last layer.
 
     With logits W h the gradient by h is W[drawn] - sum over v of p(v) W[v], and its second term serves all draws.
@@ -160,9 +156,8 @@ def _last_gradients(
     Raises:
         ArtifactError: the logits are not finite.
     """
-    norm, cap = load_last_norm(tensors, model).to(device), model.logit_softcap
-    draw = torch.Generator().manual_seed(seed)
-    head_VD = load_table(tensors, model, EMBEDDING if model.tie_word_embeddings else HEAD).to(device)
+    norm, cap, device = stored.last_norm, stored.config.logit_softcap, stored.device
+    draw, head_VD = torch.Generator().manual_seed(seed), stored.table(stored.head_name).to(device)
     for x_BTD in states_BTD:
         with torch.enable_grad():
             last_BTD = x_BTD.detach().requires_grad_()

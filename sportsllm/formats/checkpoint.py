@@ -8,7 +8,8 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import cast
 
@@ -27,8 +28,8 @@ from sportsllm.formats.packed import QUANT_METHOD
 from sportsllm.formats.packed_modules import QuantizedEmbedding, QuantizedLinear, read_packed
 from sportsllm.formats.safetensors import WEIGHTS, StreamedTensors, TensorFiles, check_shape
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.description import EMBEDDING, LAST_NORM, POSITIONS, parameters
-from sportsllm.models.language_model import Block, SportsLLM
+from sportsllm.models.description import EMBEDDING, HEAD, LAST_NORM, POSITIONS, parameters
+from sportsllm.models.language_model import Block, SportsLLM, embed, rope_of
 from sportsllm.models.layers import KVCache, ResidualNorm, Rope, residual_norm
 from sportsllm.process_memory import available_bytes
 
@@ -36,6 +37,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     "chat_template.jinja",
 )  # fmt: skip
+_CPU = torch.device("cpu")
 _SHARE_OF_MEMORY = 0.75  # of what is free, for weights; the rest is for activations
 _PACKED = ("_packed", "_scale", "_zero_point")
 
@@ -140,19 +142,47 @@ def load_table(tensors: TensorFiles, config: ModelConfig, module: str) -> Tensor
     return read_tensor(tensors, f"{module}.weight", shape)
 
 
-def load_positions(tensors: TensorFiles, config: ModelConfig) -> Tensor | None:
-    """The table of learned positions, (context, D) float32, if the model has one."""
-    if not config.positions:
-        return None
-    return read_tensor(tensors, f"{POSITIONS}.weight", (config.positions, config.hidden_size))
+@dataclass(frozen=True)
+class StoredModel:
+    """A checkpoint that is computed one layer after the other, on `device`; each part is read when it is asked for."""
 
+    tensors: TensorFiles
+    config: ModelConfig
+    device: torch.device = _CPU
 
-def load_last_norm(tensors: TensorFiles, config: ModelConfig) -> ResidualNorm:
-    """The norm before the head."""
-    with torch.device("meta"):
-        norm = residual_norm(config)
-    _fill(norm, tensors, f"{LAST_NORM}.")
-    return norm.eval().requires_grad_(False)
+    @cached_property
+    def rope(self) -> Rope:
+        """Rotary tables."""
+        return rope_of(self.config, self.device)
+
+    @cached_property
+    def last_norm(self) -> ResidualNorm:
+        """The norm before the head."""
+        with torch.device("meta"):
+            norm = residual_norm(self.config)
+        _fill(norm, self.tensors, f"{LAST_NORM}.")
+        return norm.to(self.device).eval().requires_grad_(False)
+
+    @property
+    def head_name(self) -> str:
+        """The module of the head's matrix."""
+        return EMBEDDING if self.config.tie_word_embeddings else HEAD
+
+    def table(self, module: str) -> Tensor:
+        """The embedding or the head, in the CPU's memory, see `load_table`."""
+        return load_table(self.tensors, self.config, module)
+
+    def block(self, layer: int) -> Block:
+        """One layer."""
+        return load_block(self.tensors, self.config, layer).to(self.device)
+
+    def first_states(self, table_VD: Tensor, samples: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The residual stream before the first layer, (B, T, D) for each sample of rows of the embedding, (B, T)."""
+        positions = None
+        if self.config.positions:
+            shape = self.config.positions, self.config.hidden_size
+            positions = read_tensor(self.tensors, f"{POSITIONS}.weight", shape)
+        return (embed(self.config, table_VD[tokens].float(), positions).to(self.device) for tokens in samples)
 
 
 def check_names(tensors: TensorFiles, config: ModelConfig) -> dict[str, tuple[int, ...]]:
