@@ -139,6 +139,12 @@ class LayerPair:
     own_rope: Rope | None = None
     single_use: bool = False
 
+    def linear(self, matrix: Matrix) -> nn.Linear:
+        """A matrix of the layer that is changed."""
+        linear = self.block.get_submodule(matrix.name)
+        assert isinstance(linear, nn.Linear), "a matrix of a block is a linear layer"
+        return linear
+
 
 Solve = Callable[[str, nn.Linear, LeastSquares], None]
 
@@ -167,7 +173,9 @@ def fit_block(pair: LayerPair, streams: ResidualPair, between_BTD: Sequence[Tens
             read = ResidualPair(streams.full, streams.changed, after_BTD)
         following: Sequence[Tensor] | None = None
         for group in groups:
-            following = _fit_group(pair, sublayer, group, read, changed_BTD, solve)
+            _fit_readers(pair, sublayer, [each for each in group if each.name not in writers], read, solve)
+            for matrix in (each for each in group if each.name in writers):
+                following = _fit_writer(pair, sublayer, matrix, read, changed_BTD, solve)
         if following is None:
             own_rope, reads = pair.own_rope or pair.rope, read.changed if parallel else None
             following = after_sublayer(pair.block, sublayer, changed_BTD, own_rope, reads)
@@ -175,44 +183,19 @@ def fit_block(pair: LayerPair, streams: ResidualPair, between_BTD: Sequence[Tens
     return changed_BTD
 
 
-def _fit_group(
-    pair: LayerPair, sublayer: str, group: Sequence[Matrix], streams: ResidualPair, base: Sequence[Tensor], solve: Solve
-) -> Sequence[Tensor] | None:
-    """Fit matrices of one sublayer that read the same input; its output is added to `base`.
-
-    Returns:
-        The residual stream after the sublayer, if the last matrix writes it and its inputs were kept, so that attention
-        need not be computed again; else None.
-    """
-    following: Sequence[Tensor] | None = None
+def _fit_readers(pair: LayerPair, sublayer: str, group: Sequence[Matrix], streams: ResidualPair, solve: Solve) -> None:
+    """Fit matrices of one sublayer that read the same input and do not write to the residual stream."""
 
     def inputs(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> Iterator[Tensor]:
         return (matrix_input(block, sublayer, group[0].name, x, rope) for x in states_BTD)
 
     shared: LeastSquares | None = None
-    for matrix in sorted(group, key=lambda matrix: adds_to_residual(pair.config, matrix)):
-        linear = pair.block.get_submodule(matrix.name)
-        assert isinstance(linear, nn.Linear), "a matrix of a block is a linear layer"
+    for matrix in group:
         ours = inputs(pair.block, streams.changed, pair.own_rope or pair.rope)
-        if adds_to_residual(pair.config, matrix):
-            bias = 0.0 if linear.bias is None else linear.bias
-            keeps = isinstance(streams.changed, StoredStates) or matrix.columns <= _KEPT * pair.config.hidden_size
-            kept = kept_like(streams.changed, ours) if keeps else None
-            if pair.single_use and sublayer == "mlp" and isinstance(kept, StoredStates):
-                for parameter in (*pair.source.parameters(), *pair.block.parameters()):
-                    if parameter.ndim > 1 and parameter is not linear.weight:
-                        parameter.data = parameter.new_empty(0, 0)
-            ends = zip(streams.target, base, strict=True)
-            targets = ((after if pair.into is None else after @ pair.into) - before - bias for after, before in ends)
-            solve(matrix.name, linear, LeastSquares.over(zip(ours if kept is None else kept, targets, strict=True)))
-            if kept is not None:
-                read = zip(base, kept, strict=True)
-                following = kept_like(streams.changed, (before + linear(own) for before, own in read))
-            continue
         if matrix.routed and matrix.column_unit != HIDDEN:
             # The full model sends other tokens here, so there is nothing to compare with: no fit.
             gram_II = LeastSquares.over((x, x) for x in ours).gram_II
-            sums = LeastSquares(gram_II, linear.weight.detach().double() @ gram_II)
+            sums = LeastSquares(gram_II, pair.linear(matrix).weight.detach().double() @ gram_II)
         else:
             # The wanted weights times the full layer's input: one sum of products serves all. Biases are the same.
             theirs = inputs(pair.source, streams.full, pair.rope)
@@ -220,8 +203,32 @@ def _fit_group(
             full_OI = pair.source.get_parameter(f"{matrix.name}.weight")
             weight_OI = full_OI if pair.wanted is None else pair.wanted[matrix.name]
             sums = LeastSquares(shared.gram_II, weight_OI.double() @ shared.cross_OI)
-        solve(matrix.name, linear, sums)
-    return following
+        solve(matrix.name, pair.linear(matrix), sums)
+
+
+def _fit_writer(
+    pair: LayerPair, sublayer: str, matrix: Matrix, streams: ResidualPair, base: Sequence[Tensor], solve: Solve
+) -> Sequence[Tensor] | None:
+    """Fit the matrix whose output is added to `base`.
+
+    Returns:
+        The residual stream after the sublayer if the matrix's inputs were kept, so that attention need not be computed
+        again; else None.
+    """
+    linear, rope = pair.linear(matrix), pair.own_rope or pair.rope
+    ours = (matrix_input(pair.block, sublayer, matrix.name, x, rope) for x in streams.changed)
+    keeps = isinstance(streams.changed, StoredStates) or matrix.columns <= _KEPT * pair.config.hidden_size
+    kept = kept_like(streams.changed, ours) if keeps else None
+    if pair.single_use and sublayer == "mlp" and isinstance(kept, StoredStates):
+        for parameter in (*pair.source.parameters(), *pair.block.parameters()):
+            if parameter.ndim > 1 and parameter is not linear.weight:
+                parameter.data = parameter.new_empty(0, 0)
+    bias, ends = 0.0 if linear.bias is None else linear.bias, zip(streams.target, base, strict=True)
+    targets = ((after if pair.into is None else after @ pair.into) - before - bias for after, before in ends)
+    solve(matrix.name, linear, LeastSquares.over(zip(ours if kept is None else kept, targets, strict=True)))
+    if kept is None:
+        return None
+    return kept_like(streams.changed, (before + linear(own) for before, own in zip(base, kept, strict=True)))
 
 
 class _InputFound(Exception):
