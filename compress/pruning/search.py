@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,6 +65,11 @@ class Finalist(NamedTuple):
     loss_after_refit: float | None
     bits_per_byte: float | None = None
     nats_before: Sequence[float] = ()
+
+    @property
+    def loss(self) -> float:
+        """Before recovery: after the refit, if there was one."""
+        return self.loss_after_refit or self.loss_after_cut
 
     def row(self) -> dict[str, Any]:
         """For the results."""
@@ -153,41 +158,36 @@ def find_finalists(
     fitted = others[: max(_RANKED_SAMPLES, enough)]
     merging = fitted[:_SCORING_SAMPLES]  # heads are merged by other text than the shapes are ranked on
 
-    def loss_of(shape: Shape, refit: bool = False) -> float:
-        smaller = shape.applied_to(model.config)
-        pruned = calibration.cut(smaller, fitted if refit else merging, refit)
-        return loss_per_token(pruned.model, scoring)
+    def losses_of(shapes: Collection[Shape], refit: bool, least: int, until_s: float) -> dict[Shape, float]:
+        """The losses of some shapes, in their order: of `least`, and of others as long as `until_s` has not passed."""
+        losses: dict[Shape, float] = {}
+        with progress_bar("refitted" if refit else "shapes", len(shapes)) as bar:
+            for shape in shapes:
+                if len(losses) >= least and time.perf_counter() - started > until_s:
+                    break
+                pruned = calibration.cut(shape.applied_to(model.config), fitted if refit else merging, refit)
+                losses[shape] = loss_per_token(pruned.model, scoring)
+                bar.advance()
+        return losses
 
-    losses: dict[Shape, float] = {}
     most, recovery = _MOST_CUT, calibration.job.recovery
     if recovery is not None:
         judged = sum(sample.numel() for sample in scoring)
         most = min(most, max(_LEAST_CUT, round(_JUDGING_FRACTION * recovery.tokens / judged)))
     candidates = thinned(shapes, most)
-    with progress_bar("shapes", len(candidates)) as bar:
-        for shape in dict.fromkeys([*always, *candidates]):
-            if losses and time.perf_counter() - started > seconds:
-                break
-            losses[shape] = loss_of(shape)
-            bar.advance()
+    cut = losses_of(dict.fromkeys([*always, *candidates]), refit=False, least=1, until_s=seconds)
     best: dict[tuple[int, int], Shape] = {}
-    for shape in sorted((one for one in candidates if one in losses), key=losses.__getitem__):
+    for shape in sorted((one for one in candidates if one in cut), key=cut.__getitem__):
         best.setdefault((shape.layers, shape.hidden), shape)
     chosen = dict.fromkeys([*always, *list(best.values())[: max(_REFITTED[recovery is not None], count)]])
-    cut = [Finalist(shape, losses[shape], None) for shape in chosen]
-    refitted = list[Finalist]()
-    with progress_bar("refitted", len(cut)) as bar:
-        for one in cut if len(cut) > count else ():
-            if len(refitted) >= max(count, len(always)) and time.perf_counter() - started > 2 * seconds:
-                break
-            refitted.append(one._replace(loss_after_refit=loss_of(one.shape, refit=True)))
-            bar.advance()
-    found = sorted(refitted or cut, key=lambda one: one.loss_after_refit or one.loss_after_cut)
+    refitted: dict[Shape, float] = {}
+    if len(chosen) > count:
+        refitted = losses_of(chosen, refit=True, least=max(count, len(always)), until_s=2 * seconds)
+    ranked = (Finalist(shape, cut[shape], refitted.get(shape)) for shape in refitted or chosen)
+    found = sorted(ranked, key=lambda one: one.loss)
     whole, taken = loss_per_token(model, scoring), time.perf_counter() - started
-    best_two = ", ".join(
-        f"{one.shape.name} {(one.loss_after_refit or one.loss_after_cut) / whole - 1:.1%}" for one in found[:2]
-    )
-    log(f"{len(losses)} shapes cut, {len(refitted)} refitted in {taken:.0f} s; loss above the full model's: {best_two}")
+    best_two = ", ".join(f"{one.shape.name} {one.loss / whole - 1:.1%}" for one in found[:2])
+    log(f"{len(cut)} shapes cut, {len(refitted)} refitted in {taken:.0f} s; loss above the full model's: {best_two}")
     if always and count > 1 and not {one.shape for one in found[:count]} & set(always):
         found[count - 1] = next(one for one in found if one.shape in always)
     return found[:count]
