@@ -206,7 +206,9 @@ class _Run:
                 group["lr"] = group["peak_lr"] * factor
         chosen = [batch.to(self.device) for batch in batches.step(self.state.step, config.accumulation)]
         (scored,) = self._summed(sum(int((batch.targets != IGNORE).sum()) for batch in chosen))
-        total = self._add_all_gradients(chosen, int(scored), loss)
+        total = self._together(self._add_gradients(chosen, int(scored), loss))
+        if not self.divided:
+            processes.add_up([p.grad for p in self.model.parameters() if p.grad is not None])
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         norm = clip_gradients(self.model, config.clip_norm)
@@ -228,25 +230,23 @@ class _Run:
         processes.add_up([sums])
         return (sums / processes.copies()).tolist()
 
-    def _add_all_gradients(self, chosen: list[Batch], scored: int, loss: Loss) -> float:
-        """`_add_gradients` of all processes, which also agree here whether to stop and whether to save."""
-        total, due = self._add_gradients(chosen, scored, loss), time.perf_counter() - self.last_save > _SAVE_EVERY_S
-        total, stopping, saving = self._summed(total, self.interrupted.is_set(), due and processes.rank() == 0)
+    def _together(self, loss: float) -> float:
+        """The loss of all processes, which also agree here whether to stop and whether to save."""
+        due = processes.rank() == 0 and time.perf_counter() - self.last_save > _SAVE_EVERY_S
+        total, stopping, saving = self._summed(loss, self.interrupted.is_set(), due)
         if not math.isfinite(total):
             raise DivergedError(
                 f"step {self.state.step + 1}: the loss of a process is {total}; use a lower --learning-rate"
             )
         self.stopping, self.saving = stopping > 0, saving > 0
-        if not self.divided:
-            processes.add_up([p.grad for p in self.model.parameters() if p.grad is not None])
         return total
 
     def _add_gradients(self, chosen: list[Batch], scored: int, loss: Loss) -> float:
         """Add the gradient of each batch's share of the mean loss, in their order; returns the mean loss."""
-        total = 0.0
         if isinstance(self.model, Stage):
             self.pipeline = self.pipeline or Pipeline(self.model, chosen, self._autocast)
             return processes.stages() * self.pipeline.add_gradients(chosen, scored)
+        total = 0.0
         for batch in chosen:
             objective = self._objective(batch, scored, loss)
             total += float(objective.detach())
