@@ -36,7 +36,7 @@ from sportsllm.training.loop import language_model_loss, resolve_precision, trai
 from sportsllm.training.lora import add_adapters, merge_adapters
 from sportsllm.training.optimizers import computes_in
 from sportsllm.training.rate_trial import choose_rates
-from sportsllm.training.settings import TrainConfig, check_sequence, fit_vocabulary
+from sportsllm.training.settings import TrainConfig, fit_vocabulary
 from sportsllm.training.sharding import place
 from sportsllm.training.state import validation
 
@@ -116,7 +116,6 @@ def new_model(
     shape = fit_vocabulary(shape, tokenizer.vocab_size, model).with_changes(
         bos_token_id=tokenizer.begin_id, eos_token_id=tokenizer.end_id, pad_token_id=tokenizer.pad_id
     )
-    check_sequence(config.sequence, shape)
     log(f"{model}: {described_shape(shape)}")
     made = SportsLLM(shape)
     made.initialize(config.seed)

@@ -123,39 +123,41 @@ def train(
 
     check_format(checkpoint, chat_template, lora_rank is not None)
     use_processor(threads, device)
+    checkpoints = [] if checkpoint is None else [checkpoint]
     reading, digits = take_reading(found, checkpoint), found.get("digits", "grouped")
-    if found.get("documented") and checkpoint is None:
-        changes.setdefault("dropout", DOCUMENTED_DROPOUT)
-    shape = load_config(checkpoint) if checkpoint is not None else changed_shape(shape_of(str(model))[0], changes)
+    if checkpoint is not None:
+        shape, files = load_config(checkpoint), list[Path]()
+        origin: JsonObject = {"init": str(checkpoint), "lora_rank": lora_rank}
+    else:
+        if found.get("documented"):
+            changes.setdefault("dropout", DOCUMENTED_DROPOUT)
+        shape, files = shape_of(str(model))
+        shape, files = changed_shape(shape, changes), [*([tokenizer / "tokenizer.json"] if tokenizer else []), *files]
+        origin = {"model": model, "tokenizer": tokenizer and str(tokenizer)}
+        origin |= _given(shape=changes or None, digits=None if digits == "grouped" else digits)
     shape = shape if rope_scaling is None else with_rope_scaling(shape, rope_scaling)
     given = {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
     run = Run(Start.RANDOM if checkpoint is None else Start.TRAINED, shape, lora_rank is not None)
     config = train_config(run, tokens, pick(found, TRAINING) | given, seed=seed, staged=True)
     log_cost(shape, config)
+    check_sequence(config.sequence, shape)
     training, held_out = (corpus, valid or []) if corpus else _default_text(checkpoint, valid)
-    unread = left_out(held_out, checkpoint) if checkpoint is not None else tuple(held_out)
+    unread = left_out(held_out, *checkpoints)
     record = {
         "corpus": list(map(str, training)),
         "valid": list(map(str, held_out)),
         **_given(rope_scaling=rope_scaling, chat_template=chat_template),
         **reading.record(),
+        **held_out_setting(held_out, unread),
+        **origin,
     }
-    inputs = [*training, *unread]
-    if checkpoint is not None:
-        check_sequence(config.sequence, shape)
-        record |= held_out_setting(held_out, unread)
-        record |= {"init": str(checkpoint), "lora_rank": lora_rank}
-        inputs = [checkpoint, *inputs]
-    else:
-        record |= {"model": model, "tokenizer": tokenizer and str(tokenizer)} | ({"shape": changes} if changes else {})
-        record |= {"digits": digits} if digits != "grouped" else {}
-        inputs += [*([tokenizer / "tokenizer.json"] if tokenizer else []), *shape_of(str(model))[1]]
+    inputs = [*checkpoints, *training, *unread, *files]
     stage = Stage("train", record | asdict(config), inputs, seed=seed)
     out = out or _default_out(checkpoint, model, changes)
 
     def make(directory: Path) -> JsonObject:
         log(f"{out}: reading {', '.join(map(str, training))}")
-        texts = load_corpus(training, held_out, unread, reading.text_field, [checkpoint] if checkpoint else [])
+        texts = load_corpus(training, held_out, unread, reading.text_field, checkpoints)
         if checkpoint is not None:
             start, source = load_start(checkpoint, shape, lora_rank, seed), checkpoint
             if chat_template is not None:
