@@ -75,8 +75,8 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_080,
-    "compress": 7_590,
+    "sportsllm": 19_081,
+    "compress": 7_595,
     "export": 6_439,
     "benchmarks": 9_181,
     "tests": 25_226,

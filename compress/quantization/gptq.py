@@ -140,15 +140,13 @@ def gptq(weight_NK: Tensor, gram_KK: Tensor, grid: AnyGrid, *, act_order: bool) 
             group = groups[place]
             if not act_order and place % block_size == 0:
                 # What earlier columns left to this block; all of it lies in this panel or has been brought up to date.
-                ahead_SN = left_KN[place : place + block_size].clone()
-                if place + block_size > stop:
-                    factor = factor_KK[start:place, stop : place + block_size]
-                    ahead_SN[stop - place :] -= factor.T @ errors_KN[: place - start]
-                ahead_NS, weights_1S = (
-                    split_blocks(each, block_size)[:, 0]
-                    for each in (_transposed(ahead_SN), diagonal[None, place : place + block_size])
+                end = place + block_size
+                ahead_SN = left_KN[place:end].clone()
+                ahead_SN[stop - place :] -= factor_KK[start:place, stop:end].T @ errors_KN[: place - start]
+                block_NS, weights_1S = (
+                    split_blocks(each, block_size)[:, 0] for each in (_transposed(ahead_SN), diagonal[None, place:end])
                 )
-                scales_GN[group], zeros_GN[group] = grid.fit_block(ahead_NS, weights_1S[0], group)
+                scales_GN[group], zeros_GN[group] = grid.fit_block(block_NS, weights_1S[0], group)
             scale, zero = scales_GN[group], zeros_GN[group]
             quants_KN[place] = grid.nearest(left_KN[place], scale, zero)
             error = (left_KN[place] - (quants_KN[place] - zero) * scale) / factor_KK[place, place]
