@@ -75,7 +75,7 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_081,
+    "sportsllm": 19_069,
     "compress": 7_595,
     "export": 6_439,
     "benchmarks": 9_181,

@@ -122,13 +122,17 @@ def new_model(
     return made
 
 
-def load_start(checkpoint: Path, shape: ModelConfig, lora_rank: int | None, seed: int) -> SportsLLM:
-    """The model of the checkpoint, with adapters if asked for."""
+def load_start(
+    checkpoint: Path, shape: ModelConfig, lora_rank: int | None, seed: int, chat_template: str | None, directory: Path
+) -> tuple[SportsLLM, Path]:
+    """The checkpoint's model, with adapters or a chat format if asked for, and the directory with its tokenizer."""
     with checkpoint_with(checkpoint, shape) as source:
         model = load_checkpoint(source)
     if lora_rank is not None:
         add_adapters(model, lora_rank, seed)
-    return model
+    if chat_template is None:
+        return model, checkpoint
+    return with_format(model, checkpoint, directory, chat_template), directory
 
 
 def train_base_model(

@@ -104,22 +104,8 @@ def train(
     from sportsllm.text.documents import held_out_setting, left_out, take_reading
     from sportsllm.text.split import load_corpus
     from sportsllm.text.tokenizer import load_tokenizer
-    from sportsllm.training.base_model import (
-        check_format,
-        load_start,
-        log_cost,
-        new_model,
-        train_base_model,
-        with_format,
-    )
-    from sportsllm.training.settings import (
-        DOCUMENTED_DROPOUT,
-        Run,
-        Start,
-        check_sequence,
-        shape_of,
-        train_config,
-    )
+    from sportsllm.training.base_model import check_format, load_start, log_cost, new_model, train_base_model
+    from sportsllm.training.settings import DOCUMENTED_DROPOUT, Run, Start, check_sequence, shape_of, train_config
 
     check_format(checkpoint, chat_template, lora_rank is not None)
     use_processor(threads, device)
@@ -159,9 +145,7 @@ def train(
         log(f"{out}: reading {', '.join(map(str, training))}")
         texts = load_corpus(training, held_out, unread, reading.text_field, checkpoints)
         if checkpoint is not None:
-            start, source = load_start(checkpoint, shape, lora_rank, seed), checkpoint
-            if chat_template is not None:
-                start, source = with_format(start, checkpoint, directory, chat_template), directory
+            start, source = load_start(checkpoint, shape, lora_rank, seed, chat_template, directory)
         else:
             start, source = new_model(str(model), shape, texts, config, directory, tokenizer, digits), directory
         words = load_tokenizer(source, start.config, reading)
