@@ -28,7 +28,6 @@ FLOORS: dict[str, list[set[str]]] = {
             "console",
             "process_memory",
             "processors",
-            "products",
             "options",
             "settings",
             "slurm",
@@ -75,11 +74,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_069,
+    "sportsllm": 19_065,
     "compress": 7_595,
     "export": 6_439,
     "benchmarks": 9_181,
-    "tests": 25_226,
+    "tests": 25_225,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

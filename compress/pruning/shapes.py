@@ -350,9 +350,9 @@ def hidden_sizes(config: ModelConfig) -> list[int]:
     return widths(config.hidden_size) if can_cut_hidden(config) else [config.hidden_size]
 
 
-def widths(full: int, step: int = WIDTH_STEP) -> list[int]:
-    """Multiples of `step` below a width, and the width."""
-    return [*range(step, full, step), full]
+def widths(full: int) -> list[int]:
+    """Multiples of `WIDTH_STEP` below a width, and the width."""
+    return [*range(WIDTH_STEP, full, WIDTH_STEP), full]
 
 
 def spread(values: Sequence[int], most: int | None) -> list[int]:

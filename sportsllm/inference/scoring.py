@@ -224,8 +224,9 @@ class TaskScore:
         return f"{self.value:.4f}" + ("" if self.error is None else f" ± {self.error:.4f}")
 
 
-def wilson_interval(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Confidence interval of a share of `count` independent trials (Wilson 1927, https://doi.org/10.2307/2276774)."""
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """95% interval of a share of `count` independent trials (Wilson 1927, https://doi.org/10.2307/2276774)."""
+    z = 1.96
     middle, spread = share + z * z / (2 * count), z * math.sqrt((share * (1 - share) + z * z / (4 * count)) / count)
     scale = 1 + z * z / count
     return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)

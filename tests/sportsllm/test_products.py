@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sportsllm.products import _replace
+from sportsllm.processors import replace_products
 
 
 @pytest.fixture(autouse=True)
 def replaced() -> Iterator[None]:
     """Replaces the operators on every processor."""
     library = torch.library.Library("aten", "IMPL")
-    _replace(library)
+    replace_products(library)
     yield
     library._destroy()
 
