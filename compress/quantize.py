@@ -23,10 +23,9 @@ from sportsllm.settings import DISTILLATION, QUANTIZATION, SIGNALS, STEPS, TEXT,
 if TYPE_CHECKING:
     from compress.distillation.student import RunDirectory, StudentTraining
     from compress.distillation.teacher_cache import TeacherCache
-    from compress.quantization.config import QuantizationConfig
+    from compress.quantization.config import QuantizationConfig, QuantizationPlan, SizeBudget
     from compress.quantization.layer_by_layer import RoundedWeights
-    from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget
-    from compress.quantization.plan import QuantizationPlan
+    from compress.quantization.mixed_precision import SensitivityGroup
     from sportsllm.inference.calibration import CalibrationText
 
 PADDING_NOTED = 10.0
@@ -110,8 +109,7 @@ def quantize(
 ) -> QuantizeResult:
     """Quantize weights to INT8 or INT4."""
     from compress.distillation.starts import plan_training
-    from compress.quantization.config import QuantizationConfig
-    from compress.quantization.mixed_precision import SizeBudget
+    from compress.quantization.config import QuantizationConfig, SizeBudget
     from sportsllm.formats.huggingface import load_config
     from sportsllm.inference.calibration import CalibrationText
     from sportsllm.processors import use_processor
@@ -170,7 +168,7 @@ def quantize_checkpoint(
 
     Args:
         checkpoint: an unquantized checkpoint, or a bitsandbytes one, which is rounded a second time.
-        method: see `compress.quantization.plan.resolve_method`.
+        method: see `compress.quantization.config.resolve_method`.
         budget: mix 4 and 8 bits to this size; its default counts only for methods that read text.
         recovery: quantization-aware training, see `compress.quantization.qad`.
 
@@ -179,8 +177,13 @@ def quantize_checkpoint(
         ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
     from compress.distillation.student import RunDirectory
-    from compress.quantization.config import QuantizationConfig, bits_per_weight, padding_percent
-    from compress.quantization.plan import METHODS, plan_quantization
+    from compress.quantization.config import (
+        METHODS,
+        QuantizationConfig,
+        bits_per_weight,
+        padding_percent,
+        plan_quantization,
+    )
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.checkpoint import write_config
     from sportsllm.formats.packed import bitsandbytes_kind
@@ -230,9 +233,9 @@ def round_weights(
     plan: QuantizationPlan, directory: Path, keep_originals: bool
 ) -> tuple[RoundedWeights, list[SensitivityGroup]]:
     """Write quantized tensors; also the sensitivity of each group of matrices if precisions are mixed."""
+    from compress.quantization.config import SENSITIVITY_SAMPLES
     from compress.quantization.layer_by_layer import round_checkpoint
     from compress.quantization.mixed_precision import choose_bits, measure_groups
-    from compress.quantization.plan import SENSITIVITY_SAMPLES
     from sportsllm.formats.safetensors import WEIGHTS
     from sportsllm.processors import training_device
 

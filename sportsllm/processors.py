@@ -1,4 +1,4 @@
-"""Processors: the device to compute on, fast products, threads that compute side by side, and the size of a loss's chunks.
+"""Processors: the device to compute on, fast products, threads side by side, and the size of a loss's chunks.
 
 torch is imported inside functions, so that sizes can be planned without it.
 """

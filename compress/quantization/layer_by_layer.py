@@ -82,7 +82,7 @@ def round_checkpoint(
 
     Args:
         checkpoint: an unquantized one, read one layer at a time.
-        method: one of `compress.quantization.plan.METHODS`.
+        method: one of `compress.quantization.config.METHODS`.
         samples: calibration token ids, each (B, T), for the last two.
         keep_originals: for `compress.quantization.qad`.
         path: the file for the tensors; they stay in memory if None.

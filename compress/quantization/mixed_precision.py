@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.layerwise import CPU, kept_in, kept_like, run_layer
-from compress.quantization.config import QuantizationConfig, bits_per_weight, matrix_bytes, matrix_weights
+from compress.quantization.config import HIGH_BITS, QuantizationConfig
 from compress.quantization.packed_checkpoint import round_weight
 from sportsllm.console import progress_bar
-from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import StoredModel, check_names
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.decoder import require_finite
@@ -29,9 +28,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import EMBEDDING, input_groups
 from sportsllm.models.language_model import Block, first_positions
 from sportsllm.models.layers import Rope, softcapped
-from sportsllm.models.memory import MIXED_GROWTH
 
-HIGH_BITS = 8
 _CHUNK = 128  # tokens of one backward pass, which gives one number for each matrix
 
 
@@ -52,47 +49,6 @@ class SensitivityGroup:
     def to_json(self, config: QuantizationConfig) -> dict[str, Any]:
         """With the bits of the group, leaving out matrices that always have 8, such as a router."""
         return dataclasses.asdict(self) | {"bits": min(map(config.bits_for, self.modules))}
-
-
-@dataclass(frozen=True)
-class SizeBudget:
-    """A size to mix 4 and 8 bits for; at most one field is given, none for MIXED_GROWTH.
-
-    Attributes:
-        bits_per_weight: average over the layers' matrices, with scales and zero points.
-        size_mb: size of all weights in 10^6 bytes; norms and biases count 4 bytes per value.
-    """
-
-    bits_per_weight: float | None = None
-    size_mb: float | None = None
-
-    def spare_bytes(self, model: ModelConfig, config: QuantizationConfig) -> int:
-        """Bytes beyond the low precision of `config`.
-
-        Raises:
-            UsageError: both or neither given, not 4 bits, or less than the low precision takes.
-        """
-        if self.bits_per_weight is not None and self.size_mb is not None:
-            raise UsageError("give one of --set bits_per_weight and --size-mb, not both")
-        if config.bits >= HIGH_BITS:
-            raise UsageError("--set bits_per_weight and --size-mb mix 4 and 8 bits; leave --bits 8 out")
-        if self == SizeBudget():
-            return int(MIXED_GROWTH * matrix_bytes(model, config))
-        if self.bits_per_weight is not None:
-            least, smallest = matrix_bytes(model, config, layers_only=True), f"{bits_per_weight(model, config):.3f}"
-            budget = int(self.bits_per_weight * matrix_weights(model, layers_only=True) / 8)
-            flag = f"--set bits_per_weight={self.bits_per_weight:g}"
-        else:
-            assert self.size_mb is not None, "one of both is given"
-            least = matrix_bytes(model, config) + 4 * (model.parameters - matrix_weights(model))
-            smallest, budget = f"{least / 1e6:.3f}", int(self.size_mb * 1e6)
-            flag = f"--size-mb {self.size_mb:g}"
-        if budget < least:
-            raise UsageError(
-                f"{flag} is less than INT{config.bits} takes with groups of {config.block_size}, {smallest}; "
-                "allow more, or use a larger --group-size"
-            )
-        return budget - least
 
 
 @torch.no_grad()

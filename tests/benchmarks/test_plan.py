@@ -9,8 +9,7 @@ import pytest
 from benchmarks import device_commands
 from benchmarks.labels import band
 from benchmarks.model_size import ModelFormat, file_bytes
-from compress.quantization.config import QuantizationConfig
-from compress.quantization.mixed_precision import SizeBudget
+from compress.quantization.config import QuantizationConfig, SizeBudget
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import to_hf
 from sportsllm.models.memory import PRECISIONS

@@ -26,8 +26,7 @@ from benchmarks.search.results import print_fit
 from benchmarks.search.rounds import Search, Tried, run_rounds, start_search, try_longer, try_plain
 from benchmarks.search.trials import BENCH_S, Clock, Losses, Timed, Trials
 from compress.pruning.shapes import Shape, shape_for_share
-from compress.quantization.config import QuantizationConfig
-from compress.quantization.mixed_precision import SizeBudget
+from compress.quantization.config import QuantizationConfig, SizeBudget
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, InterruptedRun, UsageError
 from sportsllm.formats.huggingface import load_config, to_hf

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import sportsllm
-from compress.quantization.config import QuantizationConfig, bits_per_weight, matrix_bytes, matrix_weights
-from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget, choose_bits, measure_groups
+from compress.quantization.config import QuantizationConfig, SizeBudget, bits_per_weight, matrix_bytes, matrix_weights
+from compress.quantization.mixed_precision import SensitivityGroup, choose_bits, measure_groups
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from compress.quantize import quantize_checkpoint
 from sportsllm.commands import load_command

@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compress.quantization.config import GridSpec, QuantizationConfig
+from compress.quantization.config import METHODS, GridSpec, QuantizationConfig, resolve_method
 from compress.quantization.packed_checkpoint import round_weight
-from compress.quantization.plan import METHODS, resolve_method
 from compress.quantize import quantize_checkpoint
 from sportsllm.commands import load_command
 from sportsllm.errors import ArtifactError, UsageError
