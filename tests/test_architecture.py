@@ -75,10 +75,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 19_065,
-    "compress": 7_595,
+    "compress": 7_586,
     "export": 6_439,
     "benchmarks": 9_181,
-    "tests": 25_225,
+    "tests": 25_222,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
