@@ -1,4 +1,12 @@
-"""What a stored model consists of: bytes and multiply-adds (MACs) by the format of its matrices."""
+"""What a stored model consists of: bytes and multiply-adds (MACs) by the format of its matrices; and the floating-point
+operations (FLOPs) of reading and training on a token.
+
+One multiply-add is two FLOPs. Counted are the products with weight matrices and attention, nearly all of the work
+(Kaplan et al., appendix B of https://arxiv.org/abs/2001.08361; PaLM's appendix B, https://arxiv.org/abs/2204.02311,
+calls it model FLOPs). Not counted: norms, rotations, the softmax over the vocabulary, the optimizer, validation and
+recomputation that saves memory. Letters: T tokens of a sequence, L layers, V vocabulary, H query heads, D hidden_size,
+E head_dim.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +20,14 @@ from sportsllm.formats.manifest import GGUF_RECORD, directory_bytes, manifest_of
 from sportsllm.formats.packed import bitsandbytes_kind, quantization_config
 from sportsllm.models import description
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.description import block_matrices, block_state, sublayers
-from sportsllm.models.memory import MIXED_GROWTH, WeightFormat, matrix_parameters, weight_bytes
+from sportsllm.models.description import block_matrices, block_state
+from sportsllm.models.memory import (
+    MIXED_GROWTH,
+    WeightFormat,
+    active_matrix_parameters,
+    matrix_parameters,
+    weight_bytes,
+)
 
 CACHES = ("fp32", "fp16", "int8")
 # The graph file without its weights: once, and a layer; a layer more with a smaller cache (beside INT8 scales) or
@@ -21,6 +35,8 @@ CACHES = ("fp32", "fp16", "int8")
 # to 2,250 a layer.
 GRAPH_BYTES, LAYER_GRAPH_BYTES = 4_000, 5_000
 CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES = {"fp32": 0, "fp16": 240, "int8": 400}, 7_600
+# The backward pass is two products for each one of the forward pass (Kaplan et al., section 2.1).
+FORWARDS_PER_STEP = 3
 _HEAD_FORMATS = {4: "int4", 8: "int8", 32: "fp32"}
 
 
@@ -149,8 +165,7 @@ def mixing_macs(config: ModelConfig, depth: int) -> int:
 @lru_cache(maxsize=1_024)
 def active_share(config: ModelConfig) -> float:
     """Share of the values in the layers' matrices that one token is multiplied by: below 1 with experts."""
-    active = sum(layers * kind.active_parameters for part, layers in config.runs() for kind in sublayers(part).values())
-    return active / matrix_parameters(config)
+    return active_matrix_parameters(config) / matrix_parameters(config)
 
 
 @lru_cache(maxsize=1_024)
@@ -201,3 +216,30 @@ def _graph_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     if stored.cache == "int8":
         a_layer += 4 * sum(math.prod(state.shape) for state in block_state(config))
     return GRAPH_BYTES + config.num_hidden_layers * a_layer
+
+
+def matmul_parameters(config: ModelConfig) -> int:
+    """N, the weights a token is multiplied by: the blocks' matrices, of experts the chosen ones, and the (V, D) head.
+
+    The embedding is a look-up and free; a tied head is a product all the same and counts.
+    """
+    return active_matrix_parameters(config) + config.vocab_size * config.hidden_size
+
+
+def forward_flops_per_token(config: ModelConfig, sequence: int) -> int:
+    """FLOPs of reading one token, the mean over a sequence of T = `sequence` tokens.
+
+        2 N + 4 L (H E) c    with c = (T + 1) / 2, the mean number of positions a token attends to
+
+    Each attended position costs 2 H E for its score and 2 H E for its value; kinds of attention that differ say what
+    it costs them. PaLM and Chinchilla's appendix F
+    (https://arxiv.org/abs/2203.15556) have c = T; causal attention needs half. Packed documents attend inside
+    themselves only, so for them this is an upper bound.
+    """
+    mixing = description.mixing_macs(config, sequence + 1, prompt=True)  # of two mean depths
+    return 2 * matmul_parameters(config) + config.num_hidden_layers * mixing
+
+
+def training_flops_per_token(config: ModelConfig, sequence: int) -> int:
+    """FLOPs of training on one token, 6 N + 12 L (H E) (T + 1) / 2: forward, and twice that backward."""
+    return FORWARDS_PER_STEP * forward_flops_per_token(config, sequence)

@@ -60,7 +60,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"prune", "quantize", "distill", "sample"},
     ],
     "benchmarks": [
-        {"__init__", "labels", "spread", "flops", "model_size"},
+        {"__init__", "labels", "spread", "model_size"},
         {"devices"},
         {"measure"},
         {"predict", "runtimes", "reporting"},
@@ -74,10 +74,10 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_065,
+    "sportsllm": 19_070,
     "compress": 7_586,
     "export": 6_439,
-    "benchmarks": 9_181,
+    "benchmarks": 9_180,
     "tests": 25_222,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.devices.schema import Device, Hardware
-from benchmarks.flops import forward_flops_per_token, training_flops_per_token
 from benchmarks.measure.machine import this_machine
+from benchmarks.model_size import forward_flops_per_token, training_flops_per_token
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import is_llama_like

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flops import forward_flops_per_token, training_flops_per_token
 from benchmarks.labels import BUDGET_DEPTH, is_number
+from benchmarks.model_size import forward_flops_per_token, training_flops_per_token
 from benchmarks.reporting.fits import FIT_FILE, Fit, read_fit
 from benchmarks.reporting.measured import Bench, Scored, read_bench
 from sportsllm.console import log

@@ -32,7 +32,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.devices.load import list_devices, load_device, processor_name
-from benchmarks.flops import training_flops_per_token
+from benchmarks.model_size import training_flops_per_token
 from compress.layer_fit import RIDGE
 from compress.quantization.gptq import DAMPING
 from sportsllm.commands import load_command

@@ -77,6 +77,11 @@ def matrix_parameters(config: ModelConfig, block_size: int = 1) -> int:
     )
 
 
+def active_matrix_parameters(config: ModelConfig) -> int:
+    """Values of the matrices inside the blocks that one token is multiplied by: of experts the chosen ones'."""
+    return sum(layers * each.active_parameters for part, layers in config.runs() for each in sublayers(part).values())
+
+
 def block_parameters(config: ModelConfig) -> dict[str, int]:
     """Values of each tensor of one block, by its module's name in the sublayer; they add up to the whole block."""
     return _by_module(config, {item.name: item.numel for item in block_tensors(config)})

@@ -21,8 +21,9 @@ from sportsllm.formats.artifact import Stage
 from sportsllm.formats.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint, write_generation_config
 from sportsllm.formats.huggingface import checkpoint_with
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.description import EMBEDDING, HEAD, described_shape, sublayers
+from sportsllm.models.description import EMBEDDING, HEAD, described_shape
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.memory import active_matrix_parameters
 from sportsllm.models.training_memory import TrainingStep, training_memory
 from sportsllm.processors import training_device
 from sportsllm.text.chat import find_template
@@ -52,12 +53,11 @@ def log_cost(model: ModelConfig, config: TrainConfig) -> None:
     Six FLOPs a token for each parameter that it is multiplied by (https://arxiv.org/abs/2001.08361), by the speed of a
     matrix product that is timed for a moment, in all processes at once. Stages of a pipeline wait for each other.
     """
-    runs, count = model.runs(), processes.count()
+    count = processes.count()
     stages = config.pipeline if count > 1 else 1
     among = config.tensor_parallel if config.shard and count > 1 else stages  # processes with the same sequences
-    active = sum(layers * kind.active_parameters for part, layers in runs for kind in sublayers(part).values())
     tokens = config.steps * config.tokens_per_step
-    flops = 6 * (active + model.vocab_size * model.hidden_size) * tokens
+    flops = 6 * (active_matrix_parameters(model) + model.vocab_size * model.hidden_size) * tokens
     device = training_device(quiet=True)
     dtype = resolve_precision(config.precision, device) or torch.float32
     busy = count * config.accumulation / (config.accumulation + stages - 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from benchmarks.flops import matmul_parameters
+from benchmarks.model_size import matmul_parameters
 from sportsllm.models import memory as size
 from sportsllm.models.config import Experts
 from sportsllm.models.experts import BIAS_STEP, balance_biases, imbalance, pop_expert_load, route
