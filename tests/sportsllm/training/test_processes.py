@@ -22,7 +22,7 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models.description import block_matrices
 from sportsllm.models.presets import preset
 from sportsllm.models.training_memory import TrainingStep, training_memory
-from sportsllm.training import cost, sharding
+from sportsllm.training import base_model, sharding
 from sportsllm.training.lora import add_adapters
 from sportsllm.training.settings import TrainConfig
 from tests.support.command_line import CommandLine
@@ -250,10 +250,10 @@ def test_the_cost_of_a_run_is_that_of_its_processes(
 ) -> None:
     for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", str(count)), ("RANK", "0")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cost, "_flops_per_s", lambda *_: 1e10)
-    monkeypatch.setattr(cost, "duration", lambda seconds: f"{seconds:.0f} s")
+    monkeypatch.setattr(base_model, "_flops_per_s", lambda *_: 1e10)
+    monkeypatch.setattr(base_model, "duration", lambda seconds: f"{seconds:.0f} s")
     model, config = preset("small"), TrainConfig(steps=1_000, precision="fp32", **settings)
-    cost.log_cost(model, config)
+    base_model.log_cost(model, config)
     table = model.vocab_size * model.hidden_size
     inside = sum(m.numel * layers for part, layers in model.runs() for m in block_matrices(part))
     seconds = 6 * (inside + table) * 1_000 * 16 * 512 / (0.4 * 1e10 * busy)
