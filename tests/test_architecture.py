@@ -74,7 +74,7 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_070,
+    "sportsllm": 19_060,
     "compress": 7_586,
     "export": 6_439,
     "benchmarks": 9_180,

@@ -20,7 +20,6 @@ from sportsllm.serving.access import Access, refusal
 from sportsllm.serving.engine import Job, Piece
 from sportsllm.serving.metrics import describe_metrics
 from sportsllm.serving.models import ServedModel
-from sportsllm.serving.openapi import describe
 from sportsllm.serving.replies import Json, NativeReply, Reply, encode_json
 from sportsllm.serving.requests import (
     SAMPLING,
@@ -32,6 +31,7 @@ from sportsllm.serving.requests import (
     ModelRequest,
     NativeRequest,
     TokenizeRequest,
+    openapi,
     parse_request,
 )
 
@@ -89,12 +89,12 @@ class Server:
             "/metrics": self._metrics,
         }
 
-        async def openapi(_: Request) -> Response:
-            return JSONResponse(describe({path: kind for path, (kind, _) in posts.items()}, gets))
+        async def description(_: Request) -> Response:
+            return JSONResponse(openapi({path: kind for path, (kind, _) in posts.items()}, gets))
 
         page = Response(Path(__file__).with_name("page.html").read_bytes(), media_type="text/html")
         routes = [self._post(path, *each) for path, each in posts.items()]
-        answers = {**gets, "/openapi.json": openapi, "/": page}
+        answers = {**gets, "/openapi.json": description, "/": page}
         routes += [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
         handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), refusal)
         return self._access.guard(Starlette(routes=routes, exception_handlers=handlers))

@@ -1,4 +1,4 @@
-"""Bodies of requests as typed records, and refusals in OpenAI's shape.
+"""Bodies of requests as typed records, their OpenAPI description, and refusals in OpenAI's shape.
 
 Fields are OpenAI's and, beyond them, llama-server's. Unknown ones are ignored; null is as good as left out.
 """
@@ -6,13 +6,15 @@ Fields are OpenAI's and, beyond them, llama-server's. Unknown ones are ignored; 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic.json_schema import models_json_schema
 
+from sportsllm import __version__
 from sportsllm.errors import ArtifactError
-from sportsllm.files import as_object, describe, parse_json
+from sportsllm.files import JsonObject, as_object, describe, parse_json
 from sportsllm.inference.sampling import Sampling
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -21,6 +23,10 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasPair = Annotated[tuple[StrictInt | StrictStr, Bias], Field(strict=False)]  # JSON has no tuples
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Token = Annotated[int, Field(ge=0)]
+_RESPONSES = {
+    "200": {"description": "The reply; with `stream`, server-sent events."},
+    "default": {"description": "A refusal in OpenAI's shape: an object `error` with `message`, `type` and `param`."},
+}
 
 
 class ApiError(Exception):
@@ -241,3 +247,19 @@ def parse_request(kind: type[Record], data: bytes) -> Record:
         # Of a prompt pydantic says what is wrong with it as each of its three types.
         text = "prompt: give a text, token ids, or a list of prompts" if field == ("prompt",) else describe(error)
         raise ApiError(400, text, param=str(field[0]) if field else None) from None
+
+
+def openapi(posts: Mapping[str, type[BaseModel]], gets: Iterable[str]) -> JsonObject:
+    """OpenAPI 3.1 of endpoints that take a record, and of others that take nothing or a model's name in their path."""
+    records = [(record, "validation") for record in dict.fromkeys(posts.values())]
+    references, schemas = models_json_schema(records, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    paths = dict[str, JsonObject]()
+    for path, record in posts.items():
+        body = {"content": {"application/json": {"schema": references[record, "validation"]}}, "required": True}
+        paths[path] = {"post": {"requestBody": body, "responses": _RESPONSES}}
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    for path in gets:
+        operation = {"parameters": [name] if "{" in path else [], "responses": _RESPONSES}
+        paths[path.replace(":path", "")] = {"get": operation}
+    info = {"title": "sportsllm-compress", "version": __version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas["$defs"]}}
