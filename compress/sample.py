@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -129,7 +130,7 @@ def sample(
             starts = read_prompts(prompts, tokenizer, longest)
         order = np.random.default_rng(seed).permutation(len(starts)).tolist()
         starts, places = [starts[place] for place in order], cycle(order)
-        counts = {"documents": 0, "tokens": 0, "bytes": 0, "ended": 0}
+        counts = Counter(documents=0, tokens=0, bytes=0, ended=0)
         with (
             (directory / CORPUS).open("w", encoding="utf-8") as file,
             progress_bar("sample", tokens) as bar,
@@ -142,10 +143,8 @@ def sample(
                     if not written.strip() or len(text.tokens) == start or (chat and not text.ended):
                         continue  # an answer that is cut off would teach a student not to end
                     file.write(_line(written, questions[place] if chat else None))
-                    counts["documents"] += 1
-                    counts["tokens"] += len(text.tokens) - start
-                    counts["bytes"] += len(written.encode())
-                    counts["ended"] += text.ended
+                    size, new = len(written.encode()), len(text.tokens) - start
+                    counts.update(documents=1, tokens=new, bytes=size, ended=int(text.ended))
                     if counts["tokens"] >= tokens:
                         break
                 if counts["tokens"] == before:
