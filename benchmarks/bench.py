@@ -157,7 +157,7 @@ def bench(
     print_bench(output(), measured)
     if measured.budget is None or measured.budget.verdict == "pass":
         return BenchResult(measured=measured, figures=result)
-    complaint = f"{measured.directory}: {verdict_line(measured.budget)}; {advice(measured)}"
+    complaint = f"{measured.directory}: {verdict_line(measured.budget, short=True)}; {advice(measured)}"
     return BenchResult(measured=measured, figures=result, exit_code=GateError.exit_code, complaint=complaint)
 
 
@@ -191,8 +191,8 @@ def advice(measured: Bench) -> str:
         return "the run was noisy: repeat it on a quiet machine" if noisy else "compress it further"
     if budget and budget.decided_by == "prediction" and budget.efficiency is None:
         return "a GGUF file's speed and memory are not known here: bench the ONNX export of its checkpoint"
-    if any(limit.name in qualities and limit.verdict == "uncertain" for limit in limits):
-        return "give --teacher and more held-out --text, or --tasks, so that the quality is known more closely"
+    if unsure := [limit.value for limit in limits if limit.name in qualities and limit.verdict == "uncertain"]:
+        return "measure the quality: --teacher and --text, or --tasks" if None in unsure else "give more held-out text"
     if budget and budget.decided_by == "prediction":
         return "measure it on the device (--on-device), which a prediction cannot replace"
     return "give more rounds (--set rounds=N), on a quiet machine"

@@ -100,12 +100,10 @@ def _print(result: InspectResult) -> None:
 
     lines = [f"{result.model}: {result.parameters:,} parameters"]
     for block in result.blocks:
-        first, *others = block["layers"]
-        which = f"{1 + len(others)} layers from {first}" if others else f"layer {first}"
-        lines.append(f"{which}: {block['parameters']:,} parameters each")
-    if result.attention is not None:
-        lines.append("attention: --out FILE.html draws a map of each head, --json has its figures")
-        if without := result.attention["layers_without_attention"]:
-            lines.append(f"layers without attention over all tokens: {', '.join(map(str, without))}")
+        lines.append(f"layers {', '.join(map(str, block['layers']))}: {block['parameters']:,} parameters each")
+    if result.out is None:
+        lines.append("--out FILE.html draws it")
+    if result.attention is not None and (without := result.attention["layers_without_attention"]):
+        lines.append(f"layers without attention over all tokens: {', '.join(map(str, without))}")
     for line in [*lines, f"{result.out}: drawn"] if result.out else lines:
         output().print(line, markup=False)

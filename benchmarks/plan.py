@@ -96,9 +96,9 @@ def plan(
     optimizer, precision, price = rare.get("optimizer", "adamw"), rare.get("precision"), rare.get("price_per_hour")
     utilization, gpus = rare.get("utilization"), rare.get("gpus")
     cost = {"tokens": tokens, "price_per_hour": price, "utilization": utilization, "gpus": gpus}
-    given = [name for name, value in cost.items() if value is not None]
+    given = [f"--set {name}" if name in rare else f"--{name}" for name, value in cost.items() if value is not None]
     if given and not training:
-        raise UsageError(f"{', '.join(given)}: belongs to --training; add it, or leave it out")
+        raise UsageError(f"{', '.join(given)}: only with --training")
     count = parameter_count(model)
     if count is not None and model not in PLANNED and not Path(model).is_dir():
         if target or training or shapes or sequence or batch_size != 4 or rare.keys() - {"group_size"}:

@@ -137,7 +137,8 @@ def prune(
         names = [] if corpus is None else ["--corpus"]
         names += [f"--set {name}" for name in given if name not in PRUNING]
         if names:
-            raise UsageError(f"options of --recover: {', '.join(names)}; add --recover TOKENS or leave them out")
+            also = ", or give --calibration" if corpus else ""
+            raise UsageError(f"options of --recover: {', '.join(names)}; add --recover TOKENS{also}, or leave them out")
     instead = "--calibration" if recover is None else "--corpus"  # --corpus is one of --recover's options
     text = tuple(calibration or corpus or recorded_text(checkpoint, "corpus", instead))
     if vocab_size is not None:

@@ -97,7 +97,8 @@ def refuse(request: ExportRequest) -> None:
         ("--kv-cache", "fp32" if request.kv_cache is None else request.kv_cache, CACHES),
     ):
         if value not in known:
-            raise UsageError(f"{flag} {value!r}: choose {', '.join(known[:-1])} or {known[-1]}")
+            gguf = "; it needs --format gguf" if value in BLOCK_DTYPES else ""
+            raise UsageError(f"{flag} {value!r}: choose {', '.join(known[:-1])} or {known[-1]}{gguf}")
     reason = next((reason for reason, found in (*_excluded(request), *_unfit(request)) if found), None)
     if reason is not None:
         raise UsageError(reason)

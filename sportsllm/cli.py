@@ -39,6 +39,7 @@ from sportsllm.errors import (
     UsageError,
     did_you_mean,
 )
+from sportsllm.files import plain
 from sportsllm.results import Result
 
 atexit.register(gc.freeze)  # Python's end would visit every object, which takes long with PyTorch loaded
@@ -96,7 +97,7 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
     app = typer.Typer(
         name="sportsllm-compress",
         cls=_Program,
-        help="From a text corpus to a small, fast, proven ONNX language model.",
+        help="Make a language model small and fast enough for a device.",
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
@@ -131,7 +132,7 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
     for name, entry in COMMANDS.items():
         group, _, verb = name.rpartition(" ")
         if name in loaded:
-            groups.get(group, app).command(verb, short_help=entry.summary)(_with_json(load_command(name)))
+            groups.get(group, app).command(verb, short_help=entry.summary)(_with_json(load_command(name), name))
         else:
             groups.get(group, app).command(verb, help=entry.summary)(lambda: None)
     for name, part in groups.items():
@@ -139,7 +140,7 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
     return app
 
 
-def _with_json(function: Command) -> Command:
+def _with_json(function: Command, name: str) -> Command:
     """The function as a command: it prints its result as JSON if asked to, and ends with the result's exit code."""
 
     @functools.wraps(function)
@@ -181,7 +182,7 @@ def _with_json(function: Command) -> Command:
     json_flag = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
     extra = inspect.Parameter("json_output", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=json_flag)
     where = inspect.Parameter("invocation", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    parameters = [*map(_with_metavar, signature.parameters.values()), extra, where]
+    parameters = [*(_with_metavar(each, name) for each in signature.parameters.values()), extra, where]
     wrapper.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
@@ -191,10 +192,13 @@ _TOGETHER = ("train", "distill")  # commands that several processes run
 _METAVARS = {Path: "PATH", str: "TEXT", int: "INTEGER", float: "FLOAT"}
 
 
-def _with_metavar(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Name the type of a flag, and an argument, as manuals do: `--steps INTEGER`, `CHECKPOINT`."""
+def _with_metavar(parameter: inspect.Parameter, command: str) -> inspect.Parameter:
+    """Name the type of a flag, and an argument, as manuals do: `--steps INTEGER`, `CHECKPOINT`; and the settings."""
     kind, *options = get_args(parameter.annotation)
     option, kinds = copy.copy(options[0]), types_in(kind)
+    if parameter.name == "settings":
+        names = (name for name in settings.settings_of(command) if name not in settings.LIMITS)
+        option.help = f"{option.help} Names: {', '.join(names)}."
     if isinstance(option, ArgumentInfo):
         option.metavar = option.metavar or parameter.name.upper()
     option.metavar = option.metavar or next((name for type_, name in _METAVARS.items() if type_ in kinds), None)
@@ -265,17 +269,17 @@ def _command(arguments: list[str]) -> Any:
 
 def _usage(error: TyperException, arguments: list[str]) -> str:
     """A mistake on the command line in one line, with the nearest command or option."""
-    message = " ".join(error.format_message().split()).removesuffix(".")
+    message = plain(" ".join(error.format_message().split()).removesuffix("."))
     context: Any = getattr(error, "ctx", None)
     given = getattr(error, "option_name", None)
     if message.startswith("No such option") and context is not None:  # it names every option that begins alike
-        near = did_you_mean(str(given), [name for each in context.command.params for name in each.opts])
+        options = [*context.command.params, *context.find_root().command.params]
+        near = _owners(str(given)) or did_you_mean(str(given), [name for each in options for name in each.opts])
         setting = str(given).lstrip("-").replace("-", "_")
         command = context.command_path.partition(" ")[2]
-        accepted = (group for owners, group in settings.GROUPS.values() if command in re.split(" --[a-z]+|, ", owners))
-        if command and any(setting in group for group in accepted):
+        if command and setting in settings.settings_of(command):
             near = f"write {'--limit' if setting in settings.LIMITS else '--set'} {setting}=VALUE"
-        message = f"no option {given}" + (f"; {near}" if near else _owners(str(given)))
+        message = f"no option {given}" + (f"; {near}" if near else "")
     where = context.command_path if context is not None else "sportsllm-compress"
     if message.startswith("No such command"):
         name = message.split("'")[1]
@@ -291,7 +295,7 @@ def _owners(option: str) -> str:
         name: functools.reduce(lambda part, word: part.commands[word], name.split(), program) for name in COMMANDS
     }
     names = [name for name, leaf in leaves.items() if any(option in each.opts for each in leaf.params)]
-    return f"; {' and '.join(names[:3])} {'have' if names[1:] else 'has'} it" if names else ""
+    return f"{' and '.join(names[:3])} {'have' if names[1:] else 'has'} it" if names else ""
 
 
 def _missing_module(error: ModuleNotFoundError) -> SportsLLMError | None:

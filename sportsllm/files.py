@@ -188,12 +188,17 @@ def describe(error: ValidationError) -> str:
         field = ".".join(map(str, item["loc"]))
         message = {"missing": "is missing", "extra_forbidden": "unknown field"}.get(item["type"])
         if message is None:
-            message = clip(item["msg"].removeprefix("Value error, "), 200)
+            message = clip(plain(item["msg"].removeprefix("Value error, ")), 200)
             if isinstance(item["input"], str | int | float | None):
                 message += f", not {clip(repr(item['input']))}"
         found.append(f"{clip(field)}: {message}" if field else message)
     more = len(problems) - _SHOWN_PROBLEMS
     return "; ".join([*found, f"and {more} more"] if more > 0 else found)
+
+
+def plain(message: str) -> str:
+    """What pydantic says of a value, without its jargon."""
+    return re.sub(", unable to parse string as an? [a-z]+", "", message.replace("Input should be", "must be"))
 
 
 def clip(text: object, longest: int = _SHOWN_CHARACTERS) -> str:

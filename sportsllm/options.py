@@ -47,7 +47,8 @@ Checkpoint = Annotated[
     BY_NAME,
     TRAINABLE,
 ]
-Directory = Annotated[Path, typer.Argument(help="A checkpoint or an export.", show_default=False), BY_NAME]
+_DIRECTORY = "A checkpoint or export directory, a GGUF file, or ORG/NAME in the model hub."
+Directory = Annotated[Path, typer.Argument(help=_DIRECTORY, show_default=False), BY_NAME]
 
 # Text
 CORPUS_HELP = "Training text: .txt, .md, .jsonl (also .gz) or .parquet files, or folders."
@@ -106,7 +107,7 @@ LearningRate = Annotated[
 ]
 _LORA = "Train LoRA adapters of this rank and merge them."
 LoraRank = Annotated[int | None, _training("--lora-rank", min=1, help=_LORA, show_default="all weights are trained")]
-_SET = "A rare setting, for example warmup=100; may be repeated. docs/reference/settings.md lists them."
+_SET = "Rare setting (docs/reference/settings.md); may be repeated."
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=_SET, show_default="none")]
 Resume = Annotated[bool, _training("--resume", help="Continue an interrupted run, or start if there is none.")]
 RopeScaling = Annotated[

@@ -7,6 +7,7 @@ sportsllm.settings` makes `docs/reference/settings.md` of these tables. Imports 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -202,14 +203,14 @@ def parse_settings(
     for text in given or [] if not isinstance(given, Mapping) else []:
         name, separator, value = text.partition("=")
         if not separator:
-            raise UsageError(f"{option} {text}: write name=value, for example {next(iter(known))}=...")
+            raise UsageError(f"{option} {text}: write {text}=VALUE")
         pairs.append((name.strip(), value.strip()))
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name not in known:
             owners = [commands for commands, group in GROUPS.values() if name in group]
             advice = did_you_mean(name, known) or (owners and f"it is for {owners[0]}")
-            advice = advice or "docs/reference/settings.md lists what there is"
+            advice = advice or f"choose one of {', '.join(known)}"
             raise UsageError(f"{option} {name}={value}: there is no {name!r}; {advice}")
         found[name] = _parse(f"{option} {name}={value}", value, known[name])
     return found
@@ -228,7 +229,8 @@ def _parse(where: str, text: str, setting: Setting) -> object:
     try:
         value = setting.kind(text)
     except ValueError:
-        raise UsageError(f"{where}: is not a valid {setting.kind.__name__}") from None
+        kind = {int: "whole number", float: "number"}.get(setting.kind, setting.kind.__name__)
+        raise UsageError(f"{where}: is not a {kind}") from None
     check_value(where, value, setting)
     return value
 
@@ -280,6 +282,12 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Search": ("fit", FIT),
 }
 """Title, commands and settings of each group."""
+
+
+def settings_of(command: str) -> Group:
+    """The settings of a command, limits included."""
+    groups = (group for owners, group in GROUPS.values() if command in re.split(" --[a-z]+|, ", owners))
+    return {name: setting for group in groups for name, setting in group.items()}
 
 
 def settings_page() -> str:

@@ -71,13 +71,15 @@ def verdict_lines(bench: Bench) -> list[str]:
         few = f" on {documents}, too few for an interval ({LEAST_DOCUMENTS} are needed)"
         word = "worse" if percent > 0 else "better"
         lines.append(f"Quality: {abs(percent):.2f}% {word} than the teacher in bits per byte{between or few}")
+    elif bench.bits_per_byte is not None:
+        lines.append(f"Quality: {bench.bits_per_byte:.4f} bits per byte; --teacher compares it")
     if not bench.clean:
         lines.append("; ".join(["NOISY, not a clean result", *bench.noise_reasons, "repeat it on a quiet machine"]))
     return lines
 
 
-def verdict_line(budget: Budget) -> str:
-    """The verdict in one line: which target, what fails, what is open and why."""
+def verdict_line(budget: Budget, short: bool = False) -> str:
+    """The verdict in one line: which target, what fails, what is open and, unless it is to be short, why."""
     failed = [
         f"{LIMITS[limit.name].label.lower()} {number(limit.value)} of {number(limit.limit)} {limit.unit}"
         for limit in budget.limits
@@ -93,6 +95,8 @@ def verdict_line(budget: Budget) -> str:
         text += f": {', '.join(failed)}"
     if unsure:
         text += f"; open: {', '.join(unsure)}"
+    if short:
+        return text
     if 0 < (depth := budget.tpot_depth_tokens or 0) < BUDGET_DEPTH:
         text += f"; time per token after {depth} tokens, all that the context has room for"
     if budget.decided_by == "prediction" and budget.efficiency is not None:

@@ -52,13 +52,13 @@ class TrainConfig:
     log_every: int = 10
 
     def __post_init__(self) -> None:
+        for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0")
         known = {**TRAINING, **STEPS}
         for name, value in vars(self).items():
             if name in known:
                 check_value(f"{name}={value}", value, known[name])
-        for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0")
         check_optimizer_bits(self.optimizer, self.optimizer_bits)
         if self.shard and self.optimizer_bits != 32:
             raise UsageError("--set shard=true: needs optimizer_bits=32")

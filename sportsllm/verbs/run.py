@@ -144,7 +144,7 @@ def run(
         seconds, cached = round(time.perf_counter() - started, 2), result.get("cached", False)
         rows.append(StageRow(stage.name, stage.command, result.get("out"), cached, seconds))
     seconds = time.perf_counter() - began
-    output().print(f"{checked.name}: {len(rows)} stages in {seconds:.0f} s")
+    output().print(f"{checked.name}: {len(rows)} stage{'s' * (len(rows) != 1)} in {seconds:.0f} s")
     return RunResult(
         recipe=checked.name,
         stages=rows,

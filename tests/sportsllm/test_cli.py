@@ -238,6 +238,16 @@ def test_flags_that_errors_name_are_there() -> None:
                     assert named <= there, (path.name, named - there)
 
 
+def test_the_help_lists_the_settings_that_a_command_takes(cli: CommandLine, checkpoint: Path, tmp_path: Path) -> None:
+    out, fit = ["--out", str(tmp_path / "out")], ["--teacher", str(checkpoint), "--target", "host"]
+    lines = {"plan": ["small"], "bench": [checkpoint], "fit": [*fit, *out], "export": [checkpoint, *out]}
+    lines["eval"] = [checkpoint, "--text", checkpoint]
+    for command, line in lines.items():
+        listed = next(flag.help for flag in flags_of(command) if flag.name == "settings").partition("Names: ")[2]
+        _, _, err = cli(command, *line, "--set", "zzzz=1")
+        assert sorted(listed.rstrip(".").split(", ")) == sorted(err.partition("choose one of ")[2].strip().split(", "))
+
+
 def test_defaults_in_the_help_are_those_of_training() -> None:
     """They are written out there, since torch would have to be loaded for the real ones."""
     config = TrainConfig()

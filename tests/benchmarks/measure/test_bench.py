@@ -29,7 +29,7 @@ from benchmarks.measure.summary import bytes_read_per_token
 from benchmarks.measure.worker import time_depth
 from benchmarks.model_size import sizes, stored_format
 from benchmarks.predict.latency import Formulas, costs, predict_directory, resolve, total
-from benchmarks.reporting.bench_tables import bench_tables, describe, verdict_line
+from benchmarks.reporting.bench_tables import bench_tables, describe, verdict_line, verdict_lines
 from benchmarks.reporting.measured import Bench, Budget, as_bench, as_budget, judge_bench
 from sportsllm.errors import UsageError
 from sportsllm.formats.manifest import Manifest, Parent, directory_bytes
@@ -350,7 +350,7 @@ def test_limits_of_the_distance_from_the_teacher_are_held_to_what_eval_measures(
         ("peak_memory_mb tpot_p50_ms", "fail", False, "measurement", "compress it further"),
         ("file_mb ttft_ms", "fail", True, "measurement", "compress it further"),
         ("quality_loss_percent", "fail", False, "measurement", "prune less"),
-        ("quality_loss_percent", "uncertain", True, "measurement", "give --teacher and more held-out"),
+        ("quality_loss_percent", "uncertain", True, "measurement", "--teacher and --text"),
         ("tpot_p50_ms", "uncertain", True, "prediction", "bench the ONNX export of its checkpoint"),
         ("tpot_p50_ms", "uncertain", True, "measurement", "more rounds"),
     ],
@@ -363,3 +363,9 @@ def test_the_advice_is_about_what_was_missed(
     assert words in advice(Bench("export", {}, budget=budget, clean=clean))
     predicted = advice(Bench("export", {}, budget=replace(budget, efficiency={}), clean=clean))
     assert ("measure it on the device" in predicted) == (decided_by == "prediction")
+
+
+def test_a_wide_interval_asks_for_more_text_and_a_quality_without_teacher_is_shown() -> None:
+    limit = LimitVerdict("quality_loss_percent", 1.0, "%", 0.9, None, 0.5, 1.5, "uncertain")
+    bench = Bench("export", {}, budget=Budget("host", "uncertain", [limit]), bits_per_byte=1.25)
+    assert advice(bench) == "give more held-out text" and "1.2500 bits per byte" in verdict_lines(bench)[1]

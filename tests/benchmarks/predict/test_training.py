@@ -164,7 +164,7 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "card.toml").write_text(text[:begin] + text[end:], encoding="utf-8")
     with pytest.raises(ArtifactError, match=r"card\.toml: hardware.memory_usable: is missing"):
         _plan(str(tmp_path / "card.toml"))
-    with pytest.raises(UsageError, match="tokens, utilization: belongs to --training"):
+    with pytest.raises(UsageError, match="--tokens, --set utilization: only with --training"):
         plan(shape="small", tokens=5, utilization=0.5)
     with pytest.raises(UsageError, match="price_per_hour needs --tokens"):
         _plan("rtx-3070", price_per_hour=1.0)

@@ -237,7 +237,7 @@ def test_damaged_packed_tensors_are_refused(
     ("field", "value", "said"),
     [
         ("quant_method", "fp8", "quant_method 'fp8' is not supported"),
-        ("bits", 3, "bits: Input should be 4 or 8, not 3"),
+        ("bits", 3, "bits: must be 4 or 8, not 3"),
         ("modules", {_PACKED.removesuffix(".weight"): "x"}, "modules.model.layers.0.self_attn.q_proj"),
         ("modules", {_PACKED.removesuffix(".weight"): {"bits": 8}}, "does not fit shape"),
     ],
