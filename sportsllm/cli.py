@@ -13,6 +13,7 @@ import errno
 import functools
 import gc
 import inspect
+import itertools
 import json
 import os
 import re
@@ -149,6 +150,7 @@ def _with_json(function: Command, name: str) -> Command:
 
         use_stderr(json_output)
         asked: _Asked = invocation.obj
+        _refuse_empty(asked.words, kwargs)
         if asked.text_field is not None:
             commands = settings.GROUPS["Text"][0]
             if invocation.command_path.partition(" ")[2] not in commands.split(", "):
@@ -186,6 +188,15 @@ def _with_json(function: Command, name: str) -> Command:
     wrapper.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
+
+
+def _refuse_empty(words: list[str], given: dict[str, Any]) -> None:
+    """Refuse an empty path, as `--text "$TEXT"` gives if the variable is not set: it would stand for this folder."""
+    for before, word in itertools.pairwise(["", *words]):
+        option = word.removesuffix("=") if word.startswith("--") and word.endswith("=") else "" if word else before
+        value = given.get(option.lstrip("-").replace("-", "_"))
+        if Path() in (value if isinstance(value, list) else [value]):
+            raise UsageError(f"{option} is empty; give a path")
 
 
 _TOGETHER = ("train", "distill")  # commands that several processes run

@@ -102,6 +102,8 @@ CASES: list[tuple[str, int, str]] = [
     # nothing asked for
     (f"prune {MODEL} --out {NEW} --calibration {TEXT}", USAGE, "say how small: --params"),
     (f"eval {MODEL}", USAGE, "--text"),
+    (f"eval {MODEL} --text=", USAGE, "--text is empty"),
+    (f"train --model tiny-300k --corpus {TEXT} --valid= --out {NEW}", USAGE, "--valid is empty"),
     (f"eval {MODEL} --against {MODEL} --questions {TEXT}", USAGE, "--text"),
     # the output is there already
     (f"quantize {MODEL} --out {TAKEN} --method rtn", CONFLICT, "taken"),
