@@ -321,7 +321,7 @@ def test_a_gguf_file_is_judged_by_its_own_size_and_by_no_copy_of_it(
     assert verdicts["peak_memory_mb"] == verdicts["tpot_p50_ms"] == (None, "uncertain")
     assert f"--against llama.cpp={file}" in err and "are predicted" not in err
     assert f"error: {file}: host: uncertain" in err and err.endswith("bench the ONNX export of its checkpoint\n")
-    assert "give `teacher` and more held-out `text`" in str(sportsllm.bench(benched, target="host").complaint)
+    assert "measure the quality: `teacher` and `text`" in str(sportsllm.bench(benched, target="host").complaint)
 
 
 def test_limits_of_the_distance_from_the_teacher_are_held_to_what_eval_measures(
