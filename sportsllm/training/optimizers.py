@@ -111,6 +111,7 @@ class Muon(torch.optim.Muon):
             matrices,
             lr=config.muon_learning_rate,
             weight_decay=config.weight_decay,
+            momentum=config.muon_momentum,
             nesterov=config.muon_nesterov,
             adjust_lr_fn="original",
         )

@@ -32,6 +32,7 @@ class TrainConfig:
     sequence: int = 512
     learning_rate: float = 3e-4
     muon_learning_rate: float = 0.02
+    muon_momentum: float = 0.95
     muon_nesterov: bool = True
     warmup: int = 50
     schedule: str = "cosine"
@@ -104,11 +105,12 @@ class Run:
 
 @dataclass(frozen=True)
 class _Defaults:
-    """Defaults of a start: peak rates at 100M parameters, weight decay, scorings of held-out text on the way."""
+    """Defaults of a start: peak rates at 100M parameters, Muon's momentum, scorings of held-out text on the way."""
 
     adamw: float
     muon: float
     adamw_alone: float  # without Muon, AdamW trains the matrices too
+    momentum: float = 0.95
     weight_decay: float = 0.1
     validations: int = 4
     short_steps: bool = False  # 800 steps instead of 200, as long as Muon's are cheap
@@ -121,7 +123,7 @@ _DEFAULTS = {
     Start.RANDOM: _Defaults(3e-4, 0.02, 3e-4, validations=2, short_steps=True, try_rates=False),
     Start.BARELY_TRAINED: _Defaults(3e-4, 0.02, 3e-4, short_steps=True),
     Start.TRAINED: _Defaults(1e-4, 0.007, 1e-4),
-    Start.PRUNED: _Defaults(1e-4, 0.005, 3e-4, validations=2, short_steps=True),
+    Start.PRUNED: _Defaults(1e-4, 0.005, 3e-4, momentum=0.93, weight_decay=0.0, validations=2, short_steps=True),
     Start.QUANTIZED: _Defaults(1e-5, 0.0005, 1e-5, weight_decay=0.0, allows_muon=False),
 }
 DOCUMENTED_DROPOUT = 0.1
@@ -206,6 +208,7 @@ def _derived(run: Run, tokens: int | None, given: JsonObject) -> JsonObject:
     found["learning_rate"], found["muon_learning_rate"] = peak_rates(run, (found | given)["optimizer"])
     steps = (found | given).get("steps", TrainConfig.steps)
     return found | {
+        "muon_momentum": defaults.momentum,
         "weight_decay": defaults.weight_decay,
         "warmup": min(_MOST_WARMUP, max(1, round(_WARMUP_FRACTION * steps))) if steps > 1 else 0,
         "validate_every": -(-steps // defaults.validations),

@@ -125,7 +125,10 @@ def test_muon_takes_the_hidden_matrices() -> None:
     assert sum(len(g["params"]) for g in adamw.param_groups) + len(taken) == len(names)
 
 
-@pytest.mark.parametrize(("shape", "changes"), [((24, 16), {}), ((16, 24), {}), ((16, 16), {"muon_nesterov": False})])
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [((24, 16), {}), ((16, 24), {}), ((16, 16), {"muon_nesterov": False}), ((16, 24), {"muon_momentum": 0.8})],
+)
 def test_muon_takes_the_steps_of_torchs_own(shape: tuple[int, int], changes: dict[str, Any]) -> None:
     """Same state and update; torch's iteration runs in bfloat16, whose rounding (2**-9) grows over five steps."""
     torch.manual_seed(0)
@@ -134,8 +137,8 @@ def test_muon_takes_the_steps_of_torchs_own(shape: tuple[int, int], changes: dic
     ours = [torch.nn.Parameter(value.clone()) for value in start]
     theirs = [torch.nn.Parameter(value.clone()) for value in start]
     twin = torch.optim.Muon(
-        theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="original", momentum=0.95, nesterov=config.muon_nesterov,
-        ns_steps=5, ns_coefficients=(3.4445, -4.7750, 2.0315),
+        theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="original", momentum=config.muon_momentum,
+        nesterov=config.muon_nesterov, ns_steps=5, ns_coefficients=(3.4445, -4.7750, 2.0315),
     )  # fmt: skip
     optimizers = [Muon(ours, config), twin]
     for _ in range(3):
