@@ -15,6 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from sportsllm.console import log
+from sportsllm.files import clip
 from sportsllm.process_memory import peak_rss_bytes
 from sportsllm.serving.access import Access, refusal
 from sportsllm.serving.engine import Job, Piece
@@ -63,7 +65,7 @@ class Server:
 
     def __init__(self, models: Sequence[ServedModel], access: Access) -> None:
         self._models, self._access = {model.name: model for model in models}, access
-        self._started = time.time()
+        self._started, self._told = time.time(), False
 
     def app(self) -> Any:
         """The ASGI application."""
@@ -109,21 +111,24 @@ class Server:
         return Route(path, endpoint, methods=["POST"])
 
     def _find(self, name: str) -> ServedModel:
-        """The loaded model of that name, the first without a name. A single model answers to any name, as clients send
-        what they are used to.
+        """The loaded model of that name, the first without a name. A single model answers to any name, as that of
+        llama-server does, since many clients send a fixed name; the first such name is logged.
 
         Raises:
             ApiError: no such model, or it is not loaded yet.
         """
         model = self._named(name) if name and len(self._models) > 1 else next(iter(self._models.values()))
+        if name not in ("", model.name) and not self._told:
+            self._told = True
+            log(f"a request for the model {clip(name)!r} is answered by {model.name}, the only one here")
         if not model.ready:
             raise ApiError(503, "Loading model", "unavailable_error", retry_s=1)
         return model
 
     def _named(self, name: str) -> ServedModel:
         if name not in self._models:
-            message = f"no such model; this server has {', '.join(self._models)}"
-            raise ApiError(404, message, "not_found_error", param="model")
+            message = f"the model {clip(name)!r} does not exist; this server has {', '.join(self._models)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return self._models[name]
 
     async def _health(self, _: Request) -> Response:

@@ -522,19 +522,26 @@ def test_a_client_that_never_reads_is_left(monkeypatch: pytest.MonkeyPatch) -> N
         asyncio.run(Access().guard(answer)(scope, never, never))
 
 
-def test_helpers_and_several_models(served: ServedModel, client: httpx.Client, export: Path) -> None:
+def test_helpers_and_several_models(
+    served: ServedModel, client: httpx.Client, export: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     tokens = post(client, "/tokenize", content="What is 🤗?", add_special=True)["tokens"]
     assert tokens[0] == 1 and post(client, "/detokenize", tokens=tokens)["content"].strip() == "What is 🤗?"
     pieces = post(client, "/tokenize", content="a ball", with_pieces=True)["tokens"]
     assert "".join(each["piece"] for each in pieces) == " a ball"
-    assert post(client, "/v1/completions", **ONCE, model="gpt-4")["model"] == "stories"
+    for name in ("stories", "gpt-4", "gpt-5"):
+        assert post(client, "/v1/completions", **ONCE, model=name)["model"] == "stories"
+    said = [line for line in capfd.readouterr().err.splitlines() if "a request for the model" in line]
+    assert said == ["a request for the model 'gpt-4' is answered by stories, the only one here"]
     other = start(export, name='o"ther')
     with served_by(served, other) as client:
         assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["stories", 'o"ther']
         assert client.get("/v1/models/stories").json()["meta"]["n_ctx"] == 512
         assert client.get("/props").json()["total_slots"] == 4
         assert post(client, "/v1/completions", **ONCE, model='o"ther')["model"] == 'o"ther'
-        assert refusal(client, 404, **ONCE, model="gpt-4")["param"] == "model"
+        error = refusal(client, 404, **ONCE, model="gpt-4")
+        assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "model_not_found", "model")
+        assert error["message"] == "the model 'gpt-4' does not exist; this server has stories, o\"ther"
         assert r'sportsllm_sequences_total{model="o\"ther"} 1' in client.get("/metrics").text
     other.stop()
 
