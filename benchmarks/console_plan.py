@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.labels import LIMITS, Table, band, megabytes, number, reliability_line
+from benchmarks.model_size import CACHES
+from sportsllm.models.memory import PRECISIONS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,6 +42,8 @@ def print_plan(console: Console, result: Mapping[str, Any], training: bool = Fal
 
 
 def _tables(result: Mapping[str, Any], training: bool) -> Iterator[Table]:
+    if "stored" in result:
+        result = _as_stored(result, result["stored"])
     if "parameters_by_component" not in result:
         yield _bare_count(result)
     elif training:
@@ -62,6 +66,14 @@ def _tables(result: Mapping[str, Any], training: bool) -> Iterator[Table]:
         yield Table(title, ("tensor", "kind", "shape", "times", "bytes each"), rows, (0, 1, 2))
     if "predicted" in result:
         yield from _predictions(result)
+
+
+def _as_stored(value: Any, stored: Mapping[str, Any]) -> Any:
+    """The figures of an export: of sizes by format those of its own."""
+    if not isinstance(value, Mapping):
+        return value
+    kept = {CACHES: stored["cache"], PRECISIONS: stored["precision"]}.get(tuple(value))
+    return {name: _as_stored(each, stored) for name, each in value.items() if kept in (None, name)}
 
 
 def _bare_count(result: Mapping[str, Any]) -> Table:
@@ -90,6 +102,8 @@ def _parts(result: Mapping[str, Any]) -> Table:
         for name, count in result["parameters_by_component"].items()
     ]
     rows.append(row("total", total, list(result["weight_bytes"].values())))
+    if stored := result.get("stored"):
+        rows.append(("its files", "", "", megabytes(result["file_bytes"])))
     blocks = f"all {layers} blocks"
     if dense := result.get("dense_blocks"):
         layers -= dense["layers"]
@@ -103,7 +117,8 @@ def _parts(result: Mapping[str, Any]) -> Table:
     headers = ("part", "parameters", "%", *(f"{_PRECISIONS.get(each, each)} MB" for each in sizes))
     active = result["active_parameters"]
     title = f"{result['model']}: {total:,} parameters" + (f", {active:,} active" if active < total else "")
-    return Table(title, headers, rows)
+    note = "Matrices of other bits are counted like most matrices. The files also hold the graph and its tables."
+    return Table(f"{title}, {stored['name']}" if stored else title, headers, rows, (0,), note if stored else "")
 
 
 def _alike_together(parts: Mapping[str, int]) -> dict[str, int]:
@@ -126,6 +141,8 @@ def _cache(result: Mapping[str, Any]) -> Table:
         rows.append((held, *map(megabytes, used["cache_bytes"].values())))
         for name, sizes in used["total_bytes"].items():
             rows.append((f"  and {_PRECISIONS.get(name, name)} weights, MB", *map(megabytes, sizes.values())))
+    if "stored" in result:
+        return Table("key/value cache", ("", *a_token), rows)
     step = result["training"]
     plain, checkpointed = step["plain"], step["checkpointed"]
     line = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from sportsllm.settings import LIMITS, TRAINING_STEP, parse_settings
 
 if TYPE_CHECKING:
     from benchmarks.devices.schema import Device
+    from benchmarks.model_size import ModelFormat
     from sportsllm.models.config import ModelConfig
 
 _training: Any = partial(typer.Option, rich_help_panel="Training")
@@ -37,7 +38,8 @@ class PlanResult(Result):
         parameters_by_component, weight_bytes, kv_cache_bytes_per_token: parameters by part, and bytes by precision;
             None if only a number of parameters was given.
         training_memory_bytes: memory of one training step; None if only a number of parameters was given.
-        predicted: with `--target`: `precision`, `depth`, `ttft_ms`, `tpot_ms`, `peak_rss_bytes` and their bands.
+        predicted: with `--target`: `precision`, `depth`, `ttft_ms`, `tpot_ms`, `peak_rss_bytes` and their bands; of an
+            export only for its own `stored` format.
         figures: all figures, as `--json` prints them.
     """
 
@@ -81,9 +83,11 @@ def plan(
     """Compute parameters, memory and KV cache, and predict speed or training time. Nothing is run."""
     from benchmarks.console_plan import print_plan
     from benchmarks.devices.load import load_target
+    from benchmarks.model_size import stored_format
     from benchmarks.predict.training import UTILIZATION, Cost, plan_training
     from sportsllm.console import output
     from sportsllm.formats.manifest import directory_bytes
+    from sportsllm.inference.decoder import is_onnx_directory
     from sportsllm.models.memory import tensor_shapes
     from sportsllm.models.presets import PLANNED
     from sportsllm.models.training_memory import TrainingStep
@@ -111,6 +115,11 @@ def plan(
         return PlanResult.of({**figures, "figures": figures})
     config, directory = read_model(model, ", no number of parameters such as 7B or 162M,")
     device = None if target is None else load_target(target, limits)
+    stored = stored_format(directory) if directory is not None and is_onnx_directory(directory) else None
+    fixed = [f"--set {name}" for name in ("group_size", "head_bits", "kv_cache") if name in rare]
+    fixed += [flag for flag, given in (("--training", training), ("--shapes", shapes)) if given]
+    if stored is not None and fixed:
+        raise UsageError(f"{fixed[0]}: {model} is an export, whose format is fixed; give the checkpoint instead")
     context, precision = config.max_position_embeddings, None if precision == "auto" else precision
     if sequence is not None and sequence > context:
         raise UsageError(f"--sequence {sequence} is longer than the context of {context} tokens")
@@ -128,13 +137,17 @@ def plan(
     figures |= {"training_memory_bytes": planned["plain"]["total_bytes"], "training": planned}
     if directory is not None:
         figures["file_bytes"] = directory_bytes(directory)
+    if stored is not None:
+        figures["stored"] = asdict(stored) | {"name": stored.name}
     if cached is not None:
         figures["memory_in_use"] = _memory_in_use(config, cached, figures["weight_bytes"])
     if shapes:
         listed = tensor_shapes(config, step.batch, step.length, 4 if precision in (None, "fp32") else 2)
         figures |= {"shapes": [each._asdict() for each in listed], "shapes_precision": precision or "fp32"}
     if device is not None and not training:
-        figures |= _predictions(config, device, group_size, head_bits, kv_cache)
+        figures |= _predictions(
+            config, device, [stored] if stored else _formats(config, group_size, head_bits, kv_cache)
+        )
     print_plan(output(), figures, training)
     return PlanResult.of({**figures, "figures": figures})
 
@@ -232,20 +245,19 @@ def _memory_in_use(config: ModelConfig, tokens: int, weights: Mapping[str, int])
     }
 
 
-def _predictions(
-    config: ModelConfig, device: Device, group_size: int, head_bits: int, cache: str | None
-) -> dict[str, Any]:
-    from benchmarks.devices.verdict import judge, worst
+def _formats(config: ModelConfig, group_size: int, head_bits: int, cache: str | None) -> list[ModelFormat]:
+    """The formats that a model may be exported in."""
     from benchmarks.model_size import ModelFormat
-    from benchmarks.predict.latency import predict, predict_figures, reliability
     from sportsllm.models.memory import PRECISIONS, usual_cache
 
-    formats = [
-        replace(each, cache=cache or usual_cache(config, each.quantized))
-        for each in (
-            ModelFormat(name, group_size, head_bits, zero_points=_ZERO_POINTS and name == "int4") for name in PRECISIONS
-        )
-    ]
+    formats = (ModelFormat(name, group_size, head_bits, _ZERO_POINTS and name == "int4") for name in PRECISIONS)
+    return [replace(each, cache=cache or usual_cache(config, each.quantized)) for each in formats]
+
+
+def _predictions(config: ModelConfig, device: Device, formats: Sequence[ModelFormat]) -> dict[str, Any]:
+    from benchmarks.devices.verdict import judge, worst
+    from benchmarks.predict.latency import predict, predict_figures, reliability
+
     judged = [(each, judge(device, {}, predict_figures(config, device, each))) for each in formats]
     return {
         "device": device.name,

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from benchmarks import device_commands
-from benchmarks.labels import band
+from benchmarks.labels import band, megabytes
 from benchmarks.model_size import ModelFormat, file_bytes
 from compress.quantization.config import QuantizationConfig, SizeBudget
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import to_hf
 from sportsllm.models.memory import PRECISIONS
 from sportsllm.models.presets import PRESETS
+from tests.support.command_line import CommandLine
 from tests.support.plans import plan
 
 
@@ -82,6 +83,24 @@ def test_plan_of_a_directory(tmp_path: Path) -> None:
     assert "predicted" not in result
 
 
+def test_plan_of_an_export_shows_what_it_is(
+    exported_int4: Path, cli: CommandLine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = plan(model=str(exported_int4), device="raspberry-pi-5")
+    files = sum(path.stat().st_size for path in exported_int4.iterdir() if path.name.startswith("model.onnx"))
+    assert result["stored"]["precision"] == "int4" and result["file_bytes"] == files
+    assert set(result["predicted_budget"]) == {"int4"} >= {row["precision"] for row in result["predicted"]}
+    assert set(result["weight_bytes"]) == set(PRECISIONS)
+    printed = capsys.readouterr().out
+    assert "int4 MB" in printed and ["its", "files", megabytes(files)] in [
+        line.split() for line in printed.splitlines()
+    ]
+    for other in ("int8 MB", "fp32", "training step"):
+        assert other not in printed
+    for words in ("--set group_size=64", "--training", "--shapes"):
+        cli.refuses(2, "is an export, whose format is fixed", "plan", exported_int4, *words.split())
+
+
 def test_layers_without_experts_are_shown_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = PRESETS["tiny-experts"].with_changes(dense_layers=1, dense_intermediate_size=320)
     (tmp_path / "config.json").write_text(json.dumps(to_hf(config)), encoding="utf-8")
@@ -102,7 +121,7 @@ def test_layers_without_experts_are_shown_apart(tmp_path: Path, capsys: pytest.C
         ({"model": "tiny-1m", "length": 5_000}, "context"),
         ({"model": "small", "device": "raspberry-pi-5", "kv_cache": "int4"}, "kv_cache=int4: use one of fp32, fp16"),
         ({"shape": "7X"}, r"'7X' is no directory, no number of parameters such as 7B .* 70b"),
-        ({"shape": "small", "block_size": 48}, "block size 48"),
+        ({"shape": "small", "block_size": 48}, "group_size is 48"),
     ],
 )
 def test_plan_refuses_what_it_cannot_mean(given: dict[str, Any], said: str) -> None:
