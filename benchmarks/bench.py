@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm import options
-from sportsllm.errors import ConflictError, GateError, UsageError
+from sportsllm.errors import GateError, UsageError
+from sportsllm.files import require_new
 from sportsllm.results import Result
 from sportsllm.settings import BENCH, LIMITS, TASKS, TEXT, parse_settings
 
@@ -169,8 +170,8 @@ def _check(
     on_device: bool,
 ) -> None:
     """Refuse what can be seen to be wrong before anything is opened."""
-    if out is not None and out.exists():
-        raise ConflictError(f"{out}: exists already; choose another --out or move it away")
+    if out is not None:
+        require_new(out)
     if teacher is not None and not scored:
         raise UsageError("--teacher needs --text or --tasks: quality is compared on held-out text, or in tasks")
     if on_device and target is None:

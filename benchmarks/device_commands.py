@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sportsllm.errors import ConflictError, UsageError
+from sportsllm.errors import UsageError
+from sportsllm.files import require_new
 from sportsllm.results import Result
 
 if TYPE_CHECKING:
@@ -105,8 +106,7 @@ def calibrate(
 
     if out.suffix != ".toml":
         raise UsageError(f"--out {out}: a device file ends in .toml; call it {out.with_suffix('.toml').name}")
-    if out.exists():
-        raise ConflictError(f"{out}: exists already; choose another --out or move it away")
+    require_new(out)
     name = re.sub(r"[^a-z0-9.-]+", "-", out.stem.lower()).strip("-.")
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
         raise UsageError(f"--out {out}: use letters, digits, dots and hyphens, for example my-machine.toml")

@@ -46,17 +46,19 @@ def inspect(
     text: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Show which tokens of this text each head attends to.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Page to write: parts and attention.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="New page: parts and attention.")] = None,
 ) -> InspectResult:
     """Draw a model's parts, and show its attention on a text."""
     from benchmarks.inspection.attention import attention_chart, measure_attention
     from benchmarks.inspection.drawing import describe_model, draw_model
     from benchmarks.plan import read_model
-    from sportsllm.files import atomic_write_text
+    from sportsllm.files import atomic_write_text, require_new
     from sportsllm.inference.decoder import is_onnx_directory
 
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--out {out}: the drawing is a page; end it in .html")
+    if out is not None:
+        require_new(out)
     if text is not None and text.encode("utf-8", "replace").decode() != text:
         raise UsageError("--text is not valid UTF-8")
     config, directory = read_model(model)

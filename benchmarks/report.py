@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
-from sportsllm.files import atomic_write_text, require_directory
+from sportsllm.files import atomic_write_text, require_directory, require_new
 from sportsllm.results import Result
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def report(
             show_default=False,
         ),
     ],
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="File to write; .html, .md or .csv selects the format.")
-    ] = Path("report.html"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="New file; .html, .md or .csv selects the format.")] = Path(
+        "report.html"
+    ),
     title: Annotated[str, typer.Option(metavar="TEXT", help="Heading of the page.")] = "sportsllm-compress report",
     sample: Annotated[
         list[str] | None,
@@ -68,6 +68,7 @@ def report(
 
     Raises:
         UsageError: an unknown suffix, or a path that is no input.
+        ConflictError: `out` exists.
         ArtifactError: an input is missing or damaged.
     """
     from benchmarks.reporting.inputs import collect
@@ -75,6 +76,7 @@ def report(
     from sportsllm.console import output
 
     format = _format_of(out)
+    require_new(out)
     inputs = collect(directories)
     if sample:
         texts, skipped = before_and_after(inputs.stages, sample)

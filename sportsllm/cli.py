@@ -13,7 +13,6 @@ import errno
 import functools
 import gc
 import inspect
-import itertools
 import json
 import os
 import re
@@ -41,6 +40,7 @@ from sportsllm.errors import (
     did_you_mean,
 )
 from sportsllm.files import plain
+from sportsllm.options import path as given_path
 from sportsllm.results import Result
 
 atexit.register(gc.freeze)  # Python's end would visit every object, which takes long with PyTorch loaded
@@ -150,7 +150,6 @@ def _with_json(function: Command, name: str) -> Command:
 
         use_stderr(json_output)
         asked: _Asked = invocation.obj
-        _refuse_empty(asked.words, kwargs)
         if asked.text_field is not None:
             commands = settings.GROUPS["Text"][0]
             if invocation.command_path.partition(" ")[2] not in commands.split(", "):
@@ -168,6 +167,9 @@ def _with_json(function: Command, name: str) -> Command:
             if json_output and processes.rank() == 0:
                 sys.stdout.write(json.dumps(result.to_json(), default=str) + "\n")
             sys.stdout.flush()
+        except UsageError as error:
+            error.args = (_in_flags(str(error), signature, name),)
+            raise
         except KeyboardInterrupt:
             again = "; nothing was published, the same command starts again" if "out" in kwargs else ""
             raise InterruptedRun(f"interrupted{again}") from None
@@ -190,13 +192,14 @@ def _with_json(function: Command, name: str) -> Command:
     return wrapper
 
 
-def _refuse_empty(words: list[str], given: dict[str, Any]) -> None:
-    """Refuse an empty path, as `--text "$TEXT"` gives if the variable is not set: it would stand for this folder."""
-    for before, word in itertools.pairwise(["", *words]):
-        option = word.removesuffix("=") if word.startswith("--") and word.endswith("=") else "" if word else before
-        value = given.get(option.lstrip("-").replace("-", "_"))
-        if Path() in (value if isinstance(value, list) else [value]):
-            raise UsageError(f"{option} is empty; give a path")
+def _in_flags(message: str, signature: inspect.Signature, command: str) -> str:
+    """An error that begins with the name of a value, as Python and recipes write it, with the option in its place."""
+    named = re.match(r"(\w+)(?= is |=)", message)
+    if named is None or not {named[1]} & {*signature.parameters, *settings.settings_of(command)}:
+        return message
+    if named[1] in signature.parameters or named[1] == "text_field":
+        return f"--{named[1].replace('_', '-')}{message[named.end() :]}"
+    return f"--{'limit' if named[1] in settings.LIMITS else 'set'} {message}"
 
 
 _TOGETHER = ("train", "distill")  # commands that several processes run
@@ -210,6 +213,8 @@ def _with_metavar(parameter: inspect.Parameter, command: str) -> inspect.Paramet
     if parameter.name == "settings":
         names = (name for name in settings.settings_of(command) if name not in settings.LIMITS)
         option.help = f"{option.help} Names: {', '.join(names)}."
+    if Path in kinds:
+        option.parser = given_path
     if isinstance(option, ArgumentInfo):
         option.metavar = option.metavar or parameter.name.upper()
     option.metavar = option.metavar or next((name for type_, name in _METAVARS.items() if type_ in kinds), None)
@@ -281,6 +286,7 @@ def _command(arguments: list[str]) -> Any:
 def _usage(error: TyperException, arguments: list[str]) -> str:
     """A mistake on the command line in one line, with the nearest command or option."""
     message = plain(" ".join(error.format_message().split()).removesuffix("."))
+    message = re.sub("^Invalid value for '([^']+)': ", r"\1: ", message)
     context: Any = getattr(error, "ctx", None)
     given = getattr(error, "option_name", None)
     if message.startswith("No such option") and context is not None:  # it names every option that begins alike

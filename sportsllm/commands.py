@@ -14,7 +14,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast, get_args
 
@@ -23,6 +23,7 @@ import typer
 from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError, did_you_mean
 from sportsllm.files import ADAPTER, describe, require_directory
 from sportsllm.options import BY_NAME, READS_TEXT, TRAINABLE
+from sportsllm.options import path as given_path
 from sportsllm.results import Result
 
 
@@ -156,16 +157,17 @@ def load_function(module: str, name: str) -> Command:
 
 
 def _converting(function: Command) -> Command:
-    """The function, its paths made of strings, models given by name downloaded, and text known to be there."""
+    """The function, its paths made of strings, models given by name downloaded, and text with its field checked."""
     signature = inspect.signature(function, eval_str=True)
 
     @functools.wraps(function)
     def command(*args: object, **given: object) -> object:
         bound = signature.bind(*args, **given)
-        for text in cast(Iterable[str], bound.arguments.get("settings") or ()):
-            if (name := str(text).partition("=")[0].strip()) in signature.parameters:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError(f"--set {name}: use the option {flag} instead")
+        settings, texts = cast(Any, bound.arguments.get("settings") or ()), list[Path]()
+        pairs = [*settings.items()] if isinstance(settings, Mapping) else [str(each).split("=", 1) for each in settings]
+        rare = {name.strip(): "".join(map(str, value)).strip() for name, *value in pairs}
+        for name in rare.keys() & signature.parameters.keys():
+            raise UsageError(f"--set {name}: use the option --{name.replace('_', '-')} instead")
         for name, value in bound.arguments.items():
             if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
                 raise UsageError(f"--{name.replace('_', '-')} is {value}; give a finite number")
@@ -174,6 +176,11 @@ def _converting(function: Command) -> Command:
             for path in cast(list[Path], bound.arguments[name] or []) if _marked(annotation, READS_TEXT) else []:
                 if not path.exists():
                     raise ArtifactError(f"{path}: not found; give an existing file or folder of text")
+                texts.append(path)
+        if "text_field" in rare and texts:
+            from sportsllm.text.documents import check_field
+
+            check_field(texts, rare["text_field"])
         return function(*bound.args, **bound.kwargs)
 
     return command
@@ -193,19 +200,17 @@ def _converted(annotation: object, value: object) -> object:
             require_directory(found, "a checkpoint" if trainable else "a checkpoint or an export")
             if trainable:
                 _refuse_export(found)
-    if Path in kinds and isinstance(value, str):
-        return [Path(value)] if list in kinds else Path(value)
-    if list in kinds and Path in kinds and isinstance(value, list | tuple):
-        return [Path(item) for item in value]
-    return parsed(annotation, value)
+    return parsed(annotation, [value] if {list, Path} <= kinds and isinstance(value, str) else value)
 
 
 def parsed(annotation: object, value: object) -> object:
     """A text in the form that an option of this type has on the command line, such as 100k, as its value."""
     found = (getattr(mark, "parser", None) for mark in getattr(annotation, "__metadata__", ()))
-    parser = next(filter(None, found), None) if isinstance(value, str) else None
+    parser = next(filter(None, found), given_path if Path in types_in(annotation) else None)
     try:
-        return value if parser is None else parser(value)
+        if parser is not None and isinstance(value, list | tuple):
+            return [parser(item) if isinstance(item, str) else item for item in value]
+        return value if parser is None or not isinstance(value, str) else parser(value)
     except typer.BadParameter as error:
         raise UsageError(str(error)) from None
 
@@ -223,9 +228,12 @@ def find_model(text: str | Path) -> Path:
     An existing path wins over a name in the hub, see `sportsllm.formats.huggingface.download_model`.
 
     Raises:
+        UsageError: an empty text.
         ArtifactError: the GGUF file is damaged; the hub has no such model, or it has no safetensors or is unsupported.
         ResourceError: the model asks for permission, or the hub cannot be reached.
     """
+    if not str(text):
+        raise UsageError("the model is empty; give a directory, a GGUF file or a name in the hub")
     path = Path(text)
     if (file := find_gguf(path)) is None:
         from sportsllm.formats.huggingface import download_model

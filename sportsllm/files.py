@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sportsllm.errors import ArtifactError, SportsLLMError
+from sportsllm.errors import ArtifactError, ConflictError, SportsLLMError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -31,6 +31,21 @@ MAX_BYTES = 512_000_000
 MAX_NESTING = 100
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SHOWN_PROBLEMS, _SHOWN_CHARACTERS = 4, 60
+_MEANT = {  # what pydantic says, and what it means to someone who wrote a flag or a recipe
+    "Input should": "must",
+    "Input is not": "must be",
+    "a valid path": "a path",
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "a valid string": "a text",
+    "a valid list": "a list",
+    "a valid dictionary": "a table",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "less than": "below",
+}
 _UNBOUNDED = str(int(1e30))  # model_max_length that transformers writes for a tokenizer without a limit
 
 
@@ -121,6 +136,16 @@ def atomic_write_text(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def require_new(path: Path, option: str = "--out") -> None:
+    """Refuse to replace a file.
+
+    Raises:
+        ConflictError: something is there.
+    """
+    if path.exists():
+        raise ConflictError(f"{path}: exists already; choose another {option} or move it away")
+
+
 def require_directory(directory: Path, wanted: str) -> None:
     """Refuse a path that is no directory; `wanted` is what to give instead, such as "a checkpoint".
 
@@ -198,7 +223,10 @@ def describe(error: ValidationError) -> str:
 
 def plain(message: str) -> str:
     """What pydantic says of a value, without its jargon."""
-    return re.sub(", unable to parse string as an? [a-z]+", "", message.replace("Input should be", "must be"))
+    message = re.sub("Input should be (a valid [a-z]+), .*", r"Input should be \1", message)
+    for said, meant in _MEANT.items():
+        message = message.replace(said, meant)
+    return message
 
 
 def clip(text: object, longest: int = _SHOWN_CHARACTERS) -> str:

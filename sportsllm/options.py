@@ -36,6 +36,13 @@ def count(text: str) -> int:
     return int(value)
 
 
+def path(text: str | Path) -> Path:
+    """A path. An empty one, as `--text "$TEXT"` gives if the variable is not set, would be the current folder."""
+    if not str(text):
+        raise typer.BadParameter("the path is empty; give one")
+    return Path(text)
+
+
 _training: Any = partial(typer.Option, rich_help_panel="Training")
 _runtime: Any = partial(typer.Option, rich_help_panel="Runtime")
 

@@ -75,11 +75,31 @@ CASES: list[tuple[str, int, str]] = [
     (
         f"distill --teacher {MODEL} --student {MODEL} --kl-weight often --corpus {TEXT} --out {NEW}",
         USAGE,
-        "must be a valid number",
+        "--kl-weight: must be a number",
     ),
     (f"prune {MODEL} --out {NEW} --params 0.5 --set try_rates=maybe --calibration {TEXT}", USAGE, "true or false"),
     (f"distill --teacher {MODEL} --set kl_weight=1", USAGE, "use the option --kl-weight instead"),
-    (f"train {MODEL} --steps 1 --learning-rate -1 --corpus {TEXT}", USAGE, "learning_rate is -1.0; it must be above 0"),
+    (
+        f"train {MODEL} --steps 1 --learning-rate -1 --corpus {TEXT}",
+        USAGE,
+        "--learning-rate is -1.0; it must be above 0",
+    ),
+    # values of the wrong size, by the name that was typed
+    (f"generate {MODEL} --top-p 3", USAGE, "--top-p is 3.0; it must be in (0, 1]"),
+    (f"train --model tiny-300k --vocab-size 99 --corpus {TEXT} --out {NEW}", USAGE, "--vocab-size is 99; 256 bytes"),
+    (
+        f"train --model tiny-300k --set kv_heads=3 --corpus {TEXT} --out {NEW}",
+        USAGE,
+        "--set kv_heads=3: heads 2 is not",
+    ),
+    (f"train --model tiny-300k --batch-size 1.5 --corpus {TEXT}", USAGE, "--batch-size: must be a whole number ("),
+    ("plan small --set group_size=48", USAGE, "--set group_size is 48; use one of 16, 32"),
+    ("plan small --set cache_tokens=5000", USAGE, "--set cache_tokens=5000 is more than the context"),
+    (
+        f"eval {MODEL} --text {TEXT} --text-field txet",
+        USAGE,
+        "--text-field=txet: no record has such a field; the fields are text; did you",
+    ),
     # options of another command, and directories of another kind
     (f"export {MODEL} --out {NEW} --bits 4", USAGE, "no option --bits; quantize has it"),
     (f"eval {MODEL} --text {TEXT} --loss-on all", USAGE, "no option --loss-on; write --set loss_on=VALUE"),
@@ -102,8 +122,8 @@ CASES: list[tuple[str, int, str]] = [
     # nothing asked for
     (f"prune {MODEL} --out {NEW} --calibration {TEXT}", USAGE, "say how small: --params"),
     (f"eval {MODEL}", USAGE, "--text"),
-    (f"eval {MODEL} --text=", USAGE, "--text is empty"),
-    (f"train --model tiny-300k --corpus {TEXT} --valid= --out {NEW}", USAGE, "--valid is empty"),
+    (f"eval {MODEL} --text=", USAGE, "--text: the path is empty"),
+    (f"train --model tiny-300k --corpus {TEXT} --valid= --out {NEW}", USAGE, "--valid: the path is empty"),
     (f"eval {MODEL} --against {MODEL} --questions {TEXT}", USAGE, "--text"),
     # the output is there already
     (f"quantize {MODEL} --out {TAKEN} --method rtn", CONFLICT, "taken"),
@@ -113,6 +133,8 @@ CASES: list[tuple[str, int, str]] = [
     (f"distill --teacher {MODEL} --student {MODEL} --corpus {TEXT} --out {TAKEN}", CONFLICT, "taken"),
     (f"data simulate --out {TAKEN}", CONFLICT, "taken"),
     (f"data sample {MODEL} --out {TAKEN}", CONFLICT, "taken"),
+    (f"report {MODEL} --out {TEXT}.html", CONFLICT, "exists already; choose another --out or move it away"),
+    (f"inspect {MODEL} --out {TEXT}.html", CONFLICT, "exists already; choose another --out or move it away"),
 ]
 
 
@@ -130,6 +152,7 @@ def test_bad_input_ends_in_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
+    corpus_file.with_name(f"{corpus_file.name}.html").touch()
     places = {"missing": "missing", "model": checkpoint, "text": corpus_file, "taken": "taken", "new": "new"}
     found, out, err = cli(*(word.format(**places) for word in line.split()))
     errors = [text for text in err.splitlines() if text.startswith("error: ")]

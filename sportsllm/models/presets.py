@@ -105,4 +105,10 @@ def changed_shape(config: ModelConfig, changes: Mapping[str, float | bool]) -> M
                 )
             given["kv_heads"] = heads // shared
     field_of = DIMENSIONS | {"context": "max_position_embeddings", "tied": "tie_word_embeddings"}
-    return config.with_changes(**{field_of.get(name, name): value for name, value in given.items()})
+    try:
+        return config.with_changes(**{field_of.get(name, name): value for name, value in given.items()})
+    except UsageError as error:
+        said = str(error).removeprefix("config: ")
+        for name, field in field_of.items():
+            said = said.replace(field, name)
+        raise UsageError(f"{' '.join(f'{name}={value}' for name, value in changes.items())}: {said}") from None

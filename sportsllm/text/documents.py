@@ -11,12 +11,14 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sportsllm.console import log, log_once
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import ArtifactError, UsageError, did_you_mean
 from sportsllm.files import JsonObject, clip, parse_json
 from sportsllm.formats.manifest import Manifest, manifest_of
 from sportsllm.settings import TEXT
@@ -73,6 +75,36 @@ def _field_of(names: Sequence[str], path: Path, field: str) -> str:
         return field
     log_once(f"{path}: reading {USUAL.text_field!r} of records without a field {field!r}")
     return USUAL.text_field
+
+
+def check_field(paths: Sequence[Path], field: str) -> None:
+    """Refuse a mistyped field: none of the files' first records has it.
+
+    Raises:
+        UsageError: the message has the names of the fields that are there.
+    """
+    names = dict[str, None]()
+    for path in corpus_files(paths):
+        for found in islice(_fields(path), _ROWS_AT_ONCE):
+            names.update(dict.fromkeys(found))
+        if field in names:
+            return
+    if names:
+        known = f"the fields are {clip(', '.join(names), 200)}; {did_you_mean(field, names)}".removesuffix("; ")
+        raise UsageError(f"text_field={field}: no record has such a field; {known}")
+
+
+def _fields(path: Path) -> Iterator[Iterable[str]]:
+    """The names in each record of a .jsonl file, or in the schema of a .parquet file."""
+    if _kind(path) == ".parquet":
+        import pyarrow.parquet
+
+        with suppress(pyarrow.ArrowException, OSError):  # a damaged file is refused when it is read
+            yield pyarrow.parquet.read_schema(path).names
+    elif _kind(path) == ".jsonl":
+        for line in filter(str.strip, _decoded(path)):
+            record = parse_json(line.removeprefix("\ufeff"), path, "fix or delete the line")
+            yield record if isinstance(record, dict) else ()
 
 
 class Chunk(NamedTuple):

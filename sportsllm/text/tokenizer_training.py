@@ -42,7 +42,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digi
     if digits not in PRE_TOKENIZERS:
         raise UsageError(f"--set digits={digits}: use one of {', '.join(PRE_TOKENIZERS)}")
     if vocab_size < MIN_VOCAB_SIZE:
-        raise UsageError(f"vocab_size {vocab_size} is too small; 256 bytes and 3 special tokens need {MIN_VOCAB_SIZE}")
+        raise UsageError(f"vocab_size is {vocab_size}; 256 bytes and 3 special tokens need {MIN_VOCAB_SIZE}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[digits]
     tokenizer.decoder = decoders.ByteLevel()

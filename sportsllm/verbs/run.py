@@ -37,8 +37,8 @@ import typer
 
 from sportsllm import __version__, options
 from sportsllm.commands import COMMANDS, Command, as_given, load_command
-from sportsllm.errors import ConflictError, InterruptedRun, SportsLLMError, UsageError, did_you_mean
-from sportsllm.files import JsonObject, atomic_write_text, read_json, read_toml
+from sportsllm.errors import InterruptedRun, SportsLLMError, UsageError, did_you_mean
+from sportsllm.files import JsonObject, atomic_write_text, read_json, read_toml, require_new
 from sportsllm.results import Result
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -176,8 +176,7 @@ def _write_jobs(
     from sportsllm.console import output
     from sportsllm.slurm import levels, submit_script
 
-    if path.exists():
-        raise ConflictError(f"{path}: exists; remove it or give another --slurm FILE")
+    require_new(path, "--slurm FILE")
     names = [stage.name for stage in chosen]
     stages = levels({stage.name: [name for name in stage.needs if name in names] for stage in chosen})
     command = [sys.executable, "-m", "sportsllm.cli", "run", str(recipe.resolve()), "--out", str(checked.out.resolve())]
@@ -295,6 +294,8 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> JsonO
         if path.exists() and (kept := read_json(path)).pop("fingerprint", None) == fingerprint:
             log(f"{path}: up to date")
             return {**kept, "cached": True, "out": str(path)}
+    if stage.command in ("report", "inspect"):  # pages, which are made again
+        settings["out"].unlink(missing_ok=True)
     result = function(**settings)
     assert isinstance(result, Result)
     found = result.to_json() | {"exit_code": result.exit_code, "complaint": result.complaint}

@@ -112,7 +112,7 @@ def test_commands_are_functions_with_typed_results_that_take_strings_as_paths() 
     for tokens in ("10x", -5, 1.5, "2,5M"):
         with pytest.raises(UsageError, match=f"tokens: '{tokens}' is not a positive whole number"):
             sportsllm.train(model="tiny-300k", tokens=tokens)
-    with pytest.raises(UsageError, match="corpus: must be a valid list"):
+    with pytest.raises(UsageError, match="corpus: must be a list"):
         sportsllm.train(model="tiny-300k", corpus={"path": "text.txt"})
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         sportsllm.trian  # noqa: B018
@@ -121,12 +121,12 @@ def test_commands_are_functions_with_typed_results_that_take_strings_as_paths() 
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens: must be greater than or equal to 1, not 0"),
-        ({"max_new_tokens": 1.5}, "max_new_tokens: must be a valid integer"),
-        ({"threads": -1}, "threads: must be greater than or equal to 1, not -1"),
-        ({"top_p": "much"}, "top_p: must be a valid number"),
-        ({"prompt": None}, "prompt: must be a valid string, not None"),
-        ({"prompt_file": 5}, "prompt_file: Input is not a valid path"),
+        ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1, not 0"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens: must be a whole number, not 1.5"),
+        ({"threads": -1}, "threads: must be at least 1, not -1"),
+        ({"top_p": "much"}, "top_p: must be a number"),
+        ({"prompt": None}, "prompt: must be a text, not None"),
+        ({"prompt_file": 5}, "prompt_file: must be a path"),
     ],
 )
 def test_a_value_of_another_type_or_beyond_its_bounds(checkpoint: Path, setting: dict[str, Any], said: str) -> None:
@@ -138,7 +138,10 @@ def test_values_are_converted_as_on_the_command_line(checkpoint: Path) -> None:
     text = sportsllm.generate(checkpoint, prompt="They", max_new_tokens="8", temperature=0).text
     stopped = sportsllm.generate(str(checkpoint), prompt="They", max_new_tokens=8, temperature=0, stop=text[2]).text
     assert stopped == text[: text.find(text[2])]
-    with pytest.raises(UsageError, match="port: must be less than or equal to 65535, not 99999"):
+    for empty in ("", [str(checkpoint / "README.md"), ""]):
+        with pytest.raises(UsageError, match="text: the path is empty"):
+            sportsllm.eval(checkpoint, text=empty)
+    with pytest.raises(UsageError, match="port: must be at most 65535, not 99999"):
         sportsllm.serve(checkpoint, port=99_999)
     with pytest.raises(TypeError, match=r"^prune\(\) got an unexpected .* 'parms'; did you mean params\?"):
         sportsllm.prune(checkpoint, out="pruned", parms=0.7)

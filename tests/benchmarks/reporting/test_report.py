@@ -15,7 +15,7 @@ from benchmarks.report import report
 from benchmarks.reporting.inputs import Inputs, Sample, StageSummary, collect
 from benchmarks.reporting.measured import Bench, as_bench
 from benchmarks.reporting.page import csv_text, html_page, markdown
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import ArtifactError, ConflictError, UsageError
 from sportsllm.formats.artifact import Stage, output_directory
 from sportsllm.formats.manifest import FileEntry, Manifest, Parent
 from tests.support.command_line import CommandLine
@@ -217,10 +217,14 @@ def test_markdown_leaves_out_empty_columns_and_csv_keeps_all() -> None:
     assert [row["tpot_p95_ms"] for row in rows] == ["", "2.4"] and "tokens" in rows[0]
 
 
-def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_written_whole_or_not_at_all_and_replaces_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (old := tmp_path / "old.md").write_text("old", encoding="utf-8")
     out, bench = tmp_path / "report.md", tmp_path / "bench.json"
-    out.write_text("old", encoding="utf-8")
     bench.write_text(json.dumps(bench_result()), encoding="utf-8")
+    with pytest.raises(ConflictError, match="exists already"):
+        report([bench], old)
 
     def full(self: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")
@@ -228,8 +232,8 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="No space"):
         report([bench], out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "report.md"]
-    assert out.read_text(encoding="utf-8") == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "old.md"]
+    assert old.read_text(encoding="utf-8") == "old"
 
 
 def test_the_command_sorts_what_it_is_given(tmp_path: Path, cli: CommandLine) -> None:

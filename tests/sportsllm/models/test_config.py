@@ -84,7 +84,7 @@ def test_what_is_given_replaces_the_models_own(name: str, changes: dict[str, Any
     [
         ("small", {"hidden": 100}, "hidden size 100 is not divisible by 12 heads"),
         ("small", {"heads": 5}, "hidden size 768 is not divisible by 5 heads"),
-        ("small", {"heads": 6, "kv_heads": 4}, "6 is not a multiple of num_key_value_heads 4"),
+        ("small", {"heads": 6, "kv_heads": 4}, "^heads=6 kv_heads=4: heads 6 is not a multiple of kv_heads 4"),
         ("small", {"hidden": 36}, "head_dim is 3; rotary embedding needs an even number"),
         ("small", {"dropout": 1.0}, "dropout is 1.0"),
         ("tiny-1m", {"heads": 1}, "give kv_heads too"),

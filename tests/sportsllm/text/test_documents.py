@@ -1,6 +1,7 @@
 import gzip
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import pytest
 from compress.distill import distill
 from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
-from sportsllm.errors import ArtifactError
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.manifest import Manifest, read_manifest
 from sportsllm.text import documents
 from sportsllm.text.documents import (
     HELD_OUT,
+    check_field,
     cut_text,
     held_out_files,
     held_out_setting,
@@ -95,6 +97,21 @@ def test_every_record_has_the_field_that_was_asked_for_or_text(
     assert capsys.readouterr().err == f"{path}: reading 'text' of records without a field 'body'\n"
     with pytest.raises(ArtifactError, match="line 2 has no 'text' string; it has body, of which --text-field NAME"):
         list(read_documents([path]))
+
+
+def test_a_field_that_no_record_has_is_refused_with_the_fields_that_are_there(tmp_path: Path) -> None:
+    plain, rows, damaged = tmp_path / "a.txt", tmp_path / "b.parquet", tmp_path / "c.parquet"
+    plain.write_text("no record", encoding="utf-8")
+    pyarrow.parquet.write_table(pyarrow.table({"messages": ["one"], "source": ["two"]}), rows)
+    mixed = tmp_path / "d.jsonl"
+    mixed.write_text('\ufeff{"text": "one"}\n\n{"body": "two"}\n', encoding="utf-8")
+    damaged.write_bytes(b"PAR1")
+    for field in ("text", "body", "source"):
+        check_field([plain, rows, mixed, damaged], field)
+    check_field([plain], "body")
+    said = "text_field=mesages: no record has such a field; the fields are messages, source, text, body; did you mean"
+    with pytest.raises(UsageError, match=re.escape(f"{said} messages?")):
+        check_field([plain, rows, mixed], "mesages")
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:

@@ -86,6 +86,10 @@ def test_stages_run_once_are_kept_and_told_apart_when_changed(tmp_path: Path) ->
     ]  # fmt: skip
     subprocess.run(command, shell=True, check=True)
     assert [row.cached for row in run(path, out).stages] == [False, False, False]
+    paged = write(tmp_path, f'{GOOD}[[stage]]\nname = "page"\ncommand = "report"\ndirectories = ["@model"]\n')
+    (page := out / "page.html").write_text("an earlier page", encoding="utf-8")
+    assert run(paged, out).stages[-1].out == str(page)
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
 def test_a_changed_file_behind_a_name_is_told_apart_and_long_text_is_no_path(tmp_path: Path) -> None:
@@ -122,6 +126,7 @@ seed = -1
 [[stage]]
 name = "d"
 command = "train"
+corpus = [""]
 steps = -4
 """
     with pytest.raises(UsageError) as caught:
@@ -129,7 +134,7 @@ steps = -4
     message = str(caught.value)
     for part in ("'speed'", "stage 1", "'stepz'", "'teleport'", "'@later' names no earlier stage", "'threads'"):
         assert part in message, part
-    for part in ("'megabytes'", "'seed'", "'steps'"):
+    for part in ("'megabytes'", "'seed'", "'steps'", "'corpus': the path is empty"):
         assert part in message, part
     assert "\n" not in message
 
