@@ -10,7 +10,8 @@ KERNELS := $(VENV)/.kernels
 setup: $(KERNELS)
 	@echo "ready; put sportsllm-compress on your PATH: . $(BIN)/activate"
 
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Python compiles a file when it first imports it: pip would compile all, of which most are never imported.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 NO_PACKAGES = (echo "error: pip could not install the packages; it needs a network, or a mirror that its configuration names, \
 	and 3 GB of disk space; repeat this command then" >&2; exit 1)
 
