@@ -140,8 +140,8 @@ def _foretold(chosen: Mapping[str, Any], bench: Mapping[str, Any], result: Mappi
         )
     )
     return (
-        f"Loss of bits per byte against the teacher: {tried}{found} on {documents['final']} others that no choice "
-        "looked at"
+        f"Loss of bits per byte against the teacher: {tried}{found} on {documents['final']} others that were "
+        "not used for choices"
     )
 
 

@@ -357,10 +357,10 @@ def _as_timed(search: Search, trials: Trials, planned: Candidate, sure: bool) ->
 
 def _try(search: Search, trials: Trials, candidate: Candidate, tokens: int, clock: Clock, longer: bool = False) -> None:
     cuts = candidate.way != WHOLE
-    log(f"trying {candidate.name}" + f" on {tokens:,} tokens" * cuts)
+    log(f"trying {candidate.name} ({candidate.way})" + f", recovered on {tokens:,} tokens" * cuts)
     with clock.step("trial" if cuts else "rounding", tokens if cuts else 1.0):
         losses = trials.losses(candidate, tokens, trained=longer)
     search.found.setdefault(candidate.name, candidate)
     search.tried[candidate.name] = Tried(tokens, losses, longer)
-    loss, expected = losses.rounded, search.expected(candidate)
-    log(f"{candidate.name}: {loss:+.1f}% after {tokens:,} tokens, expected {expected:+.1f}%")
+    later = f" now, {search.expected(candidate):+.1f}% expected after {search.tokens:,} tokens" * cuts
+    log(f"{candidate.name}: {losses.rounded:+.1f}% bits per byte{later}")
