@@ -77,7 +77,7 @@ MOST_LINES = {
     "sportsllm": 19_187,
     "compress": 7_586,
     "export": 6_440,
-    "benchmarks": 9_216,
+    "benchmarks": 9_218,
     "tests": 25_320,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""

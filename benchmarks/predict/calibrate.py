@@ -36,7 +36,7 @@ from benchmarks.model_size import ModelFormat
 from benchmarks.predict.latency import CALIBRATED_BAND, KNOWN_BYTES, Formulas, Terms, costs, resolve, total
 from export.kernels.library import VERSION
 from export.runtime.session import problem_of
-from sportsllm.console import log, progress_bar
+from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.files import describe
 from sportsllm.models.config import ModelConfig
@@ -200,10 +200,12 @@ def write_models(folder: Path, wanted: Iterable[tuple[ModelConfig, ModelFormat]]
     problem = problem_of(VERSION)
     if problem:
         log(f"calibrating ONNX Runtime's operators alone: {problem}")
+    log("writing small models")
     models = []
     for number, (config, stored) in enumerate(wanted):
         models.append(Probe(config, stored, folder / f"{number}-{config.parameters / 1e6:.0f}m-{stored.name}"))
-        export_untrained(*models[-1], inline=bool(problem))
+        with logged(folder / "log.txt"):
+            export_untrained(*models[-1], inline=bool(problem))
     return models
 
 
