@@ -230,7 +230,8 @@ def _targets(root: Path) -> dict[str, Target]:
 
     def report() -> None:
         for kind in ("html", "md", "csv"):
-            run_report([root / "next", root / "bench.json"], root / f"r.{kind}")
+            (page := root / f"r.{kind}").unlink(missing_ok=True)
+            run_report([root / "next", root / "bench.json"], page)
         card()
 
     state = root / "partial" / STATE_DIRECTORY

@@ -110,7 +110,8 @@ def test_without_a_device_there_are_parts_and_flops(capsys: pytest.CaptureFixtur
 
 def test_the_tables_in_the_docs_are_what_is_computed() -> None:
     use = (DOCS / "how-to" / "plan.md").read_text(encoding="utf-8")
-    model = (DOCS / "reference" / "presets.md").read_text(encoding="utf-8")
+    pages = "reference/presets.md", "how-it-works/prediction.md"
+    model = "".join((DOCS / page).read_text(encoding="utf-8") for page in pages)
     for name in ("rtx-3060", "rtx-3070", "rtx-3080", "rtx-3090"):
         found = _plan(name)
         (row,) = [line for line in use.splitlines() if line.startswith(f"| {name.upper().replace('-', ' ')}")]
