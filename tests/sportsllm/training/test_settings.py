@@ -126,6 +126,7 @@ def test_runs_are_validated_on_the_way_good_starts_more_often(capsys: pytest.Cap
         assert (
             config.weight_decay == (0.0 if start in (Start.PRUNED, Start.QUANTIZED) else 0.1) and config.sequence == 256
         )
+        assert config.muon_momentum == {Start.RANDOM: 0.9, Start.PRUNED: 0.93}.get(start, 0.95)
         line = capsys.readouterr().err.replace("\n", " ")
         assert f"training from {start.value}" in line and f"Muon {config.muon_learning_rate:g}" in line
 
