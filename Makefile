@@ -10,7 +10,9 @@ KERNELS := $(VENV)/.kernels
 setup: $(KERNELS)
 	@echo "ready; put sportsllm-compress on your PATH: . $(BIN)/activate"
 
-# Python compiles a file when it first imports it: pip would compile all, of which most are never imported.
+# pip would compile all Python files, of which most are never imported. Python compiles what it imports, for good unless
+# the shell forbids that, as shells in containers often do: every start would take three times as long.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 NO_PACKAGES = (echo "error: pip could not install the packages; it needs a network, or a mirror that its configuration names, \
 	and 3 GB of disk space; repeat this command then" >&2; exit 1)
@@ -21,6 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing PyTorch and all other packages into $(VENV), which takes some minutes"
 	@$(INSTALL) -c constraints.txt torch || $(NO_PACKAGES)
 	@$(INSTALL) -c constraints.txt -e ".[all]" || $(NO_PACKAGES)
+	@$(BIN)/python -m compileall -q sportsllm compress export benchmarks
+	@$(BIN)/python -c "import onnx, onnxruntime, torch._dynamo, transformers.modeling_utils"
 	@touch $(STAMP) $(KERNELS)
 
 # The installation builds the kernels. They are built again when a source changes. Without a compiler all else works.
