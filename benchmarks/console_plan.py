@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.labels import LIMITS, Table, band, megabytes, number, reliability_line
-from benchmarks.model_size import CACHES
-from sportsllm.models.memory import PRECISIONS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,8 +40,6 @@ def print_plan(console: Console, result: Mapping[str, Any], training: bool = Fal
 
 
 def _tables(result: Mapping[str, Any], training: bool) -> Iterator[Table]:
-    if "stored" in result:
-        result = _as_stored(result, result["stored"])
     if "parameters_by_component" not in result:
         yield _bare_count(result)
     elif training:
@@ -66,14 +62,6 @@ def _tables(result: Mapping[str, Any], training: bool) -> Iterator[Table]:
         yield Table(title, ("tensor", "kind", "shape", "times", "bytes each"), rows, (0, 1, 2))
     if "predicted" in result:
         yield from _predictions(result)
-
-
-def _as_stored(value: Any, stored: Mapping[str, Any]) -> Any:
-    """The figures of an export: of sizes by format those of its own."""
-    if not isinstance(value, Mapping):
-        return value
-    kept = {CACHES: stored["cache"], PRECISIONS: stored["precision"]}.get(tuple(value))
-    return {name: _as_stored(each, stored) for name, each in value.items() if kept in (None, name)}
 
 
 def _bare_count(result: Mapping[str, Any]) -> Table:

@@ -83,7 +83,7 @@ def plan(
     """Compute parameters, memory and KV cache, and predict speed or training time. Nothing is run."""
     from benchmarks.console_plan import print_plan
     from benchmarks.devices.load import load_target
-    from benchmarks.model_size import stored_format
+    from benchmarks.model_size import CACHES, stored_format
     from benchmarks.predict.training import UTILIZATION, Cost, plan_training
     from sportsllm.console import output
     from sportsllm.formats.manifest import directory_bytes
@@ -133,21 +133,20 @@ def plan(
     )
     efficiency = UTILIZATION if utilization is None else utilization
     planned = plan_training(config, step, device, Cost(tokens, price, efficiency, gpus or 1))
-    figures = _sizes(model, config, group_size, head_bits)
+    formats = [stored] if stored else _formats(config, group_size, head_bits, kv_cache)
+    figures = _sizes(model, config, formats, [stored.cache] if stored else CACHES)
     figures |= {"training_memory_bytes": planned["plain"]["total_bytes"], "training": planned}
     if directory is not None:
         figures["file_bytes"] = directory_bytes(directory)
     if stored is not None:
         figures["stored"] = asdict(stored) | {"name": stored.name}
     if cached is not None:
-        figures["memory_in_use"] = _memory_in_use(config, cached, figures["weight_bytes"])
+        figures["memory_in_use"] = _memory_in_use(config, cached, figures)
     if shapes:
         listed = tensor_shapes(config, step.batch, step.length, 4 if precision in (None, "fp32") else 2)
         figures |= {"shapes": [each._asdict() for each in listed], "shapes_precision": precision or "fp32"}
     if device is not None and not training:
-        figures |= _predictions(
-            config, device, [stored] if stored else _formats(config, group_size, head_bits, kv_cache)
-        )
+        figures |= _predictions(config, device, formats)
     print_plan(output(), figures, training)
     return PlanResult.of({**figures, "figures": figures})
 
@@ -197,11 +196,12 @@ def _count(model: str, count: int, group_size: int) -> dict[str, Any]:
     }
 
 
-def _sizes(model: str, config: ModelConfig, group_size: int, head_bits: int) -> dict[str, Any]:
+def _sizes(model: str, config: ModelConfig, formats: Sequence[ModelFormat], caches: Sequence[str]) -> dict[str, Any]:
+    """Parameters, and bytes by format of the weights and of the cache."""
     from sportsllm.models import memory as size
 
-    formats = {name: size.WeightFormat(name, group_size, head_bits, _ZERO_POINTS) for name in size.PRECISIONS}
-    by_component = {name: size.component_bytes(config, stored) for name, stored in formats.items()}
+    by_component = {stored.precision: size.component_bytes(config, stored) for stored in formats}
+    a_token, states = size.kv_cache_bytes_per_token(config), size.state_bytes(config)
     found = {
         "model": model,
         "layers": config.num_hidden_layers,
@@ -212,11 +212,11 @@ def _sizes(model: str, config: ModelConfig, group_size: int, head_bits: int) -> 
         "parameters_per_block": size.block_parameters(config),
         "weight_bytes": {name: sum(sizes.values()) for name, sizes in by_component.items()},
         "weight_bytes_by_component": by_component,
-        "weight_bytes_per_block": {name: size.block_bytes(config, stored) for name, stored in formats.items()},
-        "block_size": group_size,
-        "head_bits": head_bits,
-        "kv_cache_bytes_per_token": size.kv_cache_bytes_per_token(config),
-        "state_bytes": size.state_bytes(config),
+        "weight_bytes_per_block": {stored.precision: size.block_bytes(config, stored) for stored in formats},
+        "block_size": formats[-1].block_size,
+        "head_bits": formats[-1].head_bits,
+        "kv_cache_bytes_per_token": {name: a_token[name] for name in caches},
+        "state_bytes": {name: states[name] for name in caches},
     }
     if config.dense_layers:  # the first layers of a mixture; per block are those of the others
         part, layers = config.runs()[0]
@@ -224,20 +224,18 @@ def _sizes(model: str, config: ModelConfig, group_size: int, head_bits: int) -> 
             "layers": layers,
             "parameters": layers * sum(size.block_parameters(part).values()),
             "weight_bytes": {
-                name: layers * sum(size.block_bytes(part, stored).values()) for name, stored in formats.items()
+                stored.precision: layers * sum(size.block_bytes(part, stored).values()) for stored in formats
             },
         }
     return found
 
 
-def _memory_in_use(config: ModelConfig, tokens: int, weights: Mapping[str, int]) -> dict[str, Any]:
+def _memory_in_use(config: ModelConfig, tokens: int, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Weights and cache together, by the precision of either."""
-    from sportsllm.models import memory as size
-
     if tokens > config.max_position_embeddings:
         raise UsageError(f"cache_tokens={tokens} is more than the context of {config.max_position_embeddings} tokens")
-    states = size.state_bytes(config)
-    cached = {name: tokens * each + states[name] for name, each in size.kv_cache_bytes_per_token(config).items()}
+    a_token, weights = sizes["kv_cache_bytes_per_token"], sizes["weight_bytes"]
+    cached = {name: tokens * each + sizes["state_bytes"][name] for name, each in a_token.items()}
     return {
         "tokens": tokens,
         "cache_bytes": cached,

@@ -95,7 +95,7 @@ class Clock:
         if what in self._refused:
             return False
         self._refused.add(what)
-        log(f"no time for {what}: about {needed / 60:.1f} minutes, the finish included, and {left:.1f} are left")
+        log(f"no time for {what}, which needs about {needed / 60:.1f} minutes with the finish; {left:.1f} are left")
         return False
 
     def affordable(self, kind: str, work: int, least: int, keep: float = 0.0) -> int:

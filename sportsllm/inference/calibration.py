@@ -24,7 +24,7 @@ from sportsllm.text.split import training_side
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
 SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16
-_SAMPLING_TIMES_PARAMETERS = 4e9  # about a minute of sampling on two cores
+_SAMPLING_TIMES_PARAMETERS = 4e9  # texts that a model writes, times its parameters: few for a large one
 _LEAST_SAMPLES, _MOST_SAMPLES = 16, 256  # by default
 _BEFORE_TRAINING = 32  # samples: a training mends what more text would have, not a wrong layer
 _SAMPLES_TIMES_PARAMETERS = 5e9  # pruning runs the model about ten times: minutes, also for a large one

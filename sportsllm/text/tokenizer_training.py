@@ -29,6 +29,12 @@ PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
 token of its own."""
 
 
+def check_vocabulary(vocab_size: int) -> None:
+    """Refuse a size that is too small for a byte-level tokenizer."""
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise UsageError(f"vocab_size is {vocab_size}; 256 bytes and 3 special tokens need {MIN_VOCAB_SIZE}")
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digits: str = "grouped") -> TextTokenizer:
     """Train byte-level BPE on `texts` and save it in `directory` as tokenizer.json and tokenizer_config.json.
 
@@ -41,8 +47,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digi
     """
     if digits not in PRE_TOKENIZERS:
         raise UsageError(f"--set digits={digits}: use one of {', '.join(PRE_TOKENIZERS)}")
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise UsageError(f"vocab_size is {vocab_size}; 256 bytes and 3 special tokens need {MIN_VOCAB_SIZE}")
+    check_vocabulary(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[digits]
     tokenizer.decoder = decoders.ByteLevel()

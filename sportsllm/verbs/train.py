@@ -104,6 +104,7 @@ def train(
     from sportsllm.text.documents import held_out_setting, left_out, take_reading
     from sportsllm.text.split import load_corpus
     from sportsllm.text.tokenizer import load_tokenizer
+    from sportsllm.text.tokenizer_training import check_vocabulary
     from sportsllm.training.base_model import check_format, load_start, log_cost, new_model, train_base_model
     from sportsllm.training.settings import DOCUMENTED_DROPOUT, Run, Start, check_sequence, shape_of, train_config
 
@@ -119,6 +120,8 @@ def train(
             changes.setdefault("dropout", DOCUMENTED_DROPOUT)
         shape, files = shape_of(str(model))
         shape, files = changed_shape(shape, changes), [*([tokenizer / "tokenizer.json"] if tokenizer else []), *files]
+        if tokenizer is None:
+            check_vocabulary(shape.vocab_size)
         origin = {"model": model, "tokenizer": tokenizer and str(tokenizer)}
         origin |= _given(shape=changes or None, digits=None if digits == "grouped" else digits)
     shape = shape if rope_scaling is None else with_rope_scaling(shape, rope_scaling)

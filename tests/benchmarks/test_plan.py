@@ -90,7 +90,8 @@ def test_plan_of_an_export_shows_what_it_is(
     files = sum(path.stat().st_size for path in exported_int4.iterdir() if path.name.startswith("model.onnx"))
     assert result["stored"]["precision"] == "int4" and result["file_bytes"] == files
     assert set(result["predicted_budget"]) == {"int4"} >= {row["precision"] for row in result["predicted"]}
-    assert set(result["weight_bytes"]) == set(PRECISIONS)
+    assert set(result["weight_bytes"]) == {"int4"}
+    assert set(result["kv_cache_bytes_per_token"]) == {result["stored"]["cache"]}
     printed = capsys.readouterr().out
     assert "int4 MB" in printed and ["its", "files", megabytes(files)] in [
         line.split() for line in printed.splitlines()
