@@ -51,7 +51,13 @@ _ATTEMPTS = 3  # measurements of an export
 
 
 class Clock:
-    """The time that `--minutes` leaves: a step starts only if it is expected to end in time, by others of its kind."""
+    """The time that `--minutes` leaves: a step starts only if it is expected to end in time, by others of its kind.
+
+    Attributes:
+        token_s: predicted time of a token of recovery, which counts until one was measured.
+    """
+
+    token_s = 0.0
 
     def __init__(self, minutes: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._start = now, now()
@@ -76,10 +82,13 @@ class Clock:
         self._seen.setdefault(kind, []).append((work, self._now() - started))
 
     def expected(self, kind: str, work: float = 1.0) -> float:
-        """Seconds of a step: on the line through the shortest and the longest of its kind; 0 if none was measured."""
+        """Seconds of a step: on the line through the shortest and the longest of its kind.
+
+        If none was measured, a trial is predicted from a rounding and the recovery's tokens; the rest counts as 0.
+        """
         seen = sorted(self._seen.get(kind, []))
         if not seen:
-            return 0.0
+            return self.expected("rounding") + self.token_s * work if kind == "trial" else 0.0
         (least, least_s), (most, most_s) = seen[0], seen[-1]
         if most > least:
             slope = max(0.0, (most_s - least_s) / (most - least))

@@ -50,18 +50,16 @@ _TOKENIZER_CHARACTERS = 100_000_000  # of text that a tokenizer is trained on
 def log_cost(model: ModelConfig, config: TrainConfig) -> None:
     """Log how long a run of more than two minutes will take, and the memory of a step, of each process if several run.
 
-    Six FLOPs a token for each parameter that it is multiplied by (https://arxiv.org/abs/2001.08361), by the speed of a
-    matrix product that is timed for a moment, in all processes at once. Stages of a pipeline wait for each other.
+    All processes time a product at once. Stages of a pipeline wait for each other.
     """
     count = processes.count()
     stages = config.pipeline if count > 1 else 1
     among = config.tensor_parallel if config.shard and count > 1 else stages  # processes with the same sequences
     tokens = config.steps * config.tokens_per_step
-    flops = 6 * (active_matrix_parameters(model) + model.vocab_size * model.hidden_size) * tokens
     device = training_device(quiet=True)
     dtype = resolve_precision(config.precision, device) or torch.float32
     busy = count * config.accumulation / (config.accumulation + stages - 1)
-    seconds = flops / (_REACHED * _flops_per_s(device, dtype) * busy)
+    seconds = training_seconds(model, tokens, device, dtype) / busy
     if seconds < _SHORT_S:
         return
     step = TrainingStep(
@@ -81,6 +79,18 @@ def log_cost(model: ModelConfig, config: TrainConfig) -> None:
         f"{tokens:,} tokens through {model.parameters:,} parameters: about {duration(seconds)} here, and {memory}; "
         "`plan --training` plans other devices, fewer --tokens take less"
     )
+
+
+def training_seconds(
+    model: ModelConfig, tokens: float, device: torch.device, dtype: torch.dtype, forwards: int = 3
+) -> float:
+    """Predicted time of a training here; one with a teacher of the model's size takes 4 `forwards`.
+
+    A forward pass has two FLOPs a token for each parameter that it is multiplied by, a backward pass twice as many
+    (https://arxiv.org/abs/2001.08361). Their speed is a share of that of a matrix product, timed for a moment.
+    """
+    parameters = active_matrix_parameters(model) + model.vocab_size * model.hidden_size
+    return 2 * forwards * parameters * tokens / (_REACHED * _flops_per_s(device, dtype))
 
 
 def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:

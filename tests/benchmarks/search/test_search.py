@@ -305,6 +305,16 @@ def test_the_time_limit_holds_for_trials_and_the_finish_together(minutes: float)
     assert (tokens == EFFORT.tokens) == (minutes > 2)
 
 
+@pytest.mark.parametrize(("token_s", "cuts"), [(0.0, True), (1e-3, False)])
+def test_a_recovery_that_was_never_timed_counts_as_predicted(token_s: float, cuts: bool) -> None:
+    """The first cut is not begun if the prediction leaves no time for it and the finish."""
+    trials = Rule()
+    clock, search = Clock(2.0, lambda: trials.now), started(with_limits(file_mb=0.5))
+    clock.token_s = token_s
+    try_plain(search, cast(Trials, trials), EFFORT, clock)
+    assert any(search.found[name].way != WHOLE for name in search.tried) == cuts
+
+
 def test_the_recipe_is_toml_whatever_the_paths_and_export_gets_the_threads(tmp_path: Path, checkpoint: Path) -> None:
     odd = tmp_path / 'a "quoted" name\x7f'  # DEL is legal in a path and must be escaped in TOML
     int4 = ModelFormat("int4", 64, head_bits=4, zero_points=True)
