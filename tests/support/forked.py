@@ -33,11 +33,15 @@ import export
 import sportsllm
 
 CLIENT = """#!{python} -SE
-# Has its arguments run by the process that listens at the socket, with this one's folder, environment and streams.
-import json, os, socket, sys
+# Has its arguments run by the process that listens at the socket, with this one's folder, environment, parent and
+# streams. SIGTERM reaches that process too. `program` -P -m sportsllm.cli is what --nproc starts.
+import json, os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as listening:
     listening.connect({path!r})
-    asked = {{"words": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ), "rounds": {rounds!r}}}
+    signal.signal(signal.SIGTERM, lambda *_: listening.send(b"T"))
+    words = sys.argv[4:] if sys.argv[1:4] == ["-P", "-m", "sportsllm.cli"] else sys.argv[1:]
+    asked = {{"words": words, "folder": os.getcwd(), "environment": dict(os.environ), "rounds": {rounds!r}}}
+    asked |= {{"program": os.path.abspath(sys.argv[0]), "parent": os.getppid()}}
     socket.send_fds(listening, [json.dumps(asked).encode() + b"\\n"], [0, 1, 2])
     code = listening.recv(8)
 sys.exit(int(code) if code else 137)
@@ -64,11 +68,6 @@ def process_group(*words: str) -> Iterator[subprocess.Popen[str]]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         run.communicate()
-
-
-def torchrun(count: int, *words: str) -> tuple[str, ...]:
-    """What `process_group` starts for `torchrun --nproc-per-node COUNT WORDS...`."""
-    return "-m", "torch.distributed.run", "--nproc-per-node", str(count), *words
 
 
 @cache
@@ -182,6 +181,13 @@ def in_fork(work: Callable[..., int], *arguments: Any) -> None:
             os._exit(code)  # clearing away what was imported takes longer than the training
 
 
+def obey(client: socket.socket) -> None:
+    """Pass the client's signals on; without it nothing is left to do."""
+    while client.recv(1):
+        os.kill(os.getpid(), signal.SIGTERM)
+    os.killpg(0, signal.SIGKILL)
+
+
 def answer(connection: socket.socket) -> int:
     """Do what a client asks for, and end when it does."""
     os.setsid()
@@ -196,8 +202,14 @@ def answer(connection: socket.socket) -> int:
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])
-    Thread(target=lambda: connection.recv(1) or os.killpg(0, signal.SIGKILL), daemon=True).start()
-    code = run_rounds(asked["rounds"], asked["words"]) if asked["rounds"] else run_command(asked["words"])
+    Thread(target=obey, args=[connection], daemon=True).start()
+    if asked["rounds"]:
+        code = run_rounds(asked["rounds"], asked["words"])
+    else:
+        os.getppid = lambda: asked["parent"]
+        if "--nproc" in asked["words"]:
+            sys.executable = asked["program"]
+        code = run_command(asked["words"])
     sys.stdout.flush()
     sys.stderr.flush()
     connection.sendall(str(code).encode())

@@ -26,7 +26,7 @@ from sportsllm.training import base_model, sharding
 from sportsllm.training.lora import add_adapters
 from sportsllm.training.settings import TrainConfig
 from tests.support.command_line import CommandLine
-from tests.support.forked import forked, process_group, torchrun
+from tests.support.forked import forked, process_group, program
 from tests.support.models import tiny_model
 
 STEPS = 60
@@ -143,7 +143,8 @@ def test_torchrun_starts_again_what_it_began_and_leaves_another_run_s_state_alon
 ) -> None:
     """torchrun starts refused processes again too; without --resume these are refused like the first."""
     words = arguments(corpus_file, tmp_path / "out")
-    start = torchrun(2, "--max-restarts", "1", "-m", "--", "sportsllm.cli", *words)
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--no-python"]
+    start += [str(program(tmp_path / "program")), *words]
     forked("2:3", *words)
     partial = partial_directory(tmp_path / "out")
     saved = (partial / "state" / "state.json").read_bytes()
@@ -179,11 +180,13 @@ def test_two_processes_take_the_steps_of_one_and_one_finishes_what_two_began(
     one, two = tmp_path / "one", tmp_path / "two"
     assert cli(*arguments(corpus_file, one))[0] == 0
     words = [*arguments(corpus_file, two), "--set", f"shard={sharded}"]
-    start = ["-P", "-m", "sportsllm.cli", *words, "--nproc", "2"]
-    monkeypatch.chdir(_odd_machine(tmp_path, monkeypatch))
-    with process_group(*start) as run:
-        wait_for(run, partial_directory(two) / "metrics.jsonl", 400)
-        interrupt(run)
+    start = [str(program(tmp_path / "program")), *words, "--nproc", "2"]
+    real = ["-P", "-m", "sportsllm.cli", *start[1:]]
+    with monkeypatch.context() as odd:
+        odd.chdir(_odd_machine(tmp_path, odd))
+        with process_group(*(real if sharded == "true" else start)) as run:
+            wait_for(run, partial_directory(two) / "metrics.jsonl", 400)
+            interrupt(run)
     if sharded == "true":  # else refused alike
         with process_group(*start) as run:
             said = run.communicate(timeout=600)[1]
