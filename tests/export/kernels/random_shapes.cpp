@@ -1,7 +1,8 @@
-// Random shapes through the functions of a variant and through whole layers: `random_shapes SEED CASES`.
+// Random shapes through the functions of a variant and through whole layers: `random_shapes SEED CASES [hash]`.
 //
 // The variant is the one that SPORTSLLM_KERNELS names. Functions are compared with float64 here; layers are run by one, two
-// and three threads. The line printed holds a hash of every number found, which must be the same for all variants.
+// and three threads. The line printed holds, for each case, a hash of every number found until then, which must be the same
+// for all variants. With `hash` nothing is compared with float64: another run did so with the numbers of this hash.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -20,6 +21,7 @@ using namespace sportsllm;
 namespace {
 
 uint64_t state, hash = 14695981039346656037u;
+bool compared = true;
 
 uint64_t random_bits() {  // xorshift64*
   state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
@@ -52,10 +54,11 @@ Numbers<uint8_t> bytes(int64_t count) {
   return out;
 }
 
-void keep(const float* x, int64_t count) {
+template <typename T>
+void keep(const T* x, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, x + i, 4);
+    uint64_t bits = 0;
+    std::memcpy(&bits, x + i, sizeof(T));
     hash = (hash ^ bits) * 1099511628211u;
   }
 }
@@ -118,24 +121,25 @@ double rounded_at(const Rounded& x, int64_t m, int64_t k) {
   return static_cast<double>(x.scales[part * 4]) * chunk[x.bits == 4 ? i / 2 + i % 2 * 64 : i];
 }
 
-void compare_product(const Owned& w, const Rounded& x, const float* inputs, int64_t m, const float* found) {
+// `rounded`, `weights` and `sizes`: the values of all inputs and weights, and the largest that the weights could have.
+void compare_product(const Owned& w, const double* rounded, const double* weights, const double* sizes, const float* inputs,
+                     const float* found) {
   const int64_t group = part_columns(w.bits);  // numbers that share a scale
+  double largest = 0;
   for (int64_t k = 0; k < w.columns; ++k) {
-    const double value = inputs[m * w.columns + k];
-    double largest = 0;
-    for (int64_t i = k / group * group; i < std::min(w.columns, k / group * group + group); ++i) {
-      largest = std::max(largest, std::fabs(static_cast<double>(inputs[m * w.columns + i])));
+    if (k % group == 0) {
+      largest = 0;
+      for (int64_t i = k; i < std::min(w.columns, k + group); ++i) largest = std::max(largest, std::fabs(double{inputs[i]}));
     }
-    check(std::fabs(rounded_at(x, m, k) - value) <= largest / 253 + 1e-30, "rounding", rounded_at(x, m, k), value);
+    check(std::fabs(rounded[k] - inputs[k]) <= largest / 253 + 1e-30, "rounding", rounded[k], inputs[k]);
   }
   for (int64_t n = 0; n < w.rows; ++n) {
     double wanted = w.bias == nullptr ? 0 : w.bias[n], size = std::fabs(wanted);
     for (int64_t k = 0; k < w.columns; ++k) {
-      const double value = rounded_at(x, m, k);
-      wanted += w.at(n, k) * value;
-      size += value_of_half(w.scales[n * w.blocks() + k / w.block]) * (w.bits == 4 ? 15 : 255) * std::fabs(value);
+      wanted += *weights++ * rounded[k];
+      size += *sizes++ * std::fabs(rounded[k]);
     }
-    near("product", found[m * w.rows + n], wanted, size);
+    near("product", found[n], wanted, size);
   }
 }
 
@@ -156,7 +160,16 @@ void product_case(const Variant& v) {
   }
   if (middle > 0) v.product(w, 0, middle, rounded, 0, m, found.data(), w.rows);
   if (middle < w.rows) v.product(w, middle, w.rows, rounded, 0, m, found.data() + middle, w.rows);
-  for (int64_t i = 0; i < m; ++i) compare_product(w, rounded, x.data(), i, found.data());
+  Numbers<double> values(m * columns), weights(rows * columns), sizes(rows * columns);
+  for (int64_t i = 0; i < m * columns; ++i) values[i] = rounded_at(rounded, i / columns, i % columns);
+  keep(values.data(), m * columns);
+  for (int64_t i = 0; compared && i < rows * columns; ++i) {
+    weights[i] = w.at(i / columns, i % columns);
+    sizes[i] = value_of_half(w.scales[i / columns * w.blocks() + i % columns / w.block]) * (w.bits == 4 ? 15 : 255);
+  }
+  for (int64_t i = 0; compared && i < m; ++i) {
+    compare_product(w, &values[i * columns], weights.data(), sizes.data(), &x[i * columns], &found[i * rows]);
+  }
   const int64_t one = between(0, m - 1);
   Numbers<float> alone(w.rows);
   v.product(w, 0, w.rows, rounded, one, one + 1, alone.data() - one * w.rows, w.rows);
@@ -171,12 +184,13 @@ void half_case(const Variant& v) {
   Numbers<float> x = floats(size, 6);
   for (int64_t i = 0; i < size; ++i) {
     const int kind = static_cast<int>(between(0, 3));
-    if (kind == 0) x[i] = std::ldexp(x[i], static_cast<int>(between(-30, 10)));
-    if (kind == 1) x[i] = std::ldexp(static_cast<float>(between(-4096, 4096)), static_cast<int>(between(-28, 6)));  // ties
+    if (kind == 1) x[i] = static_cast<float>(between(-4096, 4096));  // ties
+    if (kind < 2) x[i] = std::ldexp(x[i], static_cast<int>(kind == 0 ? between(-30, 10) : between(-28, 6)));
   }
   Numbers<uint16_t> found(size);
   v.to_half(x.data(), size, found.data());
-  for (int64_t i = 0; i < size; ++i) {
+  keep(found.data(), size);
+  for (int64_t i = 0; compared && i < size; ++i) {
     const double wide = x[i];
     const double step = std::ldexp(1.0, std::max(wide == 0 ? -14 : std::ilogb(wide), -14) - 10);
     const double wanted = std::fabs(wide) >= 65520 ? std::copysign(INFINITY, wide) : std::nearbyint(wide / step) * step;
@@ -227,6 +241,9 @@ void attention_case(const Variant& v) {
   for (int64_t i = 0; i < n; ++i) {
     v.join(&out[i * parts * e], &largest[i * parts], &total[i * parts], parts, e, &joined[i * e]);
     v.join(&rows[i * e], &row_most[i], &row_sums[i], 1, e, &taken_in[i * e]);
+  }
+  keep(joined.data(), n * e), keep(taken_in.data(), n * e);
+  for (int64_t i = 0; compared && i < n; ++i) {
     std::vector<double> wanted(e);
     double all = 0;
     for (int64_t s = cached.window > 0 ? std::max<int64_t>(0, limits[i] - cached.window) : 0; s < limits[i]; ++s) {
@@ -245,7 +262,6 @@ void attention_case(const Variant& v) {
       near("attention, taken in", taken_in[i * e + c], wanted[c] / all, type == CacheType::kInt8 ? 640 : 10);
     }
   }
-  keep(joined.data(), n * e), keep(taken_in.data(), n * e);
 }
 
 void small_case(const Variant& v) {
@@ -285,7 +301,7 @@ void small_case(const Variant& v) {
     near("geglu", geglu[i], gelu, std::fabs(wide * y[i]) * 1e-1);
     near("swiglu", gate[i], wanted, std::fabs(wanted) + (x[i] < -80 ? std::fabs(static_cast<double>(x[i]) * y[i]) : 0));
   }
-  keep(turned.data(), size), keep(gate.data(), size);
+  keep(turned.data(), size), keep(gate.data(), size), keep(geglu.data(), size);
 }
 
 int threads_of_run;
@@ -386,7 +402,7 @@ void selected_case() {
     }
   }
   keep(first.data(), static_cast<int64_t>(first.size()));
-  for (int64_t row = 0; row < in.batch * in.tokens; ++row) {
+  for (int64_t row = 0; compared && row < in.batch * in.tokens; ++row) {
     const int64_t b = row / in.tokens, seen = last[b] + 1 - in.tokens + row % in.tokens + 1, own = (seen - 1) / w.block;
     std::vector<double> shares(own + 1);
     for (int64_t j = 0; j < w.index_heads; ++j) {
@@ -485,7 +501,7 @@ void latent_case() {
     return int8 ? static_cast<double>(reinterpret_cast<const int8_t*>(state.data())[at * width + c]) * scale[c]
                 : static_cast<double>(reinterpret_cast<const float*>(state.data())[at * width + c]);
   };
-  for (int64_t row = 0; row < rows; row += 7) {
+  for (int64_t row = 0; compared && row < rows; row += 7) {
     const int64_t b = row / made.tokens, t = row % made.tokens, seen = last[b] + 1 - made.tokens + t + 1;
     const int64_t h = row % w.heads, at = (b * w.heads + h) * made.tokens + t;
     std::vector<double> mixed(w.rank);
@@ -549,11 +565,13 @@ void feed_forward_case() {
 }  // namespace
 
 int main(int count, char** words) {
-  if (count != 3) return 2;
+  if (count != 3 && count != 4) return 2;
+  compared = count == 3;
   state = 2 * std::strtoull(words[1], nullptr, 10) + 1;
   const int64_t cases = std::atoll(words[2]);
   if (!wanted_runs_here()) return 3;
   const Variant& v = chosen_variant();
+  std::printf("%s", v.name);
   for (int64_t i = 0; i < cases; ++i) {
     if (i % 4 == 0) layer_case();
     if (i % 4 == 2) selected_case();
@@ -563,6 +581,6 @@ int main(int count, char** words) {
     attention_case(v);
     half_case(v);
     small_case(v);
+    std::printf(" %016llx", static_cast<unsigned long long>(hash));
   }
-  std::printf("%s %016llx\n", v.name, static_cast<unsigned long long>(hash));
 }
