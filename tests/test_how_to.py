@@ -80,7 +80,7 @@ def test_readme(checkpoint: Path, tmp_path: Path) -> None:
     folder = reader(tmp_path)
     (folder / "my_text").mkdir()
     for name, start in (("my_text/train", 0), ("held_out", 500), ("chats", 600)):
-        write(folder / f"{name}.jsonl", ({"text": simulate(0, start + index).text} for index in range(100)))
+        write(folder / f"{name}.jsonl", ({"text": simulate(0, start + index).text} for index in range(20)))
     (folder / "sportsllm_compress-1-py3-none-linux_aarch64.whl").touch()
     chat = chat_model(checkpoint, folder / "chat-model")
     run_page("../../README.md", folder, LESS | {MODEL: str(chat)}, figures=False)

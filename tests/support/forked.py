@@ -81,7 +81,7 @@ def _started() -> tuple[Path, Any]:
 
 
 def program(file: Path, rounds: str = "") -> Path:
-    """Write a program that does what `sportsllm-compress` does, or `forked` with these rounds."""
+    """Write a program that does what `sportsllm-compress` or `python -c` does, or `forked` with these rounds."""
     file.write_text(CLIENT.format(python=sys.executable, path=str(_started()[0]), rounds=rounds), encoding="utf-8")
     file.chmod(0o755)
     return file
@@ -143,6 +143,9 @@ def run_process(
 def run_command(words: list[str]) -> int:
     from sportsllm import cli
 
+    if words[0] == "-c":
+        exec(words[1], {"__name__": "__main__"})
+        return 0
     try:
         cli.main(words)
     except SystemExit as stop:
