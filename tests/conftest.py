@@ -28,9 +28,10 @@ from tests.support.models import STORIES, TINY_VOCAB, tiny_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, so that no worker is left alone with one at the end."""
+    """The longest files and those with slow tests first, so that no worker is left alone with one at the end."""
+    longest = ("test_tutorials.py", "test_how_to.py", "test_random_shapes.py")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (item.path.name not in longest, item.path not in slow))
 
 
 @pytest.fixture(autouse=True)
