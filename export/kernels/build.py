@@ -41,7 +41,7 @@ TARGET = os.environ.get("SPORTSLLM_WHEEL")
 # The oldest macOS that the library runs on; the first with Apple's own processors.
 MACOS_TARGET = os.environ.get("MACOSX_DEPLOYMENT_TARGET", "11.0")
 _MACOS = ["-arch", platform.machine(), f"-mmacosx-version-min={MACOS_TARGET}"] if sys.platform == "darwin" else []
-_SHARED = ("dispatch", "layer", "feed_forward", "selected", "latent", "library", "variant_plain")
+_SHARED = ("variant_plain", "layer", "feed_forward", "selected", "latent", "library")
 
 
 class BuildError(Exception):
@@ -126,8 +126,8 @@ def compile_sources(command: Sequence[str], work: Path, machine: str, flags: Seq
             return None
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = list(pool.map(compile_one, (name for name in _SHARED if name != "dispatch")))
-        optional = dict(zip(variants, pool.map(compile_variant, variants), strict=True))
+        compiled, made = pool.map(compile_variant, variants), list(pool.map(compile_one, _SHARED))  # longest first
+        optional = dict(zip(variants, compiled, strict=True))
     missing = [
         f"-DSPORTSLLM_WITHOUT_{name.removeprefix('variant_').upper()}" for name, path in optional.items() if not path
     ]
