@@ -78,7 +78,7 @@ MOST_LINES = {
     "compress": 7_586,
     "export": 6_440,
     "benchmarks": 9_227,
-    "tests": 25_376,
+    "tests": 25_379,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -120,8 +120,8 @@ class _Defaults:
 
 # Measured on 0.3M to 3M parameters, pruned weights also on 116M (docs/how-it-works/training.md).
 _DEFAULTS = {
-    Start.RANDOM: _Defaults(3e-4, 0.02, 3e-4, momentum=0.9, validations=2, short_steps=True, try_rates=False),
-    Start.BARELY_TRAINED: _Defaults(3e-4, 0.02, 3e-4, short_steps=True),
+    Start.RANDOM: _Defaults(1e-3, 0.02, 3e-4, momentum=0.9, validations=2, short_steps=True, try_rates=False),
+    Start.BARELY_TRAINED: _Defaults(1e-3, 0.02, 3e-4, short_steps=True),
     Start.TRAINED: _Defaults(1e-4, 0.007, 1e-4),
     Start.PRUNED: _Defaults(1e-4, 0.005, 3e-4, momentum=0.93, weight_decay=0.0, validations=2, short_steps=True),
     Start.QUANTIZED: _Defaults(1e-5, 0.0005, 1e-5, weight_decay=0.0, allows_muon=False),

@@ -97,6 +97,9 @@ def test_rates_follow_from_start_and_size() -> None:
     assert adapters == pytest.approx(10 * peak_rates(Run(Start.TRAINED, TINY))[0], rel=0.05)
     cut = {name: train_config(SMALL, 300_000, {"optimizer": name}).learning_rate for name in ("adamw", "muon")}
     assert cut["adamw"] == pytest.approx(3 * cut["muon"], rel=0.05)  # beside Muon it is for embedding and norms
+    for start in (Start.RANDOM, Start.BARELY_TRAINED):
+        new = {name: train_config(Run(start, TINY), 300_000, {"optimizer": name}).learning_rate for name in cut}
+        assert new["muon"] == pytest.approx(10 / 3 * new["adamw"], rel=0.05)
     already_trained = Run(Start.PRUNED, TINY, already_trained=True)
     assert train_config(already_trained, 300_000, {"optimizer": "adamw"}).learning_rate == cut["muon"]
 
