@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from benchmarks.search.candidates import Candidate
     from benchmarks.search.recipe import Effort, HeldOut, Source, Target
     from benchmarks.search.trials import Clock
-    from sportsllm.models.config import ModelConfig
 
 RESULT, SETTINGS, RECIPE = "fit.json", "search.json", "recipe.toml"
 _QUALITY = "quality_loss_percent"
@@ -176,6 +175,7 @@ def run_fit(
     from sportsllm.files import atomic_write_text
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.packed import quantization_config
+    from sportsllm.training.base_model import training_seconds
 
     clock = Clock(effort.minutes)
     device = load_target(target.device, target.limits)
@@ -204,7 +204,7 @@ def run_fit(
     text = held_out_text(source, out / "text")
     _warn_of_little_text(text)
     source = with_samples(source)
-    clock.token_s = _token_seconds(teacher)
+    clock.token_s = training_seconds(teacher, 1, forwards=4)  # with a teacher; the student counts as large
     where = target.provider, target.processor
     patience = min(60.0, 0.05 * clock.left())  # seconds to wait for other programs before times are measured
     trials = Trials(source, device, out / "trials", text.choosing, effort.search_tokens, *where, patience)
@@ -222,18 +222,6 @@ def run_fit(
     if verdict == "pass":
         return found
     return replace(found, complaint=complaint(found, effort.tokens), exit_code=GateError.exit_code)
-
-
-def _token_seconds(teacher: ModelConfig) -> float:
-    """Predicted time of a token of recovery; the student counts as large as the teacher."""
-    import torch
-
-    from sportsllm.processors import training_device
-    from sportsllm.training.base_model import training_seconds
-    from sportsllm.training.loop import resolve_precision
-
-    device = training_device(quiet=True)
-    return training_seconds(teacher, 1, device, resolve_precision("auto", device) or torch.float32, forwards=4)
 
 
 def _make(

@@ -59,7 +59,7 @@ def log_cost(model: ModelConfig, config: TrainConfig) -> None:
     device = training_device(quiet=True)
     dtype = resolve_precision(config.precision, device) or torch.float32
     busy = count * config.accumulation / (config.accumulation + stages - 1)
-    seconds = training_seconds(model, tokens, device, dtype) / busy
+    seconds = training_seconds(model, tokens, config.precision) / busy
     if seconds < _SHORT_S:
         return
     step = TrainingStep(
@@ -81,14 +81,14 @@ def log_cost(model: ModelConfig, config: TrainConfig) -> None:
     )
 
 
-def training_seconds(
-    model: ModelConfig, tokens: float, device: torch.device, dtype: torch.dtype, forwards: int = 3
-) -> float:
+def training_seconds(model: ModelConfig, tokens: float, precision: str = "auto", forwards: int = 3) -> float:
     """Predicted time of a training here; one with a teacher of the model's size takes 4 `forwards`.
 
     A forward pass has two FLOPs a token for each parameter that it is multiplied by, a backward pass twice as many
     (https://arxiv.org/abs/2001.08361). Their speed is a share of that of a matrix product, timed for a moment.
     """
+    device = training_device(quiet=True)
+    dtype = resolve_precision(precision, device) or torch.float32
     parameters = active_matrix_parameters(model) + model.vocab_size * model.hidden_size
     return 2 * forwards * parameters * tokens / (_REACHED * _flops_per_s(device, dtype))
 
