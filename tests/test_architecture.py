@@ -77,8 +77,8 @@ MOST_LINES = {
     "sportsllm": 19_205,
     "compress": 7_586,
     "export": 6_440,
-    "benchmarks": 9_227,
-    "tests": 25_379,
+    "benchmarks": 9_215,
+    "tests": 25_378,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

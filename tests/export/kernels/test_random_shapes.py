@@ -19,7 +19,6 @@ ONE_BODY = "-DSPORTSLLM_STRUCTURES=1"
 SANITIZERS = ["-Og", ONE_BODY, "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 CPU_FLAGS = {"avx512": "avx512_vnni", "avx_vnni": "avx_vnni"}
 CASES = 60
-ARM_CASES = 32  # which reach all lines and branches of the kernels that 60 do; an emulated processor is slow
 RACES = 12
 
 
@@ -120,7 +119,7 @@ def test_arm_gives_the_bits_of_this_processor(plain_bits: list[str], tmp_path: P
     if cross is None or emulator is None:
         pytest.skip("needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: g++-aarch64-linux-gnu, qemu-user)")
     command = [cross, "-static"]
-    objects = compile_sources(command, tmp_path, "aarch64", ["-O1", ONE_BODY])
+    objects = compile_sources(command, tmp_path, "aarch64", [ONE_BODY])
     arm = [emulator, "-cpu", "max", *linked(tmp_path, command, objects)]
     for variant in ("plain", *VARIANTS["aarch64"]):
-        assert outcome(arm, variant, "hash", cases=ARM_CASES) == plain_bits[:ARM_CASES]
+        assert outcome(arm, variant, "hash") == plain_bits
