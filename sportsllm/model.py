@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from sportsllm.text.tokenizer import TextTokenizer
 
 
-def _is_message(record: Mapping[str, object]) -> bool:
-    return isinstance(record.get("role"), str) and isinstance(record.get("content"), str)
-
-
 class LoadedModel:
     """A checkpoint (PyTorch) or an export (ONNX Runtime) with its tokenizer.
 
@@ -111,7 +107,8 @@ class LoadedModel:
         from sportsllm.text.chat import render_chat
 
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-        if not said or not all(isinstance(each, Mapping) and _is_message(each) for each in said):
+        strings = (isinstance(each, Mapping) and [type(each.get(key)) for key in ("role", "content")] for each in said)
+        if not said or any(types != [str, str] for types in strings):
             raise UsageError("messages: give a string, or dictionaries whose role and content are strings")
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
         assert self.tokenizer.directory is not None, "read from a directory"

@@ -132,7 +132,8 @@ def render_card(directory: Path, manifest: Manifest, place: Path, results: Seque
     )
     shown = [each for each in results if any(each.is_of(one.directory) for one in chain)]
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters.update(cell=_cell, texts=_texts, digits=_digits, file=lambda path: PurePath(str(path)).name)
+    environment.filters.update(texts=_texts, digits=_digits, file=lambda path: PurePath(str(path)).name)
+    environment.filters["cell"] = lambda text: " ".join(str(text).split()).replace("|", "\\|")
     template = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
     return environment.from_string(template).render(
         card_data=card_data.to_yaml(),
@@ -160,10 +161,6 @@ def _packed_bits(data: JsonObject) -> int | None:
     packed = data.get("quantization_config")
     bits = packed.get("bits") if isinstance(packed, dict) else None
     return bits if isinstance(bits, int) else None
-
-
-def _cell(text: object) -> str:
-    return " ".join(str(text).split()).replace("|", "\\|")
 
 
 def _digits(value: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -114,14 +114,17 @@ class _Defaults:
     weight_decay: float = 0.1
     validations: int = 4
     short_steps: bool = False  # 800 steps instead of 200, as long as Muon's are cheap
+    tokens_of_muon: int = 8  # a step's least per channel; Muon takes 3 * channels / tokens of the products' time
+    short_run: float = 1.0  # what AdamW's rate beside Muon is multiplied by at most
     allows_muon: bool = True
     try_rates: bool = True
 
 
 # Measured on 0.3M to 3M parameters, pruned weights also on 116M (docs/how-it-works/training.md).
+_UNTRAINED = _Defaults(1e-3, 0.02, 3e-4, short_steps=True, tokens_of_muon=4, short_run=5.0)
 _DEFAULTS = {
-    Start.RANDOM: _Defaults(1e-3, 0.02, 3e-4, momentum=0.9, validations=2, short_steps=True, try_rates=False),
-    Start.BARELY_TRAINED: _Defaults(1e-3, 0.02, 3e-4, short_steps=True),
+    Start.RANDOM: replace(_UNTRAINED, momentum=0.9, validations=2, try_rates=False),
+    Start.BARELY_TRAINED: _UNTRAINED,
     Start.TRAINED: _Defaults(1e-4, 0.007, 1e-4),
     Start.PRUNED: _Defaults(1e-4, 0.005, 3e-4, momentum=0.93, weight_decay=0.0, validations=2, short_steps=True),
     Start.QUANTIZED: _Defaults(1e-5, 0.0005, 1e-5, weight_decay=0.0, allows_muon=False),
@@ -133,20 +136,23 @@ LEAST_STEPS = 200
 _MANY_STEPS = 800
 _WARMUP_FRACTION, _MOST_WARMUP = 0.05, 50
 _RATE_PARAMETERS, _LEAST_PARAMETERS = 1e8, 1e6
-_MUON_TOKENS_PER_CHANNEL = 8
+_LONG_RUN = 1_000
 _ADAPTER_RATIO = 10.0  # adapters start at zero and reach their size in a few steps
 
 
-def peak_rates(run: Run, optimizer: str = "adamw") -> tuple[float, float]:
+def peak_rates(run: Run, optimizer: str = "adamw", steps: int = _LONG_RUN) -> tuple[float, float]:
     """Peak rates of AdamW and Muon.
 
     AdamW's falls with the square root of the parameters, from a million upwards. Muon's steps have the same size in
-    every matrix, so its rate does not.
+    every matrix, so its rate does not. Beside Muon, AdamW has a new embedding to bring to its size: with fewer than
+    1,000 `steps` at a rate that is higher in proportion, up to five times.
     """
     defaults = _DEFAULTS[run.start]
     alone = optimizer == "adamw" and not run.already_trained
     size = max(run.model.parameters, _LEAST_PARAMETERS)
     scale = math.sqrt(_RATE_PARAMETERS / size) * (_ADAPTER_RATIO if run.adapters else 1.0)
+    if not alone:
+        scale *= min(defaults.short_run, max(1.0, _LONG_RUN / max(1, steps)))
     return float(f"{(defaults.adamw_alone if alone else defaults.adamw) * scale:.2g}"), defaults.muon
 
 
@@ -157,9 +163,9 @@ def train_config(
 
     With `tokens`, which are rounded up to whole steps, the tokens of a step follow from the length of the run: a
     two-hundredth, for random and pruned weights down to an eight-hundredth if Muon stays cheap, from 1,024 to 8,192.
-    Pruned or barely trained weights of at most 64 channels get 512.
-    With steps, a step has 4 x 4 x 512 tokens. The warm-up takes a twentieth of the steps, at most 50. With
-    `documented`, `TrainConfig` has what is not given.
+    Random and barely trained weights get at least what Muon needs. Pruned weights of at most 64 channels, and barely
+    trained ones of at most 128, get 512. With steps, a step has 4 x 4 x 512 tokens. The warm-up takes a twentieth of
+    the steps, at most 50. With `documented`, `TrainConfig` has what is not given.
 
     Args:
         tokens: to train on; None if `flags` give steps, or for 5,000 steps.
@@ -196,17 +202,16 @@ def _tokens_per_step(values: JsonObject) -> int:
 
 def _derived(run: Run, tokens: int | None, given: JsonObject) -> JsonObject:
     """The settings that follow from a run, by their names; those that are `given` count instead."""
-    defaults, hidden = _DEFAULTS[run.start], run.model.hidden_size
+    defaults = _DEFAULTS[run.start]
     found: JsonObject = {"sequence": min(TrainConfig.sequence, run.model.max_position_embeddings)}
     if tokens is not None:
         found |= _batches(tokens, (found | given)["sequence"], run, given)
         found["steps"] = -(-tokens // _tokens_per_step(found | given))
-    # Orthogonalising a matrix takes about 3 * hidden_size / tokens of the time of its products in a step.
-    cheap = _MUON_TOKENS_PER_CHANNEL * hidden <= _tokens_per_step(found | given)
+    cheap = defaults.tokens_of_muon * run.model.hidden_size <= _tokens_per_step(found | given)
     allowed = defaults.allows_muon and not run.adapters and given.get("optimizer_bits") != 8  # Muon has no such states
     found["optimizer"] = "muon" if cheap and allowed else "adamw"
-    found["learning_rate"], found["muon_learning_rate"] = peak_rates(run, (found | given)["optimizer"])
     steps = (found | given).get("steps", TrainConfig.steps)
+    found["learning_rate"], found["muon_learning_rate"] = peak_rates(run, (found | given)["optimizer"], steps)
     return found | {
         "muon_momentum": defaults.momentum,
         "weight_decay": defaults.weight_decay,
@@ -218,12 +223,15 @@ def _derived(run: Run, tokens: int | None, given: JsonObject) -> JsonObject:
 
 def _batches(tokens: int, sequence: int, run: Run, given: JsonObject) -> dict[str, int]:
     """Sequences of a batch and batches of a step, for a run of `tokens` in sequences of `sequence`."""
+    defaults = _DEFAULTS[run.start]
     wanted = tokens / LEAST_STEPS
-    cheap = 2 ** math.ceil(math.log2(_MUON_TOKENS_PER_CHANNEL * run.model.hidden_size))
-    if _DEFAULTS[run.start].short_steps:
+    cheap = 2 ** math.ceil(math.log2(defaults.tokens_of_muon * run.model.hidden_size))
+    if defaults.short_steps:
         wanted = min(wanted, max(tokens / _MANY_STEPS, cheap))
     small = run.start in (Start.PRUNED, Start.BARELY_TRAINED)
     least = min(_LEAST_TOKENS_PER_STEP, cheap) if small else _LEAST_TOKENS_PER_STEP
+    if run.start in (Start.RANDOM, Start.BARELY_TRAINED) and not {"optimizer", "optimizer_bits"} & given.keys():
+        least = max(least, cheap)  # with AdamW alone more of the short steps would be worse (docs/results)
     rows = max(1, 2 ** math.floor(math.log2(min(_MOST_TOKENS_PER_STEP, max(least, wanted)))) // sequence)
     batch_size = given.get("batch_size", max(1, min(TrainConfig.batch_size, rows // given.get("accumulation", 1))))
     return {"batch_size": batch_size, "accumulation": max(1, rows // batch_size)}

@@ -64,9 +64,7 @@ def convert_gguf(source: Path, out: Path) -> JsonObject:
     if result["cached"]:
         _link_again(out, source.absolute())
     else:
-        how = (
-            "each tensor is read from it when it is needed" if linked else f"converted to the float32 checkpoint {out}"
-        )
+        how = "each tensor is read from it when needed" if linked else f"converted to the float32 checkpoint {out}"
         log(f"{source}: {', '.join(result['formats'])}, {how}")
     return result
 
