@@ -65,11 +65,9 @@ serve-check: $(KERNELS)
 	PYTHONPATH=$(CHECK)/lib $(BIN)/python -m pytest tests/sportsllm/serving -o markers=benchmark -o asyncio_mode=auto \
 		-o asyncio_default_test_loop_scope=session
 
-# FAST=1 leaves out the tests that take longer than ten seconds. Tests wait for processes and servers a third of their
-# time, so there are three workers to two processors.
-WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, os.cpu_count() * 3 // 2))")
+# FAST=1 leaves out the tests that take longer than ten seconds.
 test: $(KERNELS)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(FAST),-m "not slow")
+	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder $(if $(FAST),-m "not slow")
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
