@@ -107,8 +107,8 @@ class LoadedModel:
         from sportsllm.text.chat import render_chat
 
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-        strings = (isinstance(each, Mapping) and [type(each.get(key)) for key in ("role", "content")] for each in said)
-        if not said or any(types != [str, str] for types in strings):
+        strings = (isinstance(each.get(key), str) for each in said for key in ("role", "content"))
+        if not said or not all(isinstance(each, Mapping) for each in said) or not all(strings):
             raise UsageError("messages: give a string, or dictionaries whose role and content are strings")
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
         assert self.tokenizer.directory is not None, "read from a directory"

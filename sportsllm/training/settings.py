@@ -114,29 +114,26 @@ class _Defaults:
     weight_decay: float = 0.1
     validations: int = 4
     short_steps: bool = False  # 800 steps instead of 200, as long as Muon's are cheap
-    tokens_of_muon: int = 8  # a step's least per channel; Muon takes 3 * channels / tokens of the products' time
     short_run: float = 1.0  # what AdamW's rate beside Muon is multiplied by at most
-    allows_muon: bool = True
-    try_rates: bool = True
 
 
 # Measured on 0.3M to 3M parameters, pruned weights also on 116M (docs/how-it-works/training.md).
-_UNTRAINED = _Defaults(1e-3, 0.02, 3e-4, short_steps=True, tokens_of_muon=4, short_run=5.0)
+_UNTRAINED = _Defaults(1e-3, 0.02, 3e-4, short_steps=True, short_run=5.0)
 _DEFAULTS = {
-    Start.RANDOM: replace(_UNTRAINED, momentum=0.9, validations=2, try_rates=False),
+    Start.RANDOM: replace(_UNTRAINED, momentum=0.9, validations=2),
     Start.BARELY_TRAINED: _UNTRAINED,
     Start.TRAINED: _Defaults(1e-4, 0.007, 1e-4),
     Start.PRUNED: _Defaults(1e-4, 0.005, 3e-4, momentum=0.93, weight_decay=0.0, validations=2, short_steps=True),
-    Start.QUANTIZED: _Defaults(1e-5, 0.0005, 1e-5, weight_decay=0.0, allows_muon=False),
+    Start.QUANTIZED: _Defaults(1e-5, 0.0005, 1e-5, weight_decay=0.0),
 }
 DOCUMENTED_DROPOUT = 0.1
 """Dropout of a new model in the documented set-up; presets have none."""
 LEAST_STEPS = 200
 """Least steps of a run that reads 1,024 tokens a step: at equal tokens, more steps help most (docs/results)."""
-_MANY_STEPS = 800
+_MANY_STEPS, _LONG_RUN = 800, 1_000
 _WARMUP_FRACTION, _MOST_WARMUP = 0.05, 50
 _RATE_PARAMETERS, _LEAST_PARAMETERS = 1e8, 1e6
-_LONG_RUN = 1_000
+_MUON_WIDTH = 512  # up to which Muon was measured to pay for random weights even where it is slow
 _ADAPTER_RATIO = 10.0  # adapters start at zero and reach their size in a few steps
 
 
@@ -144,15 +141,13 @@ def peak_rates(run: Run, optimizer: str = "adamw", steps: int = _LONG_RUN) -> tu
     """Peak rates of AdamW and Muon.
 
     AdamW's falls with the square root of the parameters, from a million upwards. Muon's steps have the same size in
-    every matrix, so its rate does not. Beside Muon, AdamW has a new embedding to bring to its size: with fewer than
-    1,000 `steps` at a rate that is higher in proportion, up to five times.
+    every matrix, so its rate does not. For a new embedding fewer than 1,000 `steps` raise AdamW's in proportion.
     """
     defaults = _DEFAULTS[run.start]
     alone = optimizer == "adamw" and not run.already_trained
     size = max(run.model.parameters, _LEAST_PARAMETERS)
     scale = math.sqrt(_RATE_PARAMETERS / size) * (_ADAPTER_RATIO if run.adapters else 1.0)
-    if not alone:
-        scale *= min(defaults.short_run, max(1.0, _LONG_RUN / max(1, steps)))
+    scale *= 1.0 if alone else min(defaults.short_run, max(1.0, _LONG_RUN / max(1, steps)))
     return float(f"{(defaults.adamw_alone if alone else defaults.adamw) * scale:.2g}"), defaults.muon
 
 
@@ -163,9 +158,9 @@ def train_config(
 
     With `tokens`, which are rounded up to whole steps, the tokens of a step follow from the length of the run: a
     two-hundredth, for random and pruned weights down to an eight-hundredth if Muon stays cheap, from 1,024 to 8,192.
-    Random and barely trained weights get at least what Muon needs. Pruned weights of at most 64 channels, and barely
-    trained ones of at most 128, get 512. With steps, a step has 4 x 4 x 512 tokens. The warm-up takes a twentieth of
-    the steps, at most 50. With `documented`, `TrainConfig` has what is not given.
+    Of at most 512 channels, random and barely trained weights get what Muon needs or more, narrow models 512.
+    With steps, a step has 4 x 4 x 512. The warm-up takes a twentieth of the steps, at most 50. With `documented`,
+    `TrainConfig` has what is not given.
 
     Args:
         tokens: to train on; None if `flags` give steps, or for 5,000 steps.
@@ -207,8 +202,8 @@ def _derived(run: Run, tokens: int | None, given: JsonObject) -> JsonObject:
     if tokens is not None:
         found |= _batches(tokens, (found | given)["sequence"], run, given)
         found["steps"] = -(-tokens // _tokens_per_step(found | given))
-    cheap = defaults.tokens_of_muon * run.model.hidden_size <= _tokens_per_step(found | given)
-    allowed = defaults.allows_muon and not run.adapters and given.get("optimizer_bits") != 8  # Muon has no such states
+    cheap = _muon_tokens(run) * run.model.hidden_size <= _tokens_per_step(found | given)
+    allowed = run.start is not Start.QUANTIZED and not run.adapters and given.get("optimizer_bits") != 8
     found["optimizer"] = "muon" if cheap and allowed else "adamw"
     steps = (found | given).get("steps", TrainConfig.steps)
     found["learning_rate"], found["muon_learning_rate"] = peak_rates(run, (found | given)["optimizer"], steps)
@@ -217,21 +212,26 @@ def _derived(run: Run, tokens: int | None, given: JsonObject) -> JsonObject:
         "weight_decay": defaults.weight_decay,
         "warmup": min(_MOST_WARMUP, max(1, round(_WARMUP_FRACTION * steps))) if steps > 1 else 0,
         "validate_every": -(-steps // defaults.validations),
-        "try_rates": defaults.try_rates and not {"learning_rate", "muon_learning_rate"} & given.keys(),
+        "try_rates": run.start is not Start.RANDOM and not {"learning_rate", "muon_learning_rate"} & given.keys(),
     }
+
+
+def _muon_tokens(run: Run) -> int:
+    """Least tokens per channel of a step that Muon pays in; it takes 3 * channels / tokens of the products' time."""
+    new = run.start in (Start.RANDOM, Start.BARELY_TRAINED)
+    return 4 if new and run.model.hidden_size <= _MUON_WIDTH else 8
 
 
 def _batches(tokens: int, sequence: int, run: Run, given: JsonObject) -> dict[str, int]:
     """Sequences of a batch and batches of a step, for a run of `tokens` in sequences of `sequence`."""
-    defaults = _DEFAULTS[run.start]
     wanted = tokens / LEAST_STEPS
-    cheap = 2 ** math.ceil(math.log2(defaults.tokens_of_muon * run.model.hidden_size))
-    if defaults.short_steps:
+    cheap = 2 ** math.ceil(math.log2(_muon_tokens(run) * run.model.hidden_size))
+    if _DEFAULTS[run.start].short_steps:
         wanted = min(wanted, max(tokens / _MANY_STEPS, cheap))
     small = run.start in (Start.PRUNED, Start.BARELY_TRAINED)
     least = min(_LEAST_TOKENS_PER_STEP, cheap) if small else _LEAST_TOKENS_PER_STEP
-    if run.start in (Start.RANDOM, Start.BARELY_TRAINED) and not {"optimizer", "optimizer_bits"} & given.keys():
-        least = max(least, cheap)  # with AdamW alone more of the short steps would be worse (docs/results)
+    if _muon_tokens(run) < 8 and given.get("optimizer") != "adamw" and given.get("optimizer_bits") != 8:
+        least = max(least, cheap)  # AdamW alone gains more from more steps
     rows = max(1, 2 ** math.floor(math.log2(min(_MOST_TOKENS_PER_STEP, max(least, wanted)))) // sequence)
     batch_size = given.get("batch_size", max(1, min(TrainConfig.batch_size, rows // given.get("accumulation", 1))))
     return {"batch_size": batch_size, "accumulation": max(1, rows // batch_size)}
