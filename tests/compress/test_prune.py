@@ -57,7 +57,7 @@ def weights(directory: Path) -> bytes:
     return (directory / "model.safetensors").read_bytes()
 
 
-def test_the_result_is_an_ordinary_checkpoint(run: Pruning, tmp_path: Path) -> None:
+def test_the_result_is_an_ordinary_checkpoint_whose_scores_give_it_again(run: Pruning, tmp_path: Path) -> None:
     result = run(tmp_path / "out", intermediate=64, layers=1)
     ours = load_checkpoint(tmp_path / "out")
     assert result.parameters == ours.config.parameters and result.out == tmp_path / "out"
@@ -67,6 +67,14 @@ def test_the_result_is_an_ordinary_checkpoint(run: Pruning, tmp_path: Path) -> N
     tokens = torch.randint(0, 384, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         assert torch.allclose(ours(tokens), peer(tokens).logits, atol=5e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "measure_scores", None)  # what is known is not measured
+        run(tmp_path / "again", {"scores": tmp_path / "out"}, intermediate=64, layers=1)
+    assert weights(tmp_path / "out") == weights(tmp_path / "again")
+    with pytest.raises(ArtifactError, match="another shape"):
+        load_scores(tmp_path / "out", tiny_config(intermediate_size=64))
+    with pytest.raises(ArtifactError, match="no importance scores"):
+        load_scores(run.corpus, tiny_config())
 
 
 def test_another_kind_of_feed_forward_is_pruned_in_every_way(
@@ -140,11 +148,17 @@ def test_options_that_do_not_go_together(run: Pruning, tmp_path: Path, given: di
     assert not (tmp_path / "out").exists()
 
 
-def test_widths_are_cut_alike_without_a_search(run: Pruning, tmp_path: Path) -> None:
-    full = load_config(run.checkpoint)
-    result = run(tmp_path / "out", params=0.5, search=0)
-    assert result.search == [] and result.shape["layers"] == full.num_hidden_layers
-    assert result.share_of_block_parameters < 0.55
+@pytest.mark.parametrize("large", [False, True])
+def test_widths_are_cut_alike_without_a_search(
+    large: bool, run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If none is wanted, or the model is very large and not recovered."""
+    if large:
+        monkeypatch.setattr("compress.pruning.search._MOST_SEARCHED", 0)
+    result = run(tmp_path / "out", params=0.6, search=None if large else 0)
+    assert result.search == [] and result.shape["layers"] == load_config(run.checkpoint).num_hidden_layers
+    assert 0.4 < result.share_of_block_parameters <= 0.6
+    assert ("all widths are cut alike" in capsys.readouterr().err) == large
 
 
 def test_a_file_size_is_met(
@@ -163,16 +177,6 @@ def test_a_file_size_is_met(
     assert kept <= 0.7 and (kept > 0.686 or f"keeping {kept:.1%} of the non-embedding parameters, not 70.0%" in said)
     monkeypatch.setattr("compress.pruning.search.find_finalists", None)  # what is finished is not sought again
     assert run(tmp_path / "out", size_mb=megabytes) == dataclasses.replace(result, cached=True)
-
-
-def test_saved_scores_give_the_same_cut_without_measuring(run: Pruning, tmp_path: Path) -> None:
-    run(tmp_path / "a", intermediate=32)
-    run(tmp_path / "b", {"scores": tmp_path / "a"}, intermediate=32)
-    assert weights(tmp_path / "a") == weights(tmp_path / "b")
-    with pytest.raises(ArtifactError, match="another shape"):
-        load_scores(tmp_path / "a", tiny_config(intermediate_size=64))
-    with pytest.raises(ArtifactError, match="no importance scores"):
-        load_scores(run.corpus, tiny_config())
 
 
 def test_a_search_leaves_finished_stages_behind(
@@ -219,7 +223,8 @@ def test_signals_are_made_for_the_whole_recovery_before_a_search(run: Pruning, t
 def test_a_large_model_is_cut_layer_by_layer_to_the_same_bytes(
     kind: dict[str, Any], tokenizer_directory: Path, run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.checkpoint = saved(tmp_path / "full", tiny_model(num_hidden_layers=4, **kind), tokenizer_directory)
+    model = tiny_model(num_hidden_layers=3, intermediate_size=24, **kind)
+    run.checkpoint = saved(tmp_path / "full", model, tokenizer_directory)
     tensors = load_file(str(run.checkpoint / WEIGHTS))
     shards = {f"{number}.safetensors": sorted(tensors)[number::2] for number in range(2)}
     for file, names in shards.items():
@@ -227,7 +232,7 @@ def test_a_large_model_is_cut_layer_by_layer_to_the_same_bytes(
     index = {"weight_map": {name: file for file, names in shards.items() for name in names}}
     (run.checkpoint / INDEX).write_text(json.dumps(index), encoding="utf-8")
     wanted: list[dict[str, Any]] = [{"hidden": 32, "kv_heads": 1, "layers": 2}]
-    wanted += [{"experts": 3, "intermediate": 64}] * bool(kind)
+    wanted += [{"experts": 3, "intermediate": 16}] * bool(kind)
     for place, given in enumerate(wanted):
         run(tmp_path / f"whole{place}", **given)
     monkeypatch.setattr(jobs, "_IN_MEMORY", 0)
@@ -237,7 +242,7 @@ def test_a_large_model_is_cut_layer_by_layer_to_the_same_bytes(
         for name in (WEIGHTS, SCORES_FILE, "config.json"):
             whole, streamed = ((tmp_path / f"{way}{place}" / name).read_bytes() for way in ("whole", "streamed"))
             assert whole == streamed, (given, name)
-    layer, before = next(name for name in tensors if ".3." in name), {path.name for path in tmp_path.iterdir()}
+    layer, before = next(name for name in tensors if ".2." in name), {path.name for path in tmp_path.iterdir()}
     save_file({layer: tensors[layer] * torch.nan}, str(run.checkpoint / "nan.safetensors"))
     index["weight_map"][layer] = "nan.safetensors"
     (run.checkpoint / INDEX).write_text(json.dumps(index), encoding="utf-8")
@@ -249,14 +254,17 @@ def test_a_large_model_is_cut_layer_by_layer_to_the_same_bytes(
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_everything_is_computed_on_one_processor(run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_computed_on_one_processor(
+    run: Pruning, tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In memory and layer by layer; a GPU's operators round in another order."""
+    run.checkpoint = saved(tmp_path / "full", tiny_model(intermediate_size=24), tokenizer_directory)
     for place, limit in enumerate((1e9, 0)):
         monkeypatch.setattr(jobs, "_IN_MEMORY", limit)
         for name, device in (("cpu", torch.device("cpu")), ("gpu", DEVICE)):
             monkeypatch.setattr(jobs, "training_device", lambda quiet, device=device: device)
             with pretended_gpu():
-                run(tmp_path / f"{name}{place}", hidden=32, kv_heads=1, layers=1)
+                run(tmp_path / f"{name}{place}", {"samples": 2}, hidden=32, kv_heads=1, layers=1)
         # Directions may change sign, and a refit amplifies rounding (1e-7) by the ridge at most, a thousandfold.
         ours, theirs = (load_checkpoint(tmp_path / f"{name}{place}")(torch.arange(40)[None]) for name in ("gpu", "cpu"))
         assert (ours - theirs).norm() < 1e-3 * theirs.norm()
@@ -269,18 +277,10 @@ def test_a_full_disk_leaves_nothing(run: Pruning, tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_very_large_model_is_not_searched_without_a_recovery(
-    run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("compress.pruning.search._MOST_SEARCHED", 0)
-    result = run(tmp_path / "out", params=0.6)
-    assert result.search == [] and 0.4 < result.share_of_block_parameters <= 0.6
-    assert "all widths are cut alike" in capsys.readouterr().err
-
-
-def test_the_first_cut_reads_all_its_samples(run: Pruning) -> None:
+def test_the_first_cut_reads_all_its_samples(run: Pruning, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which layers stay is tried on fewer of them, and then known for the cuts that follow."""
-    work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], samples=8))
+    monkeypatch.setattr("compress.pruning.cut._RUN_SAMPLES", 2)
+    work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], samples=4))
     first, second = (work.cut(tiny_config(num_hidden_layers=1), work.samples, True).model for _ in range(2))
     assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
 
@@ -290,7 +290,7 @@ def test_a_nearly_full_disk_keeps_no_states(run: Pruning, tmp_path: Path, monkey
     cuts, usage = [], shutil.disk_usage(tmp_path)
     for free, keeps in ((usage.free, True), (0, False)):
         monkeypatch.setattr("shutil.disk_usage", lambda _path, free=free: usage._replace(free=free))
-        work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], samples=8), tmp_path)
+        work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], samples=4), tmp_path)
         cuts.append(work.cut(tiny_config(num_hidden_layers=1), work.samples, True).model.model.layers[0].read())
         assert bool(work._known._ends) == keeps
     assert all(map(torch.equal, *(cut.state_dict().values() for cut in cuts)))

@@ -88,6 +88,10 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class _Factories(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else every call goes through the compiler, whose import alone takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _compute(func, args, kwargs or {})
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.settings import TRAINING
@@ -42,9 +42,9 @@ def interrupted_at(batch: int, number: signal.Signals = signal.SIGINT) -> Callab
 
 def allocated_peak(run: Callable[[], object]) -> int:
     """The most bytes that torch's allocator has given out at once in a call, beyond those before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(profile_memory=True) as profiled:
         run()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()

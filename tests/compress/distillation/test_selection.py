@@ -88,7 +88,7 @@ def test_usual_sizes_follow_the_model() -> None:
 
 
 def test_it_is_a_teacher_quantized_and_exported(made: Path, text: Path, held_out: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(made, tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,)))
+    quantize_checkpoint(made, tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,), 4))
     sportsllm.export(tmp_path / "int4", out=tmp_path / "export", threads=1)  # the gate compares
     rows = [list(range(3, 200))]
     torch_scores, onnx_scores = (open_decoder(tmp_path / name, threads=1).score(rows)[0] for name in ("int4", "export"))
@@ -103,7 +103,7 @@ def test_it_is_a_teacher_quantized_and_exported(made: Path, text: Path, held_out
 
 def test_it_is_pruned_but_for_the_indexer(made: Path, text: Path, tmp_path: Path) -> None:
     config = load_config(made)
-    prune_checkpoint(PruneJob(made, [text]), Shape(32, 64, 2, 1, 2, 16), tmp_path / "pruned")
+    prune_checkpoint(PruneJob(made, [text], samples=4), Shape(32, 64, 2, 1, 2, 16), tmp_path / "pruned")
     pruned = load_checkpoint(tmp_path / "pruned")
     shapes = [tuple(pruned.model.layers[0].self_attn.get_submodule(name).weight.shape) for name in INDEX]
     assert shapes == [(4 * 32, 32), (32, 32)] and pruned.config.selection == SELECTION

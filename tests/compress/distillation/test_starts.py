@@ -20,6 +20,7 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.training.settings import Start, TrainConfig
+from tests.support.calibration import NARROW
 from tests.support.models import saved, tiny_model
 from tests.support.training import interrupted_at
 
@@ -38,7 +39,7 @@ def corpus_file(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def teacher(tokenizer_directory: Path, tmp_path: Path) -> Path:
-    return saved(tmp_path / "teacher", tiny_model(num_hidden_layers=6), tokenizer_directory)
+    return saved(tmp_path / "teacher", tiny_model(num_hidden_layers=6, **NARROW), tokenizer_directory)
 
 
 @pytest.fixture
@@ -91,7 +92,8 @@ def test_layers_are_followed_through_every_stage(teacher: Path, corpus_file: Pat
     first = cut(teacher, 4, tmp_path / "four", corpus_file)
     second = cut(tmp_path / "four", 3, tmp_path / "three", corpus_file)
     student = str(tmp_path / "three")
-    training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=PLAIN)
+    config = dataclasses.replace(CONFIG, steps=1)
+    training = StudentTraining(teacher, config, (corpus_file,), distillation=PLAIN)
     distill_student(student, choose_start(student, None, teacher), training, tmp_path / "trained")
     for name in ("three", "trained"):
         assert layers_of_teacher(tmp_path / name, teacher) == [first[layer] for layer in second]
@@ -131,11 +133,13 @@ def test_a_layer_that_stays_keeps_its_type(
     tokenizer_directory: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second, full one, although the student's shape has a sliding one; also in a run that is resumed."""
-    model = tiny_model(layer_types=("sliding", "full"), sliding_window=8)
+    model = tiny_model(layer_types=("sliding", "full"), sliding_window=8, **NARROW)
     for part in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
         torch.nn.init.zeros_(part.weight)
     teacher = saved(tmp_path / "teacher", model, tokenizer_directory)
-    shape = saved(tmp_path / "shape", tiny_model(num_hidden_layers=1, layer_types=("sliding",), sliding_window=8))
+    shape = saved(
+        tmp_path / "shape", tiny_model(num_hidden_layers=1, layer_types=("sliding",), sliding_window=8, **NARROW)
+    )
     training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=PLAIN)
     start = choose_start(str(shape), "cut", teacher)
     with monkeypatch.context() as patch:

@@ -9,23 +9,20 @@ from compress.pruning.shapes import Shape
 from sportsllm.errors import UsageError
 from sportsllm.models.config import Experts
 from sportsllm.models.language_model import SportsLLM
+from tests.support.calibration import random_tokens
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
-
-def samples(count: int = 6, length: int = 60) -> list[torch.Tensor]:
-    g = torch.Generator().manual_seed(0)
-    return [torch.randint(0, 384, (1, length), generator=g) for _ in range(count)]
+SAMPLES, SHORT = random_tokens(12, 60, rows=1), random_tokens(3, 20)
+HELD_OUT = random_tokens(1, 50, seed=9)[0]
 
 
-def batches(count: int = 3) -> list[torch.Tensor]:
-    g = torch.Generator().manual_seed(0)
-    return [torch.randint(0, 384, (2, 20), generator=g) for _ in range(count)]
+@torch.inference_mode()
+def logits(*models: SportsLLM) -> list[torch.Tensor]:
+    return [model(HELD_OUT) for model in models]
 
 
 def error(model: SportsLLM, full: SportsLLM) -> float:
-    tokens = torch.randint(0, 384, (2, 50), generator=torch.Generator().manual_seed(9))
-    with torch.inference_mode():
-        ours, theirs = model(tokens), full(tokens)
+    ours, theirs = logits(model, full)
     return float((ours - theirs).square().mean() / theirs.square().mean())
 
 
@@ -48,19 +45,18 @@ def test_what_says_nothing_is_cut_in_all_dimensions_at_once() -> None:
     smaller = model.config.with_changes(
         hidden_size=48, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8
     )
-    cut = cut_to_config(model, smaller, samples(12))
-    tokens = samples(1)[0]
-    with torch.inference_mode():
-        ours, theirs = cut.model(tokens), model(tokens)
+    cut = cut_to_config(model, smaller, SAMPLES)
     # The ridge pulls every matrix a little towards its pruned weights.
-    torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(*logits(cut.model, model), atol=2e-2, rtol=2e-2)
 
 
 def test_a_tied_head_gets_untied() -> None:
     model = tiny_model()
-    cut = cut_to_config(model, tiny_config(tie_word_embeddings=False), samples())
+    cut = cut_to_config(model, tiny_config(tie_word_embeddings=False), SAMPLES[:6])
     assert torch.equal(cut.model.head_weight, model.model.embed_tokens.weight)
     assert error(cut.model, model) < 1e-8
+    with pytest.raises(UsageError, match="tie_word_embeddings is true; the full model has an untied head"):
+        cut_to_config(cut.model, tiny_config(), SAMPLES)
 
 
 def test_a_mixture_is_cut_to_a_dense_model() -> None:
@@ -69,37 +65,32 @@ def test_a_mixture_is_cut_to_a_dense_model() -> None:
     with torch.no_grad():
         for block in model.model.layers:
             block.mlp.gate.weight[1] = block.mlp.gate.weight[0]
-    whole, less = (cut_to_config(model, tiny_config(intermediate_size=width), samples()).model for width in (192, 128))
+    whole, less = (
+        cut_to_config(model, tiny_config(intermediate_size=width), SAMPLES[:6]).model for width in (192, 128)
+    )
     assert whole.config == tiny_config(intermediate_size=192)
     assert error(whole, model) < 0.05 < error(less, model)
-    with pytest.raises(UsageError, match="intermediate_size is 193, more than the 192 neurons of a layer"):
-        check_cut(model.config, tiny_config(intermediate_size=193))
-    with pytest.raises(UsageError, match="experts without a gate cannot be made"):
-        check_cut(tiny_config(mlp_kind="experts", experts=Experts(2, 2, gated=False)), tiny_config())
-    with pytest.raises(UsageError, match="mlp_kind is geglu, the full model's is swiglu"):
-        check_cut(model.config, tiny_config(mlp_kind="geglu"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": 65}, "hidden_size is 65, more than the full model's 64"),
-        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, more"),
-        ({"head_dim": 32}, "head_dim is 32, more"),
-        ({"max_position_embeddings": 256}, "max_position_embeddings is 256, more"),
-        ({"vocab_size": 400}, "vocab_size is 400, the full model's is 384"),
-        ({"qk_norm": True}, "qk_norm is True, the full model's is False"),
-    ],
-    ids=str,
-)
-def test_what_no_cut_can_reach_is_named(changes: dict[str, object], message: str) -> None:
+MIXTURE = {"mlp_kind": "experts", "experts": Experts(2, 2)}
+REFUSED: list[tuple[dict[str, object], dict[str, object], str]] = [
+    ({}, {"hidden_size": 65}, "hidden_size is 65, more than the full model's 64"),
+    ({}, {"num_hidden_layers": 3}, "num_hidden_layers is 3, more"),
+    ({}, {"head_dim": 32}, "head_dim is 32, more"),
+    ({}, {"max_position_embeddings": 256}, "max_position_embeddings is 256, more"),
+    ({}, {"vocab_size": 400}, "vocab_size is 400, the full model's is 384"),
+    ({}, {"qk_norm": True}, "qk_norm is True, the full model's is False"),
+    ({"qk_norm": True}, {"qk_norm": True, "num_key_value_heads": 1}, "with q/k norms cannot merge"),
+    (MIXTURE, {"intermediate_size": 193}, "intermediate_size is 193, more than the 192 neurons of a layer"),
+    (MIXTURE, {"mlp_kind": "geglu"}, "mlp_kind is geglu, the full model's is swiglu"),
+    (MIXTURE | {"experts": Experts(2, 2, gated=False)}, {}, "experts without a gate cannot be made"),
+]
+
+
+@pytest.mark.parametrize(("full", "changes", "message"), REFUSED, ids=str)
+def test_what_no_cut_can_reach_is_named(full: dict[str, object], changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        cut_to_config(tiny_model(), tiny_config(**changes), samples())
-    with pytest.raises(UsageError, match="tie_word_embeddings"):
-        cut_to_config(tiny_model(tie_word_embeddings=False), tiny_config(), samples())
-    with pytest.raises(UsageError, match="with q/k norms cannot merge"):
-        smaller = tiny_config(qk_norm=True, num_key_value_heads=1)
-        cut_to_config(tiny_model(qk_norm=True), smaller, samples())
+        check_cut(tiny_config(**full), tiny_config(**changes))
 
 
 def pruned_to(model: SportsLLM, scores: Scores, shape: Shape, layers: list[int] | None = None) -> SportsLLM:
@@ -107,17 +98,8 @@ def pruned_to(model: SportsLLM, scores: Scores, shape: Shape, layers: list[int] 
 
 
 @pytest.mark.parametrize("changes", FAMILIES, ids=str)
-def test_the_full_shape_changes_no_logit(changes: dict[str, object]) -> None:
-    model = tiny_model(**changes)
-    pruned = pruned_to(model, measure_scores(model, batches()), Shape.of(model.config))
-    tokens = batches(1)[0]
-    with torch.inference_mode():
-        assert torch.equal(pruned(tokens), model(tokens))
-
-
-@pytest.mark.parametrize("changes", FAMILIES, ids=str)
 def test_dead_units_are_cut_without_a_trace(changes: dict[str, object]) -> None:
-    """Neurons and heads that write nothing score lowest; cutting exactly those leaves the logits alone."""
+    """Neurons and heads that write nothing score lowest; cutting exactly those, or nothing, leaves the logits alone."""
     model = tiny_model(**changes)
     dead_neurons, dead_heads = torch.arange(0, 96, 3), torch.tensor([1, 2])  # one head in each group
     with torch.no_grad():
@@ -127,7 +109,8 @@ def test_dead_units_are_cut_without_a_trace(changes: dict[str, object]) -> None:
                 module.weight[dead_neurons] = 0
                 if module.bias is not None:
                     module.bias[dead_neurons] = 0
-    scores = measure_scores(model, batches())
+    scores = measure_scores(model, SHORT)
+    assert torch.equal(*logits(pruned_to(model, scores, Shape.of(model.config)), model))
     for layer in range(2):
         assert set(torch.argsort(scores.units["neuron", layer])[:32].tolist()) == set(dead_neurons.tolist())
         scores.units["query_head", layer][dead_heads] = 0
@@ -135,9 +118,7 @@ def test_dead_units_are_cut_without_a_trace(changes: dict[str, object]) -> None:
             columns = (dead_heads[:, None] * 16 + torch.arange(16)).flatten()
             model.model.layers[layer].self_attn.o_proj.weight[:, columns] = 0
     pruned = pruned_to(model, scores, Shape(hidden=64, intermediate=64, heads=2, kv_heads=2, layers=2, head_dim=16))
-    tokens = batches(1)[0]
-    with torch.inference_mode():
-        assert torch.allclose(pruned(tokens), model(tokens), atol=1e-4, rtol=1e-5)
+    assert torch.allclose(*logits(pruned, model), atol=1e-4, rtol=1e-5)
 
 
 def test_a_layer_that_does_nothing_is_the_one_dropped() -> None:
@@ -145,13 +126,11 @@ def test_a_layer_that_does_nothing_is_the_one_dropped() -> None:
     with torch.no_grad():
         for module in (model.model.layers[2].self_attn.o_proj, model.model.layers[2].mlp.down_proj):
             module.weight.zero_()
-    scores = measure_scores(model, batches())
-    keep, tried = kept_layers(model, scores, 3, batches())
+    scores = measure_scores(model, SHORT)
+    keep, tried = kept_layers(model, scores, 3, SHORT)
     assert keep == [0, 1, 3] and len(tried) == 3
     pruned = pruned_to(model, scores, Shape(64, 96, 4, 2, 3, 16), keep)
-    tokens = batches(1)[0]
-    with torch.inference_mode():
-        assert torch.allclose(pruned(tokens), model(tokens), atol=1e-5)
+    assert torch.allclose(*logits(pruned, model), atol=1e-5)
     assert len(model.model.layers) == 4
 
 
@@ -161,7 +140,7 @@ def test_a_norm_of_all_heads_keeps_the_entries_of_those_that_stay() -> None:
         for block in model.model.layers:
             block.self_attn.q_norm.weight.copy_(torch.arange(64.0))
             block.self_attn.k_norm.weight.copy_(torch.arange(32.0))
-    scores = measure_scores(model, batches())
+    scores = measure_scores(model, SHORT)
     for layer in range(2):
         scores.units["query_head", layer] = torch.tensor([0.0, 1, 3, 2])
     pruned = pruned_to(model, scores, Shape(hidden=64, intermediate=96, heads=2, kv_heads=1, layers=2, head_dim=16))

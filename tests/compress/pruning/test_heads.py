@@ -10,13 +10,10 @@ from compress.pruning.scores import measure_scores
 from sportsllm.models.description import NORMS
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import RopeScaling, inverse_frequencies
+from tests.support.calibration import inputs_of, random_scores, random_tokens
 from tests.support.models import FAMILIES, tiny_model
-from tests.support.scores import random_scores
 
-
-def samples(count: int = 4, seed: int = 0) -> list[torch.Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 384, (2, 40), generator=g) for _ in range(count)]
+SAMPLES = random_tokens(4)
 
 
 def model_with(**changes: object) -> SportsLLM:
@@ -26,28 +23,19 @@ def model_with(**changes: object) -> SportsLLM:
 def reduced(model: SportsLLM, **changes: object) -> SportsLLM:
     smaller = model.config.with_changes(**changes)
     assert heads_change(model.config, smaller)
-    return reduce_heads(model, smaller, random_scores(model, samples()), samples())
-
-
-def merge_kv_heads(model: SportsLLM, kv_heads: int) -> SportsLLM:
-    return reduced(model, num_key_value_heads=kv_heads)
+    return reduce_heads(model, smaller, random_scores(model, SAMPLES), SAMPLES)
 
 
 def logits(model: SportsLLM) -> torch.Tensor:
     with torch.inference_mode():
-        return model(samples(1, seed=7)[0])
+        return model(random_tokens(1, seed=7)[0])
 
 
 def outputs_of(model: SportsLLM, name: str, size: int = 16) -> torch.Tensor:
     """(N, heads, size) outputs of a matrix of layer 0 over the calibration samples, float64."""
-    found: list[torch.Tensor] = []
-    module = model.get_submodule(f"model.layers.0.self_attn.{name}")
-    handle = module.register_forward_hook(lambda _module, _args, output: found.append(output.flatten(0, 1)))
-    with torch.inference_mode():
-        for tokens in samples():
-            model.hidden(tokens)
-    handle.remove()
-    return torch.cat(found).double().unflatten(-1, (-1, size))
+    module = model.get_submodule(path := f"model.layers.0.self_attn.{name}")
+    outputs = inputs_of(model, [path], SAMPLES)[path] @ module.weight.double().T
+    return (outputs if module.bias is None else outputs + module.bias.double()).unflatten(-1, (-1, size))
 
 
 def as_complex(heads: torch.Tensor) -> torch.Tensor:
@@ -60,7 +48,7 @@ def as_complex(heads: torch.Tensor) -> torch.Tensor:
 def test_shared_keys_are_the_best_that_one_number_a_pair_can_give(changes: dict[str, object]) -> None:
     """Against Eckart and Young: no rank-one approximation of a pair's keys is nearer than the first singular vector."""
     model = model_with(**changes)
-    merged = merge_kv_heads(model, 2)
+    merged = reduced(model, num_key_value_heads=2)
     keys, shared = as_complex(outputs_of(model, "k_proj")), as_complex(outputs_of(merged, "k_proj"))
     old, new = as_complex(outputs_of(model, "q_proj")), as_complex(outputs_of(merged, "q_proj"))
     for group in range(2):
@@ -78,7 +66,7 @@ def test_shared_keys_are_the_best_that_one_number_a_pair_can_give(changes: dict[
 def test_shared_values_are_the_best_that_head_dim_numbers_can_give() -> None:
     """Against Eckart and Young on what o_proj makes of each head's values."""
     model = model_with()
-    merged = merge_kv_heads(model, 2)
+    merged = reduced(model, num_key_value_heads=2)
     values, shared = outputs_of(model, "v_proj"), outputs_of(merged, "v_proj")
     old, new = (m.model.layers[0].self_attn.o_proj.weight.double().unflatten(1, (8, 16)) for m in (model, merged))
     for group in range(2):
@@ -165,7 +153,7 @@ def test_smaller_values_are_the_best_that_their_size_can_give() -> None:
 def test_one_shared_head_is_read_by_the_strongest_of_all() -> None:
     """Four query heads of two groups on one key/value head: exact where all the others write nothing."""
     model = model_with()
-    scores = random_scores(model, samples())
+    scores = random_scores(model, SAMPLES)
     with torch.no_grad():
         for layer, block in enumerate(model.model.layers):
             scores.units["query_head", layer] = torch.tensor([7.0, 9, 0, 0, 0, 0, 8, 6])
@@ -176,23 +164,17 @@ def test_one_shared_head_is_read_by_the_strongest_of_all() -> None:
             columns = attention.o_proj.weight.view(64, 8, 16)
             columns[:, 2:6] = 0
     smaller = model.config.with_changes(num_attention_heads=4, num_key_value_heads=1)
-    made = reduce_heads(model, smaller, scores, samples())
+    made = reduce_heads(model, smaller, scores, SAMPLES)
     assert torch.allclose(logits(made), logits(model), atol=1e-3, rtol=1e-3)
-
-
-def model_in(changes: dict[str, object]) -> SportsLLM:
-    """Norms of all sizes; the last one of a tied head has one size, since two uses of a table leave no exact basis."""
-    model = tiny_model(**changes)
-    if model.lm_head is None:
-        torch.nn.init.constant_(model.model.norm.weight, 1.5)
-    return model
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("changes", FAMILIES, ids=str)
 def test_a_stream_that_fills_a_subspace_is_cut_to_it_without_a_trace(changes: dict[str, object]) -> None:
     """All that writes to the stream writes into 48 directions, none of which is a channel."""
-    model = model_in(changes)
+    model = tiny_model(**changes)
+    if model.lm_head is None:  # two uses of a table have an exact basis only if the last norm has one size
+        torch.nn.init.constant_(model.model.norm.weight, 1.5)
     basis = torch.linalg.qr(torch.randn(64, 48, generator=torch.Generator().manual_seed(1))).Q
     onto = basis @ basis.T
     model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight @ onto)
@@ -201,7 +183,7 @@ def test_a_stream_that_fills_a_subspace_is_cut_to_it_without_a_trace(changes: di
             writer.weight.copy_(onto @ writer.weight)
             if writer.bias is not None:
                 writer.bias.copy_(onto @ writer.bias)
-    scores = measure_scores(model, samples())
+    scores = measure_scores(model, SAMPLES)
     kept = choose_units(model.config, scores, model.config.with_changes(hidden_size=48))
     cut = slice_model(rotate(model, scores.directions, 48), kept)
     assert cut.config.hidden_size == 48
@@ -212,17 +194,10 @@ def test_a_stream_that_fills_a_subspace_is_cut_to_it_without_a_trace(changes: di
 def test_the_first_directions_are_the_best_of_their_number() -> None:
     """Against Eckart and Young, on the states that the norms read, scaled as the tied head needs it."""
     model = tiny_model()
-    caught: list[torch.Tensor] = []
-    norms = [model.get_submodule(f"model.layers.{layer}.{norm}") for layer in range(2) for norm in NORMS.values()]
-    hooks = [
-        norm.register_forward_pre_hook(lambda _module, args: caught.append(args[0].flatten(0, 1).double()))
-        for norm in [*norms, model.model.norm]
-    ]
-    directions = measure_scores(model, samples()).directions
-    for hook in hooks:
-        hook.remove()
+    norms = [f"model.layers.{layer}.{norm}" for layer in range(2) for norm in NORMS.values()]
+    directions = measure_scores(model, SAMPLES).directions
     weight = model.model.norm.weight.double()
-    states = torch.cat(caught)
+    states = torch.cat([*inputs_of(model, [*norms, "model.norm"], SAMPLES).values()])
     states = states / (states.square().mean(dim=1, keepdim=True) + model.config.rms_norm_eps).sqrt()
     states = states * (weight / weight.mean()).sqrt()
     basis = directions.basis[:, :40].double()
@@ -235,12 +210,11 @@ def test_the_first_directions_are_the_best_of_their_number() -> None:
 def test_norms_keep_the_size_of_what_stays() -> None:
     """Each norm's outputs have the mean square of the full model's normalised states in the directions that stay."""
     model = tiny_model(tie_word_embeddings=False)
-    directions = measure_scores(model, samples()).directions
-    scores = measure_scores(model, samples())
+    scores = measure_scores(model, SAMPLES)
     kept = choose_units(model.config, scores, model.config.with_changes(hidden_size=32))
-    cut = slice_model(rotate(model, directions, 32), kept)
-    tokens = samples(1)[0]
+    cut = slice_model(rotate(model, scores.directions, 32), kept)
+    tokens = SAMPLES[0]
     full = torch.nn.functional.rms_norm(model.model.embed_tokens(tokens), (64,))
     ours = cut.model.layers[0].input_layernorm(cut.model.embed_tokens(tokens))
-    wanted = (full @ directions.into(32)).square().sum(dim=-1).mean()
+    wanted = (full @ scores.directions.into(32)).square().sum(dim=-1).mean()
     assert float(ours.square().sum(dim=-1).mean()) == pytest.approx(float(wanted), rel=0.05)  # 80 of the 320 tokens

@@ -15,26 +15,19 @@ from compress.pruning.shapes import Shape
 from sportsllm.models.description import NORMS, block_matrices
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.sublayer import Matrix
+from tests.support.calibration import inputs_of, random_tokens
 from tests.support.models import tiny_model
 
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 PARALLEL = BIASES | {"parallel_residual": True}
+SAMPLES = random_tokens(6, 60)
 
 
-def samples(count: int = 6, seed: int = 0) -> list[Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 384, (2, 60), generator=g) for _ in range(count)]
-
-
-def cut(
-    model: SportsLLM, shape: Shape, layers: list[int] | None = None, text: list[Tensor] | None = None
-) -> tuple[SportsLLM, KeptUnits, Tensor | None]:
-    scores = measure_scores(model, text or samples())
+def cut(model: SportsLLM, layers: list[int]) -> tuple[SportsLLM, KeptUnits, Tensor]:
+    """The model and its residual stream cut in every dimension, and what stays."""
+    scores, shape = measure_scores(model, SAMPLES), Shape(48, 64, 2, 1, 2, 16)
     kept = choose_units(model.config, scores, shape.applied_to(model.config), layers)
-    hidden = shape.hidden
-    if hidden == model.config.hidden_size:
-        return slice_model(model, kept), kept, None
-    return slice_model(rotate(model, scores.directions, hidden), kept), kept, scores.directions.into(hidden)
+    return slice_model(rotate(model, scores.directions, 48), kept), kept, scores.directions.into(48)
 
 
 class Inputs:
@@ -42,22 +35,11 @@ class Inputs:
 
     def __init__(self, model: SportsLLM) -> None:
         self.model = model
-        caught: dict[str, list[Tensor]] = {}
-        hooks = [
-            module.register_forward_pre_hook(
-                lambda _module, args, name=name: caught.setdefault(name, []).append(args[0].flatten(0, 1).double())
-            )
-            for name, module in [*model.model.layers.named_modules(), ("end", model.model.norm)]
-        ]
-        with torch.inference_mode():
-            for tokens in samples():
-                model.hidden(tokens)
-        for hook in hooks:
-            hook.remove()
-        self.by_name = {name: torch.cat(parts) for name, parts in caught.items()}
+        names = [name for name, module in model.named_modules() if name.startswith("model.layers.")]
+        self.by_name = inputs_of(model, [*names, "model.norm"], SAMPLES)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.by_name[name]
+        return self.by_name["model.norm" if name == "end" else f"model.layers.{name}"]
 
     def stream(self, layer: int, sublayer: str) -> Tensor:
         """The residual stream that a sublayer adds to: what its norm reads, unless sublayers are parallel."""
@@ -93,10 +75,9 @@ def test_every_matrix_is_the_ridge_solution(changes: dict[str, object]) -> None:
     A matrix reads what the fitted matrices before it give, so that the finished model shows each one's inputs.
     """
     model = tiny_model(num_hidden_layers=3, **changes)
-    plain, kept, into = cut(model, Shape(48, 64, 2, 1, 2, 16), [0, 2])
-    assert into is not None
+    plain, kept, into = cut(model, [0, 2])
     fitted = copy.deepcopy(plain)
-    refit_layers(fitted, model, kept, samples(), into=into)
+    refit_layers(fitted, model, kept, SAMPLES, into=into)
     full, ours = Inputs(model), Inputs(fitted)
     for new in range(2):
         for matrix in block_matrices(model.config):
@@ -114,14 +95,14 @@ def test_every_matrix_is_the_ridge_solution(changes: dict[str, object]) -> None:
 
 def test_reference_counts_free_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """`give_back` after each layer runs no garbage collection: none may be needed."""
-    model = tiny_model(num_hidden_layers=2)
-    fitted, kept, into = cut(model, Shape(48, 64, 2, 1, 2, 16))
+    model = tiny_model()
+    fitted, kept, into = cut(model, [0, 1])
     gc.collect()
     collections: list[object] = []
     monkeypatch.setattr(gc, "collect", lambda: collections.append(None))
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
-        refit_layers(fitted, model, kept, samples(), into=into)
+        refit_layers(fitted, model, kept, SAMPLES, into=into)
         monkeypatch.undo()
         gc.collect()
         assert not collections and not any(isinstance(each, Tensor) for each in gc.garbage)

@@ -10,27 +10,16 @@ from torch import Tensor
 from compress.pruning.greedy import pick_order
 from compress.pruning.scores import load_scores, measure_scores, save_scores
 from sportsllm.models.config import Experts
+from tests.support.calibration import inputs_of, random_scores, random_tokens
 from tests.support.models import tiny_model
-from tests.support.scores import random_scores
-
-
-def samples(count: int = 3) -> list[torch.Tensor]:
-    g = torch.Generator().manual_seed(0)
-    return [torch.randint(0, 384, (2, 20), generator=g) for _ in range(count)]
 
 
 def test_distances_of_layers_equal_a_loop_over_tokens() -> None:
     """The formula written out token by token, in float64, from the model's own residual stream."""
-    model = tiny_model()
-    caught: list[tuple[Tensor, Tensor]] = []
-    hook = model.model.layers[1].register_forward_hook(lambda _module, args, out: caught.append((args[0], out)))
-    with torch.inference_mode():
-        for batch in samples():
-            model.hidden(batch)
-    hook.remove()
-    pairs = [pair for x, y in caught for pair in zip(x.flatten(0, 1).double(), y.flatten(0, 1).double(), strict=True)]
-    cosines = [float(x @ y / (x.norm() * y.norm())) for x, y in pairs]
-    found = float(measure_scores(model, samples()).layer_distance[1, 2])
+    model, samples = tiny_model(), random_tokens(3, 20)
+    states = inputs_of(model, ["model.layers.1", "model.norm"], samples)
+    cosines = [float(x @ y / (x.norm() * y.norm())) for x, y in zip(*states.values(), strict=True)]
+    found = float(measure_scores(model, samples).layer_distance[1, 2])
     assert found == pytest.approx(1 - sum(cosines) / len(cosines), abs=1e-5)
 
 
@@ -48,39 +37,34 @@ def test_scores_of_a_mixture_keep_every_experts_neurons(tmp_path: Path) -> None:
     assert all(torch.equal(found.units[key], score) for key, score in scores.units.items())
 
 
-def problem(units: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def problem(units: int) -> tuple[Tensor, Tensor]:
     """Correlated inputs, (N, U), and a matrix that reads them, (O, U)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     mixing = torch.randn(units, units, generator=generator, dtype=torch.float64)
     inputs = torch.randn(400, units, generator=generator, dtype=torch.float64) @ mixing
     return inputs, torch.randn(5, units, generator=generator, dtype=torch.float64)
 
 
-def error(inputs: Tensor, weight: Tensor, columns: Sequence[int]) -> float:
-    """What is left of the outputs when the given inputs are refitted to them."""
-    outputs = inputs @ weight.T
-    kept = inputs[:, list(columns)]
-    return float((outputs - kept @ torch.linalg.lstsq(kept, outputs).solution).square().sum())
+def assert_greedy(scores: Tensor, inputs: Tensor, weight: Tensor, size: int, steps: int) -> None:
+    """By brute force: each of the first picks leaves the least error when the picked inputs are refitted."""
+    order, outputs = scores.argsort(descending=True).tolist(), inputs @ weight.T
+    assert sorted(order) == [*range(weight.shape[1] // size)]
 
+    def error(units: Sequence[int]) -> float:
+        kept = inputs[:, [unit * size + place for unit in units for place in range(size)]]
+        return float((outputs - kept @ torch.linalg.lstsq(kept, outputs).solution).square().sum())
 
-def columns_of(units: Sequence[int], size: int) -> list[int]:
-    return [unit * size + place for unit in units for place in range(size)]
+    for step in range(steps):
+        errors = {unit: error([*order[:step], unit]) for unit in order[step:]}
+        # The ridge is 1e-6 of an input's mean square: it may decide between errors that near.
+        assert errors[order[step]] <= min(errors.values()) * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_pick_is_the_one_that_helps_most(size: int) -> None:
     inputs, weight = problem(12)
-    order = pick_order(inputs.T @ inputs, weight, size).argsort(descending=True).tolist()
-    units = list(range(12 // size))
-    assert sorted(order) == units
     # The last pick is the only one left, and before it errors fall to rounding.
-    for step in range(len(units) - 2):
-        before = order[:step]
-        errors = {
-            unit: error(inputs, weight, columns_of([*before, unit], size)) for unit in units if unit not in before
-        }
-        # The ridge is 1e-6 of an input's mean square: it may decide between errors that near.
-        assert errors[order[step]] <= min(errors.values()) * (1 + 1e-4)
+    assert_greedy(pick_order(inputs.T @ inputs, weight, size), inputs, weight, size, 12 // size - 2)
 
 
 def test_many_units_are_picked_several_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,27 +78,11 @@ def test_many_units_are_picked_several_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert together.argmax() == one_by_one.argmax()
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "matrix", "size"), [("neuron", "mlp.down_proj", 1), ("query_head", "self_attn.o_proj", 16)]
 )
 def test_a_models_units_are_picked_as_brute_force_picks_them(name: str, matrix: str, size: int) -> None:
     """The first picks of the second layer, from the inputs and the matrix that the model itself has there."""
-    model = tiny_model(intermediate_size=16)
-    samples = [torch.randint(3, 384, (2, 48), generator=torch.Generator().manual_seed(n)) for n in range(4)]
-    scores = measure_scores(model, samples)
-    caught: list[Tensor] = []
-    module = model.model.layers[1].get_submodule(matrix)
-    handle = module.register_forward_pre_hook(lambda _module, args: caught.append(args[0].flatten(0, 1).double()))
-    for tokens in samples:
-        model.hidden(tokens)
-    handle.remove()
-    inputs, weight = torch.cat(caught), module.weight.double()
-    order = scores.units[name, 1].argsort(descending=True).tolist()
-    for step in range(3):
-        errors = {
-            unit: error(inputs, weight, columns_of([*order[:step], unit], size))
-            for unit in range(len(order))
-            if unit not in order[:step]
-        }
-        assert errors[order[step]] <= min(errors.values()) * (1 + 1e-4)  # the ridge, as above
+    model, samples, matrix = tiny_model(intermediate_size=16), random_tokens(4, 48), f"model.layers.1.{matrix}"
+    inputs, weight = inputs_of(model, [matrix], samples)[matrix], model.get_submodule(matrix).weight.detach().double()
+    assert_greedy(measure_scores(model, samples).units[name, 1], inputs, weight, size, 3)

@@ -15,7 +15,7 @@ from tests.support.models import tiny_config
 from tests.support.training import allocated_peak
 
 
-def problem(rows: int = 32, columns: int = 512) -> tuple[Tensor, Tensor]:
+def problem(rows: int = 32, columns: int = 256) -> tuple[Tensor, Tensor]:
     """Weights, and the second moment of inputs of unlike strength that depend on each other."""
     draw = torch.Generator().manual_seed(0)
     mixed = torch.eye(columns) + torch.randn(columns, columns, generator=draw) / columns**0.5
@@ -47,11 +47,11 @@ def test_no_type_loses_more_than_by_llama_cpps_quantizer(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "IQ4_XS", "Q4_K", "Q6_K"])
 def test_blocks_of_one_value_and_of_none_come_back(name: str) -> None:
-    weight = torch.zeros(3, 512)
+    weight = torch.zeros(3, 256)
     weight[1] = -0.75
     weight[2, 32:64] = 3.0
     assert missed(weight, plain(weight, BLOCK_TYPES[name]).pack(), name).abs().max() < 0.02
-    gram = torch.eye(512)
+    gram = torch.eye(256)
     assert missed(weight, gptq_blocks(weight, gram, BLOCK_TYPES[name]).pack(), name).abs().max() < 0.02
 
 
@@ -71,7 +71,7 @@ def test_scales_and_least_values_are_the_least_squares_solution() -> None:
 
 def test_equations_of_few_rows_are_in_memory_together() -> None:
     """Those of all 2,048 rows would be more than nine times the matrix, and more of wider ones."""
-    weight, gram = problem(rows=2_048, columns=256)
+    weight, gram = problem(rows=2_048)
     grid = plain_grid(weight, BLOCK_TYPES["Q4_1"])
     levels = grid.round(weight)
     assert allocated_peak(lambda: refit(weight, gram, grid, levels)) < 4 * weight.nbytes
@@ -101,5 +101,5 @@ def test_weights_beyond_float16_are_refused(name: str) -> None:
 def test_a_table_is_packed_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole numbers take 8 bytes each before they are packed."""
     monkeypatch.setattr("compress.quantization.block_checkpoint.ROWS", 64)
-    packed, (weight, _) = BlockCheckpoint(tiny_config(), {"lm_head": "Q4_0"}), problem(rows=2_048, columns=256)
+    packed, (weight, _) = BlockCheckpoint(tiny_config(), {"lm_head": "Q4_0"}), problem(rows=2_048)
     assert allocated_peak(lambda: packed.add_matrix("lm_head", weight, search=True)) < weight.nbytes

@@ -14,12 +14,25 @@ from compress.quantization.layer_by_layer import TABLE_SHARE, quantize_calibrate
 from compress.quantization.mixed_precision import measure_groups
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.models.config import Experts
 from sportsllm.models.language_model import SportsLLM
-from tests.support.models import tiny_model
+from tests.support.calibration import NARROW, random_tokens
+from tests.support.models import saved, tiny_model
 from tests.support.pretend_gpu import pretended_gpu
 from tests.support.training import allocated_peak
+
+MIXTURE = {"mlp_kind": "experts", "experts": Experts(count=3, active=2)}
+SAMPLES = [tokens for length in (40, 64, 17) for tokens in random_tokens(1, length, rows=1, below=24)]
+ONE = [torch.arange(3, 67)[None]]
+
+
+def rounded(
+    model: SportsLLM, directory: Path, config: QuantizationConfig, samples: list[torch.Tensor], gptq: bool = True
+) -> tuple[PackedCheckpoint, dict[str, torch.Tensor]]:
+    """The packed model, and its scaled matrices before they were rounded."""
+    packed, originals = PackedCheckpoint(model.config, config), dict[str, torch.Tensor]()
+    quantize_calibrated(saved(directory, model), model.config, packed, samples, gptq=gptq, originals=originals)
+    return packed, originals
 
 
 def table_error(model: SportsLLM, samples: list[torch.Tensor], found_VD: torch.Tensor) -> float:
@@ -32,32 +45,29 @@ def table_error(model: SportsLLM, samples: list[torch.Tensor], found_VD: torch.T
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_head_is_rounded_for_its_inputs(checkpoint: Path, tmp_path: Path, tied: bool) -> None:
+def test_the_head_is_rounded_for_its_inputs(tmp_path: Path, tied: bool) -> None:
     model = tiny_model(tie_word_embeddings=tied)
     with torch.no_grad():  # states whose channels differ in strength, as in trained models
         model.model.norm.weight[::5] *= 8
-    save_checkpoint(tmp_path, model, checkpoint)
-    draw = torch.Generator().manual_seed(0)
-    samples = [torch.randint(0, 24, (1, 100), generator=draw) for _ in range(12)]  # few tokens: states are related
-    packed = PackedCheckpoint(model.config, QuantizationConfig(8, 32, head_bits=4))
-    quantize_calibrated(tmp_path, model.config, packed, samples)
+    samples = random_tokens(12, 100, rows=1, below=24)  # few tokens: states are related
+    packed, _ = rounded(model, tmp_path, QuantizationConfig(8, 32, head_bits=4), samples)
     name = "model.embed_tokens" if tied else "lm_head"
     plain = torch.from_numpy(round_weight(model.head_weight.detach(), packed.config.grid_for(name), True).dequantize())
     found, before = (table_error(model, samples, table) for table in (packed.matrix(name), plain))
     assert found < (0.85 if tied else 0.5) * before  # 0.80 and 0.31; as the embedding, nothing can be gained
 
 
-@pytest.mark.parametrize("experts", [None, Experts(count=4, active=2)])
-@pytest.mark.parametrize("config", [QuantizationConfig(4, symmetric=False, head_bits=4), QuantizationConfig(8)])
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [(QuantizationConfig(4, symmetric=False, head_bits=4), MIXTURE), (QuantizationConfig(8), {})],
+)
 def test_what_is_written_layer_by_layer_is_what_memory_holds(
-    config: QuantizationConfig, experts: Experts | None, checkpoint: Path, tmp_path: Path
+    config: QuantizationConfig, changes: dict[str, Any], checkpoint: Path, tmp_path: Path
 ) -> None:
-    model = tiny_model() if experts is None else tiny_model(mlp_kind="experts", experts=experts)
-    save_checkpoint(tmp_path, model, checkpoint)
-    draw = torch.Generator().manual_seed(0)
-    samples = [torch.randint(0, 24, (1, length), generator=draw) for length in (40, 64, 17)]
+    model = tiny_model(**NARROW, **changes)
+    saved(tmp_path, model, checkpoint)
     in_memory, in_file = (
-        round_checkpoint(tmp_path, model.config, config, "gptq", samples, False, path)
+        round_checkpoint(tmp_path, model.config, config, "gptq", SAMPLES, False, path)
         for path in (None, tmp_path / "packed.safetensors")
     )
     written = load_file(tmp_path / "packed.safetensors")
@@ -69,60 +79,49 @@ def test_what_is_written_layer_by_layer_is_what_memory_holds(
     )
 
 
-def test_a_wide_layer_takes_one_second_moment_in_float64(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wide_layer_takes_one_second_moment_in_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or three in float32: damped, its factor, and what that is made of. A copy in float64 would be twice as much."""
     monkeypatch.setattr("compress.quantization.gptq._EXACT", 0)
-    for name in ("compress.layer_fit.BAND", "compress.layerwise.BAND", "compress.quantization.gptq._BAND"):
-        monkeypatch.setattr(name, 64)
-    model = tiny_model(hidden_size=16, intermediate_size=1_200, num_hidden_layers=1, num_attention_heads=2)
-    save_checkpoint(tmp_path, model, checkpoint)
-    samples = [torch.randint(0, 24, (1, 20), generator=torch.Generator().manual_seed(0))]
-    given = tmp_path, model.config, QuantizationConfig(4), "gptq", samples, False, tmp_path / "packed.safetensors"
-    assert allocated_peak(lambda: round_checkpoint(*given)) < 1.8 * 8 * 1_200**2
+    for name in ("layer_fit.BAND", "layerwise.BAND", "quantization.gptq._BAND", "quantization.gptq._ROWS"):
+        monkeypatch.setattr(f"compress.{name}", 16)
+    model = tiny_model(hidden_size=16, intermediate_size=300, num_hidden_layers=1, num_attention_heads=2)
+    saved(tmp_path, model)
+    given = tmp_path, model.config, QuantizationConfig(4), "gptq", SAMPLES[2:], False, tmp_path / "packed.safetensors"
+    assert allocated_peak(lambda: round_checkpoint(*given)) < 1.8 * 8 * 300**2
 
 
 @pytest.mark.parametrize(
     ("method", "config", "changes"),
     [
         ("gptq", QuantizationConfig(4, symmetric=False), {}),
-        ("gptq", QuantizationConfig(8), {"tie_word_embeddings": False}),
-        ("balance", QuantizationConfig(8), {"mlp_kind": "experts", "experts": Experts(count=3, active=2)}),
+        ("gptq", QuantizationConfig(8), {"tie_word_embeddings": False, "num_hidden_layers": 1}),
+        ("balance", QuantizationConfig(8), MIXTURE | {"num_hidden_layers": 1, "intermediate_size": 48}),
     ],
 )
 def test_a_gpu_rounds_as_the_cpu_does(
-    method: str, config: QuantizationConfig, changes: dict[str, Any], checkpoint: Path, tmp_path: Path
+    method: str, config: QuantizationConfig, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """The pretended one computes on the CPU, and no sum may mix tensors of both."""
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = tiny_model(**small, **changes)
-    save_checkpoint(tmp_path, model, checkpoint)
-    draw = torch.Generator().manual_seed(0)
-    samples = [torch.randint(0, 24, (1, length), generator=draw) for length in (40, 64, 17)]
-    given = tmp_path, model.config, config, method, samples, True, tmp_path / "packed.safetensors"
+    model = tiny_model(**NARROW | changes)
+    saved(tmp_path, model)
+    given = tmp_path, model.config, config, method, SAMPLES, True, tmp_path / "packed.safetensors"
     with sdpa_kernel(SDPBackend.MATH):
-        wanted, wanted_costs = round_checkpoint(*given), measure_groups(tmp_path, model.config, config, samples)
+        wanted, wanted_costs = round_checkpoint(*given), measure_groups(tmp_path, model.config, config, SAMPLES)
         wanted_tensors = dict(wanted.packed.tensors)
         with pretended_gpu() as gpu:
             found = round_checkpoint(*given, gpu)
-            costs = measure_groups(tmp_path, model.config, config, samples, tmp_path, device=gpu)
+            costs = measure_groups(tmp_path, model.config, config, SAMPLES, tmp_path, device=gpu)
     assert all(torch.equal(found.packed.tensors[name], tensor) for name, tensor in wanted_tensors.items())
     assert all(torch.equal(found.originals[name], weight) for name, weight in wanted.originals.items())
     assert [group.kl for group in costs] == pytest.approx([group.kl for group in wanted_costs], rel=1e-6)
 
 
-def test_the_bands_of_wide_second_moments_change_no_rounding(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bands_of_wide_second_moments_change_no_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of bands are added up in another order, which turns few values."""
     model, found = tiny_model(std=0.1), list[dict[str, torch.Tensor]]()
-    save_checkpoint(tmp_path, model, checkpoint)
-    samples = [torch.randint(0, 24, (1, 100), generator=torch.Generator().manual_seed(n)) for n in range(4)]
     for band in (1024, 16):
         monkeypatch.setattr("compress.layerwise.BAND", band)
-        packed = PackedCheckpoint(model.config, QuantizationConfig(8))
-        quantize_calibrated(tmp_path, model.config, packed, samples, gptq=False)
+        packed, _ = rounded(model, tmp_path, QuantizationConfig(8), random_tokens(4, 100, rows=1, below=24), gptq=False)
         found.append({name: tensor for name, tensor in packed.tensors.items() if name.endswith("_packed")})
     assert max(float((found[0][name] != found[1][name]).float().mean()) for name in found[0]) < 0.005
 
@@ -133,51 +132,42 @@ def test_states_in_a_file_are_read_like_those_of_a_list(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([stored[-1], *stored[1:], *stored]), torch.cat([states[-1], *states[1:], *states]))
 
 
-def test_inputs_that_overflow_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_inputs_that_overflow_are_refused(tmp_path: Path) -> None:
     model = tiny_model()
     with torch.no_grad():
         model.model.layers[1].post_attention_layernorm.weight.mul_(1e30)
-    save_checkpoint(tmp_path, model, checkpoint)
-    packed = PackedCheckpoint(model.config, QuantizationConfig(head_bits=32))
     with pytest.raises(ArtifactError, match=r"layers.1.mlp.gate_proj: .* overflow"):
-        quantize_calibrated(tmp_path, model.config, packed, [torch.arange(64)[None]])
+        rounded(model, tmp_path, QuantizationConfig(head_bits=32), ONE, gptq=False)
 
 
-def test_a_matrix_whose_inputs_are_always_zero_is_rounded_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
-    model = tiny_model()
+def test_a_matrix_whose_inputs_are_always_zero_is_rounded_as_it_is(tmp_path: Path) -> None:
+    model = tiny_model(**NARROW)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.zero_()
-    save_checkpoint(tmp_path, model, checkpoint)
-    packed, originals = PackedCheckpoint(model.config, QuantizationConfig(8)), dict[str, torch.Tensor]()
-    quantize_calibrated(tmp_path, model.config, packed, [torch.arange(64)[None]], originals=originals)
+    packed, originals = rounded(model, tmp_path, QuantizationConfig(8), ONE)
     down = originals["model.layers.0.mlp.down_proj"]
     assert (packed.matrix("model.layers.0.mlp.down_proj") - down).abs().max() < 0.01 * down.abs().max()
 
 
 @pytest.mark.parametrize("gptq", [True, False])
 def test_an_expert_that_nobody_chose_is_rounded_as_it_is(
-    gptq: bool, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gptq: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experts = Experts(count=4, active=2, router="sigmoid", choice_bias=True)
-    model = tiny_model(std=0.1, mlp_kind="experts", experts=experts)
+    model = tiny_model(std=0.1, mlp_kind="experts", experts=experts, **NARROW)
     with torch.no_grad():
         model.model.layers[1].mlp.gate.bias[2] = -9.0
-    save_checkpoint(tmp_path, model, checkpoint)
-    packed, originals = PackedCheckpoint(model.config, QuantizationConfig(8)), dict[str, torch.Tensor]()
-    quantize_calibrated(tmp_path, model.config, packed, [torch.arange(3, 67)[None]], gptq=gptq, originals=originals)
+    packed, originals = rounded(model, tmp_path, QuantizationConfig(8), ONE, gptq)
     assert "experts that no token was sent to: layer 1: 2; more samples" in capsys.readouterr().err
     name = "model.layers.1.mlp.experts.2.down_proj"
     weight = originals[name]
     assert (packed.matrix(name) - weight).abs().max() < 0.01 * weight.abs().max()
 
 
-def test_the_originals_are_the_model_before_rounding(checkpoint: Path, tmp_path: Path) -> None:
-    model = tiny_model()
-    save_checkpoint(tmp_path, model, checkpoint)
-    packed, originals = PackedCheckpoint(model.config, QuantizationConfig(head_bits=32)), dict[str, torch.Tensor]()
-    tokens = torch.arange(64)[None]
-    quantize_calibrated(tmp_path, model.config, packed, [tokens], originals=originals)
-    before = model(tokens)
+def test_the_originals_are_the_model_before_rounding(tmp_path: Path) -> None:
+    model = tiny_model(**NARROW)
+    packed, originals = rounded(model, tmp_path, QuantizationConfig(head_bits=32), ONE)
+    before = model(ONE[0])
     state = {f"{module}.weight": weight for module, weight in originals.items()} | {
         name: packed.tensors[name] for name, value in model.state_dict().items() if value.ndim == 1
     }
@@ -185,4 +175,4 @@ def test_the_originals_are_the_model_before_rounding(checkpoint: Path, tmp_path:
     assert not torch.equal(state["model.layers.0.mlp.up_proj.weight"], model.model.layers[0].mlp.up_proj.weight)
     model.load_state_dict(state, strict=False)
     # Scaling is exact but for float32: some 1e-6 of each number, in 2 layers.
-    assert torch.allclose(model(tokens), before, atol=1e-4 * float(before.detach().abs().max()))
+    assert torch.allclose(model(ONE[0]), before, atol=1e-4 * float(before.detach().abs().max()))

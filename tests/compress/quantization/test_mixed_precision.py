@@ -23,6 +23,7 @@ from sportsllm.models.config import Experts
 from sportsllm.models.description import matrix_shapes
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.memory import WeightFormat, component_bytes
+from tests.support.calibration import NARROW
 from tests.support.lstm_models import LSTM
 from tests.support.models import saved, tiny_config, tiny_model
 
@@ -65,7 +66,12 @@ def test_of_given_draws_a_group_costs_half_the_squared_change_of_their_log_proba
 
 
 @pytest.mark.parametrize(
-    "changes", [{"qk_norm": True}, {"mlp_kind": "experts", "experts": Experts(count=3, active=2)}, LSTM]
+    "changes",
+    [
+        NARROW | {"qk_norm": True},
+        NARROW | {"mlp_kind": "experts", "experts": Experts(count=3, active=2), "num_hidden_layers": 1},
+        LSTM | {"num_hidden_layers": 1},
+    ],
 )
 def test_a_group_costs_the_second_order_of_its_divergence(
     changes: dict[str, Any], checkpoint: Path, tmp_path: Path
@@ -108,12 +114,9 @@ def test_the_best_bargains_are_taken_as_long_as_they_fit() -> None:
     assert set(choose_bits(QuantizationConfig(), groups, 351).modules) == {"a", "b", "c", "d", "e"}
 
 
-@pytest.mark.parametrize("method", ["mse", "gptq"])
-def test_the_stage_keeps_the_budget_and_its_export_is_faithful(
-    checkpoint: Path, corpus_file: Path, tmp_path: Path, method: str
-) -> None:
+def test_the_stage_keeps_the_budget_and_its_export_is_faithful(narrow: Path, corpus_file: Path, tmp_path: Path) -> None:
     result = quantize_checkpoint(
-        checkpoint, tmp_path / "out", QuantizationConfig(4, 64, 8), method, text=CalibrationText((corpus_file,), 8),
+        narrow, tmp_path / "out", QuantizationConfig(4, 32, 8), "gptq", text=CalibrationText((corpus_file,), 8),
         budget=SizeBudget(bits_per_weight=6.5),
     )  # fmt: skip
     assert 5.0 < result.bits_per_weight <= 6.5
@@ -132,15 +135,9 @@ def test_logits_that_overflow_are_refused(tmp_path: Path) -> None:
         measure_groups(saved(tmp_path, model), model.config, QuantizationConfig(), [torch.arange(64)[None]])
 
 
-def test_a_size_without_calibration_reads_few_samples(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
-    text, budget = CalibrationText((corpus_file,)), SizeBudget(bits_per_weight=6.5)
-    result = quantize_checkpoint(checkpoint, tmp_path / "out", method="mse", text=text, budget=budget)
-    assert result.sensitivity and 0 < result.calibration_tokens <= 4 * 128
-
-
 @pytest.mark.parametrize("method", ["balance", "gptq"])
 def test_shared_experts_keep_eight_bits(corpus_file: Path, checkpoint: Path, tmp_path: Path, method: str) -> None:
-    model = tiny_model(num_hidden_layers=1, mlp_kind="experts", experts=Experts(4, 2, shared=1))
+    model = tiny_model(num_hidden_layers=1, mlp_kind="experts", experts=Experts(4, 2, shared=1), **NARROW)
     saved(tmp_path / "in", model, checkpoint)
     text = CalibrationText((corpus_file,), 4)
     budget = SizeBudget(bits_per_weight=bits_per_weight(model.config, QuantizationConfig()) + 0.4)
@@ -160,18 +157,18 @@ def test_a_size_counts_everything(checkpoint: Path, corpus_file: Path, tmp_path:
     config, low = tiny_config(), QuantizationConfig(4, 32, 8)
     least = matrix_bytes(config, low) + 4 * (config.parameters - matrix_weights(config))
     wanted = (least + 5_000) / 1e6
-    result = quantize_checkpoint(
-        checkpoint, tmp_path / "out", low, text=CalibrationText((corpus_file,), 2), budget=SizeBudget(size_mb=wanted)
-    )
+    text, budget = CalibrationText((corpus_file,)), SizeBudget(size_mb=wanted)
+    result = quantize_checkpoint(checkpoint, tmp_path / "out", low, "mse", text=text, budget=budget)
     assert any(group["bits"] == 8 for group in result.sensitivity)
+    assert 0 < result.calibration_tokens <= 4 * 128, "a method without calibration reads few samples"
     header = 8 + int.from_bytes((tmp_path / "out" / "model.safetensors").read_bytes()[:8], "little")
     assert least < (tmp_path / "out" / "model.safetensors").stat().st_size - header <= wanted * 1e6
 
 
 def test_four_bits_spend_five_percent_more_by_default(
-    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    narrow: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = {"checkpoint": checkpoint, "calibration": [corpus_file], "group_size": 16}
+    few = {"checkpoint": narrow, "calibration": [corpus_file], "group_size": 16}
     mixed = load_command("quantize")(out=tmp_path / "mixed", settings={"samples": 2}, **few)
     uniform = load_command("quantize")(out=tmp_path / "uniform", settings={"samples": 2, "uniform": True}, **few)
     raised, said = sum(group["bits"] == 8 for group in mixed.sensitivity), capsys.readouterr().out
@@ -180,9 +177,9 @@ def test_four_bits_spend_five_percent_more_by_default(
     assert f"quantized: INT4 and INT8, {mixed.bits_per_weight:.2f} bits per weight, groups of 16, method gptq" in card
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("uniform", "mixed")]
     assert sizes[0] < sizes[1] <= 1.05 * sizes[0]
-    assert not load_command("quantize")(checkpoint=checkpoint, out=tmp_path / "rtn", method="rtn").sensitivity
+    assert not load_command("quantize")(checkpoint=narrow, out=tmp_path / "rtn", method="rtn").sensitivity
     with pytest.raises(UsageError, match="uniform=true is one precision for all"):
-        load_command("quantize")(checkpoint=checkpoint, out=tmp_path / "no", settings={"uniform": True}, size_mb=1.0)
+        load_command("quantize")(checkpoint=narrow, out=tmp_path / "no", settings={"uniform": True}, size_mb=1.0)
 
 
 def test_a_damaged_checkpoint_is_refused_before_it_is_measured(checkpoint: Path, tmp_path: Path) -> None:

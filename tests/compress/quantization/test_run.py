@@ -121,41 +121,41 @@ def test_the_default_method(bits: int, untrained: bool, method: str) -> None:
 
 
 def test_too_little_text_is_joined_by_the_models_own(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    narrow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By 20 tokens GPTQ fits noise: it is worse than rounding without text."""
     few, held_out = tmp_path / "few.txt", tmp_path / "held_out.jsonl"
     few.write_text("Lily had a ball. She played with Tom all day long.", encoding="utf-8")
-    result = quantize_checkpoint(checkpoint, tmp_path / "few", text=CalibrationText((few,)))
+    result = quantize_checkpoint(narrow, tmp_path / "few", text=CalibrationText((few,)))
     assert result.calibration_tokens > 200
     assert "are too few: adding 16 texts that the model" in capsys.readouterr().err.replace("\n", " ")
-    asked = quantize_checkpoint(checkpoint, tmp_path / "asked", text=CalibrationText((few,), 1))
+    asked = quantize_checkpoint(narrow, tmp_path / "asked", text=CalibrationText((few,), 1))
     assert asked.calibration_tokens < 100
     held_out.write_text(json.dumps({"text": few.read_text(encoding="utf-8")}) + "\n", encoding="utf-8")
     with pytest.raises(ArtifactError, match="all of it is held-out text"):
-        quantize_checkpoint(checkpoint, tmp_path / "out", text=CalibrationText((few,), None, (held_out,)))
+        quantize_checkpoint(narrow, tmp_path / "out", text=CalibrationText((few,), None, (held_out,)))
 
 
 def test_a_model_without_known_text_writes_its_own(
-    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    narrow: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = quantize_checkpoint(checkpoint, tmp_path / "own", text=CalibrationText((), 4))
+    own = quantize_checkpoint(narrow, tmp_path / "own", text=CalibrationText((), 4))
     assert own.method == "gptq"
     assert "2 texts that the model writes itself and a general text" in capsys.readouterr().err
-    again = quantize_checkpoint(checkpoint, tmp_path / "again", text=CalibrationText((), 4))
+    again = quantize_checkpoint(narrow, tmp_path / "again", text=CalibrationText((), 4))
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("own", "again")]
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0]) and again.method == "gptq"
     gone = CalibrationText((), 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sportsllm.inference.calibration.manifest_setting", lambda *_: [str(tmp_path / "gone.txt")])
-        assert gone.found(checkpoint) is gone
+        assert gone.found(narrow) is gone
     assert "gone.txt: training text of" in capsys.readouterr().err.replace("\n", "")
     with pytest.raises(UsageError, match="uses no calibration text"):
-        quantize_checkpoint(checkpoint, tmp_path / "out", method="rtn", text=CalibrationText((corpus_file,), 4))
+        quantize_checkpoint(narrow, tmp_path / "out", method="rtn", text=CalibrationText((corpus_file,), 4))
     empty = tmp_path / "empty.txt"
     empty.write_text("", encoding="utf-8")
     with pytest.raises(ArtifactError, match="no calibration text"):
-        quantize_checkpoint(checkpoint, tmp_path / "out", text=CalibrationText((empty,)))
+        quantize_checkpoint(narrow, tmp_path / "out", text=CalibrationText((empty,)))
     assert not (tmp_path / "out").exists()
 
 
