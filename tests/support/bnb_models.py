@@ -1,6 +1,5 @@
 """Checkpoints as `transformers` saves them from models that bitsandbytes packed."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,8 @@ import bitsandbytes
 import torch
 import transformers
 from safetensors.torch import save_file
+
+from tests.support.checkpoint_files import edit_json
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=384, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4,
@@ -88,9 +89,7 @@ def save(directory: Path, model: Any, kind: str, tokenizer_from: Path | None = N
     directory.mkdir(parents=True, exist_ok=True)
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, str(directory / "model.safetensors"))
     model.config.save_pretrained(directory)
-    data = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    data["quantization_config"] = quantization(kind)
-    (directory / "config.json").write_text(json.dumps(data), encoding="utf-8")
+    edit_json(directory / "config.json", quantization_config=quantization(kind))
     if tokenizer_from is not None:
         (directory / "tokenizer.json").write_bytes((tokenizer_from / "tokenizer.json").read_bytes())
     return directory

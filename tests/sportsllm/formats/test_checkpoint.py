@@ -9,8 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import sportsllm
-from compress.quantization.config import QuantizationConfig
-from compress.quantize import quantize_checkpoint
 from sportsllm.commands import find_model
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint, open_model
@@ -18,30 +16,19 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.packed_modules import QuantizedEmbedding
 from sportsllm.formats.safetensors import WEIGHTS, StreamedTensors
 from sportsllm.models.layers import KVCache
+from tests.support.checkpoint_files import edit_json, edit_tensors, refused
 from tests.support.disk import full_disk
 from tests.support.export_models import round_to_nearest
 
 
 @pytest.fixture
-def copy(checkpoint: Path, tmp_path: Path) -> Path:
-    target = tmp_path / "copy"
-    shutil.copytree(checkpoint, target)
-    return target
+def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A checkpoint to damage: the tiny one, or the fixture that a test names."""
+    source = request.getfixturevalue(getattr(request, "param", "checkpoint"))
+    return shutil.copytree(source, tmp_path / "copy", ignore=shutil.ignore_patterns("manifest.json"))
 
 
-def edit(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
-    tensors = load_file(str(directory / WEIGHTS))
-    if tensor is None:
-        del tensors[name]
-    else:
-        tensors[name] = tensor
-    save_file(tensors, str(directory / WEIGHTS))
-
-
-def refused(directory: Path, match: str) -> None:
-    with pytest.raises(ArtifactError, match=match) as caught:
-        load_checkpoint(directory)
-    assert "\n" not in str(caught.value)
+IN_INT4 = pytest.mark.parametrize("copy", ["int4"], indirect=True)
 
 
 def test_streamed_tensors_are_the_bytes_of_a_file_written_at_once(tmp_path: Path) -> None:
@@ -68,27 +55,23 @@ def test_streamed_tensors_need_their_space_at_once(tmp_path: Path) -> None:
     assert caught.value.filename == str(path)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("copy", ["checkpoint", "int4"], indirect=True)
 def test_a_model_beyond_the_free_memory_runs_layer_by_layer(
-    packed: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = checkpoint
-    if packed:
-        quantize_checkpoint(checkpoint, directory := tmp_path / "packed", QuantizationConfig(), "rtn")
-    whole = open_model(directory)
+    whole = open_model(copy)
     assert "each layer is loaded" not in capsys.readouterr().err
     monkeypatch.setattr("sportsllm.formats.checkpoint.available_bytes", lambda: 1_000)
-    streamed = open_model(directory)
+    streamed = open_model(copy)
     assert "GB of float32 weights exceed the free memory; each layer is loaded when it runs" in capsys.readouterr().err
     assert not any(name.startswith("model.layers") for name in streamed.state_dict())
     tokens, caches = torch.arange(3, 23)[None], [KVCache(whole.config, 1, 32) for _ in range(2)]
     assert torch.equal(streamed(tokens), whole(tokens))
     for part in (tokens[:, :7], tokens[:, 7:8]):
         assert torch.equal(streamed(part, caches[0]), whole(part, caches[1]))
-    edit(shutil.copytree(directory, tmp_path / "damaged"), "model.layers.1.input_layernorm.weight", torch.ones(3))
-    (tmp_path / "damaged" / "manifest.json").unlink(missing_ok=True)
+    edit_tensors(copy, {"model.layers.1.input_layernorm.weight": torch.ones(3)})
     with pytest.raises(ArtifactError, match="has shape"):
-        open_model(tmp_path / "damaged")(tokens)
+        open_model(copy)(tokens)
 
 
 def test_shards_and_half_precision(copy: Path) -> None:
@@ -119,20 +102,20 @@ def test_truncated_and_overlong(copy: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
 def test_not_finite(copy: Path, value: float) -> None:
-    edit(copy, "model.norm.weight", torch.full((64,), value, dtype=torch.float64))
+    edit_tensors(copy, {"model.norm.weight": torch.full((64,), value, dtype=torch.float64)})
     refused(copy, r"'model.norm.weight' holds NaN or infinity")
-    edit(copy, "model.norm.weight", torch.full((64,), 1.5).to(torch.float8_e4m3fn))
+    edit_tensors(copy, {"model.norm.weight": torch.full((64,), 1.5).to(torch.float8_e4m3fn)})
     assert torch.equal(load_checkpoint(copy).state_dict()["model.norm.weight"], torch.full((64,), 1.5))
 
 
 def test_wrong_missing_and_extra(copy: Path) -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
-    edit(copy, name, torch.zeros(16, 64))
+    edit_tensors(copy, {name: torch.zeros(16, 64)})
     refused(copy, r"k_proj.weight' has shape \(16, 64\), config.json asks for \(32, 64\)")
-    edit(copy, name, None)
+    edit_tensors(copy, {name: None})
     refused(copy, "k_proj.weight' is missing")
-    edit(copy, name, torch.zeros(32, 64))
-    edit(copy, "model.layers.7.mystery", torch.zeros(3))
+    edit_tensors(copy, {name: torch.zeros(32, 64)})
+    edit_tensors(copy, {"model.layers.7.mystery": torch.zeros(3)})
     refused(copy, "mystery' belongs to no part")
 
 
@@ -150,9 +133,9 @@ def test_nothing_there(tmp_path: Path, copy: Path) -> None:
 
 
 def test_tied_head_stored_twice_is_read_once(copy: Path) -> None:
-    edit(copy, "lm_head.weight", load_checkpoint(copy).head_weight.detach())
+    edit_tensors(copy, {"lm_head.weight": load_checkpoint(copy).head_weight.detach()})
     assert load_checkpoint(copy).lm_head is None
-    edit(copy, "lm_head.weight", torch.zeros(384, 64))
+    edit_tensors(copy, {"lm_head.weight": torch.zeros(384, 64)})
     with pytest.raises(ArtifactError, match=r"lm_head\.weight differs"):
         load_checkpoint(copy)
 
@@ -192,10 +175,8 @@ def test_an_adapter_beside_the_weights_is_not_ignored_silently(copy: Path, capsy
     ],
 )
 def test_end_tokens_of_generation_config_count(copy: Path, own: object, named: object, stops: tuple[int, ...]) -> None:
-    for name, value in (("config", own), ("generation_config", named)):
-        path = copy / f"{name}.json"
-        data = json.loads(path.read_text(encoding="utf-8")) | {"eos_token_id": value}
-        path.write_text(json.dumps(data), encoding="utf-8")
+    edit_json(copy / "config.json", eos_token_id=own)
+    edit_json(copy / "generation_config.json", eos_token_id=named)
     assert load_config(copy).stop_token_ids == stops
 
 
@@ -214,6 +195,7 @@ def test_a_packed_table_is_dense_only_if_it_is_the_head_too(bits: int, asymmetri
 _PACKED = "model.layers.0.self_attn.q_proj.weight"
 
 
+@IN_INT4
 @pytest.mark.parametrize(
     ("part", "tensor", "said"),
     [
@@ -225,14 +207,12 @@ _PACKED = "model.layers.0.self_attn.q_proj.weight"
         ("zero_point", torch.ones(64, 2, dtype=torch.uint8), r"weight_zero_point' has shape \(64, 2\)"),
     ],
 )
-def test_damaged_packed_tensors_are_refused(
-    int4: Path, tmp_path: Path, part: str, tensor: torch.Tensor, said: str
-) -> None:
-    directory = shutil.copytree(int4, tmp_path / "copy", ignore=shutil.ignore_patterns("manifest.json"))
-    edit(directory, f"{_PACKED}_{part}", tensor)
-    refused(directory, said)
+def test_damaged_packed_tensors_are_refused(copy: Path, part: str, tensor: torch.Tensor, said: str) -> None:
+    edit_tensors(copy, {f"{_PACKED}_{part}": tensor})
+    refused(copy, said)
 
 
+@IN_INT4
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
@@ -242,11 +222,7 @@ def test_damaged_packed_tensors_are_refused(
         ("modules", {_PACKED.removesuffix(".weight"): {"bits": 8}}, "does not fit shape"),
     ],
 )
-def test_damaged_records_of_quantization_are_refused(
-    int4: Path, tmp_path: Path, field: str, value: object, said: str
-) -> None:
-    directory = shutil.copytree(int4, tmp_path / "copy", ignore=shutil.ignore_patterns("manifest.json"))
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"][field] = value
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    refused(directory, said)
+def test_damaged_records_of_quantization_are_refused(copy: Path, field: str, value: object, said: str) -> None:
+    recorded = json.loads((copy / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    edit_json(copy / "config.json", quantization_config=recorded | {field: value})
+    refused(copy, said)
