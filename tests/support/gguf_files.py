@@ -2,15 +2,18 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 
 from export.gguf.write import add_facts
+from sportsllm.errors import ArtifactError
+from sportsllm.formats.gguf.convert import convert_gguf
 
 SIZES: dict[str, Any] = {
     "vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -59,6 +62,7 @@ def write_file(
     tokenizer: Mapping[str, Any],
     tensors: Mapping[str, np.ndarray],
     formats: Sequence[str] = (),
+    quantize: Callable[[np.ndarray, gguf.GGMLQuantizationType], np.ndarray] = gguf.quantize,
 ) -> Path:
     """A GGUF file: `settings` under the architecture's name, `tokenizer` under `tokenizer.ggml`; None leaves one out.
 
@@ -71,7 +75,7 @@ def write_file(
     writer.add_name("Tiny")
     for number, (name, values) in enumerate(tensors.items()):
         kind = gguf.GGMLQuantizationType[formats[number % len(formats)] if formats and values.ndim == 2 else "F32"]
-        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -135,3 +139,11 @@ def write_model(
     return write_file(
         path, model.config.model_type, settings_of(model.config) | settings, tokenizer, tensors_of(model), formats
     )
+
+
+def refused(file: Path, message: str, out: Path) -> None:
+    """The file is not converted, for a reason in one line that names it, and nothing is left behind."""
+    with pytest.raises(ArtifactError) as caught:
+        convert_gguf(file, out)
+    assert message in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
+    assert not out.exists() and not list(out.parent.glob("*.partial*"))

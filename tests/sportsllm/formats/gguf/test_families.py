@@ -1,5 +1,6 @@
 """GGUF files of families beside LLaMA's, written as llama.cpp's converter does, against `transformers`."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,11 @@ import pytest
 import torch
 import transformers
 
-from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.convert import convert_gguf
 from sportsllm.models.config import SLIDING, UNROTATED
 from tests.support import families
-from tests.support.gguf_files import ARCHITECTURES, byte_level, settings_of, tensors_of, write_file
+from tests.support.gguf_files import ARCHITECTURES, byte_level, refused, settings_of, tensors_of, write_file
 
 _SIZES = families.SIZES | {"num_hidden_layers": 6}
 _CONFIGS: dict[str, transformers.PretrainedConfig] = {
@@ -69,8 +69,13 @@ def settings(config: Any) -> dict[str, Any]:
     return settings_of(config) | caps | ({"attention.sliding_window": window} if window else {})
 
 
+@cache
+def model_of(name: str) -> Any:
+    return families.peer_of(_CONFIGS[name])
+
+
 def write(name: str, path: Path, tokenizer: Path, **changes: Any) -> Any:
-    model = families.peer_of(_CONFIGS[name])
+    model = model_of(name)
     kind = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[model.config.model_type]]
     write_file(path, kind, settings(model.config) | changes, byte_level(tokenizer), tensors_of(model))
     return model
@@ -106,9 +111,9 @@ def test_logits_are_those_of_the_model_that_was_written(name: str, tokenizer_dir
         ("granite", {"rope.scaling.finetuned": False}, "without rotary positions"),
         ("smollm3", {"expert_count": 8}, "a mixture of experts is not supported"),
         ("mixtral", {"expert_used_count": 5}, "5 of 4 experts per token"),
-        ("qwen3-moe", {"expert_count": 9}, r"ffn_gate_inp.weight' has shape \(8, 64\)"),
+        ("qwen3-moe", {"expert_count": 9}, "ffn_gate_inp.weight' has shape (8, 64)"),
         ("qwen3-moe", {"expert_used_count": 9}, "9 of 8 experts per token"),
-        ("qwen3-moe", {"expert_feed_forward_length": 48}, r"ffn_gate_exps.weight' has shape \(32, 64\)"),
+        ("qwen3-moe", {"expert_feed_forward_length": 48}, "ffn_gate_exps.weight' has shape (32, 64)"),
         ("phi3", {"feed_forward_length": 97}, "has 192 rows, the config asks for 194"),
     ],
 )
@@ -116,6 +121,4 @@ def test_what_is_not_honoured_is_refused_by_name(
     name: str, changes: dict[str, Any], said: str, tokenizer_directory: Path, tmp_path: Path
 ) -> None:
     write(name, tmp_path / "model.gguf", tokenizer_directory, **changes)
-    with pytest.raises(ArtifactError, match=said) as caught:
-        convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
-    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    refused(tmp_path / "model.gguf", said, tmp_path / "out")

@@ -13,9 +13,13 @@ from sportsllm.formats.gguf.blocks import BLOCK_TYPES, TABLE, Blocks
 from sportsllm.formats.gguf.config import open_gguf
 from sportsllm.formats.gguf.convert import convert_gguf
 from tests.support import llama_cpp
-from tests.support.gguf_files import byte_level, settings_of, tensors_of, write_model
+from tests.support.gguf_files import byte_level, settings_of, tensors_of, write_file, write_model
 
-TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S")
+TYPES = [
+    ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"],
+    ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"],
+    ["IQ4_NL", "IQ4_XS", "IQ3_S"],
+]
 
 
 @pytest.fixture(scope="module")
@@ -34,26 +38,18 @@ def wide() -> object:
     return model
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_a_type_is_read_as_llama_cpp_reads_it(
-    kind: str, wide: object, tokenizer_directory: Path, tmp_path: Path
-) -> None:
-    llama_cpp.engine()
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    from export.gguf.write import add_facts
+def quantized(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    return llama_cpp.quantized(values, kind.name) if values.ndim == 2 else values
 
-    facts = {f"llama.{key}": value for key, value in settings_of(wide.config).items()}
-    facts |= {f"tokenizer.ggml.{key}": value for key, value in byte_level(tokenizer_directory).items()}
-    add_facts(writer, facts)
-    for name, values in tensors_of(wide).items():
-        if values.ndim == 2:
-            writer.add_tensor(name, llama_cpp.quantized(values, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
-        else:
-            writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+
+@pytest.mark.parametrize("kinds", TYPES)
+def test_types_are_read_as_llama_cpp_reads_them(
+    kinds: list[str], wide: object, tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    """Matrices of the model are in these types in turn."""
+    llama_cpp.engine()
+    facts, tensors = (settings_of(wide.config), byte_level(tokenizer_directory)), tensors_of(wide)
+    write_file(tmp_path / "model.gguf", "llama", *facts, tensors, kinds, quantized)
     convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
     llama_cpp.assert_same(tmp_path / "model.gguf", load_checkpoint(tmp_path / "out"), 0.03)
 
