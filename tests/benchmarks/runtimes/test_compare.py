@@ -107,7 +107,7 @@ class Interpreters:
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "log.jsonl"
         self.modules = folder / "modules"
-        self.modules.mkdir()
+        self.modules.mkdir(parents=True)
 
     def write(self, **changed: str) -> str:
         for name, text in (FAKES | {f"{name}.py": text for name, text in changed.items()}).items():
@@ -147,9 +147,15 @@ def interpreters(tmp_path: Path) -> Interpreters:
     return Interpreters(tmp_path)
 
 
-def measure(export: Path, runtimes: list[Runtime], timeout_s: float = 60, rounds: int = 1) -> dict[str, Any]:
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    (path := tmp_path / "model.gguf").touch()
+    return path
+
+
+def measure(export: Path, runtimes: list[Runtime], timeout_s: float | None = None) -> dict[str, Any]:
     settings = {"threads": 1, "cpus": choose_cpus(1)}
-    return measure_against(export, CONFIG, runtimes, settings, [rounds], timeout_s)
+    return measure_against(export, CONFIG, runtimes, settings, [1], timeout_s)
 
 
 def test_a_turn_counts_first_token_and_rate_from_the_runtimes_times() -> None:
@@ -171,21 +177,23 @@ def test_a_turn_counts_first_token_and_rate_from_the_runtimes_times() -> None:
         time_turn(lambda prompt, count: [0.1], [32], 7)
 
 
-def test_every_adapter_drives_its_runtime(export: Path, interpreters: Interpreters, tmp_path: Path) -> None:
-    python = interpreters.write()
-    gguf = tmp_path / "model.gguf"
-    gguf.touch()
-    places = {"genai": export, "openvino": export, "ik_llama.cpp": gguf}
+def test_every_adapter_drives_its_runtime(export: Path, interpreters: Interpreters, gguf: Path) -> None:
+    """One of them twice, with options of its own."""
+    python, group_size = interpreters.write(), "DYNAMIC_QUANTIZATION_GROUP_SIZE"
+    asked = [f"openvino={export},python={python}", f"openvino+grouped={export},python={python},{group_size}=128"]
+    openvino = parse_runtimes([*asked, f"other+same={export}"], export)
+    assert [(one.kind, one.options) for one in openvino][1] == ("openvino", {group_size: 128})
     built = {"bench": interpreters.llama_bench(), "fa": 1}
     runtimes = [
-        Runtime("other", sys.executable, export),
-        *(Runtime(name, python, place) for name, place in places.items()),
+        Runtime("genai", python, export),
+        *openvino,
+        Runtime("ik_llama.cpp", python, gguf),
         *(Runtime(f"{name}+built", python, gguf, built) for name in ("llama.cpp", "ik_llama.cpp")),
     ]
     result = measure(export, runtimes)
     against = result["against"]
     assert {name: one["status"] for name, one in against.items()} == dict.fromkeys(
-        ["ours", "other", *places, "llama.cpp+built", "ik_llama.cpp+built"], "measured"
+        ["ours", *(runtime.name for runtime in runtimes)], "measured"
     )
     for name in ("llama.cpp+built", "ik_llama.cpp+built"):
         assert against[name]["version"] == "abc" and against[name]["peak_rss_bytes"] > 5e7
@@ -198,77 +206,82 @@ def test_every_adapter_drives_its_runtime(export: Path, interpreters: Interprete
         assert one["generated_tokens_per_s"]["32"] > 0 and one["ttft_ms"]["32"] > 0
         assert one["peak_rss_bytes"] > 5e6 and one["rounds"] == 1 and one["steady"] is False
         assert one["cpus"] == choose_cpus(1)
-    assert interpreters.logged("n_threads") == [1] and interpreters.logged("INFERENCE_NUM_THREADS") == [1]
+    assert interpreters.logged("n_threads") == [1] and interpreters.logged("INFERENCE_NUM_THREADS") == [1, 1]
+    assert interpreters.logged(group_size) == [128]
+    assert against["openvino"]["options"] == {} != against["openvino+grouped"]["options"]
     overlay = json.loads(interpreters.logged("overlay")[0])
     assert overlay["model"]["decoder"]["session_options"]["intra_op_num_threads"] == 1
-    assert interpreters.logged("directory") == [str(export), str(export), str(gguf)]
+    assert interpreters.logged("directory") == [str(export), str(export), str(export), str(gguf)]
     prompts = interpreters.logged("prompt")
-    assert len(prompts) == 21 and {len(prompt) for prompt in prompts} == {8, 32}
-    assert prompts[:7] == prompts[7:14] == prompts[14:]  # the same for all
+    assert len(prompts) == 28 and {len(prompt) for prompt in prompts} == {8, 32}
+    assert prompts[:7] == prompts[7:14] == prompts[14:21] == prompts[21:]  # the same for all
     assert verify_directory(export)[1] == []  # no runtime changed what it read
-    assert result["against_ratios"]["generated_tokens_per_s.32"]["better"] == "higher"
+    ratios = result["against_ratios"]
+    assert ratios["generated_tokens_per_s.32"]["better"] == "higher"
+    # A second export of ours counts only if there is no other runtime.
+    assert not {one["peer"] for one in ratios.values()} & {"ours", "other+same"}
     assert json.loads(json.dumps(result)) == result
 
 
-def test_failures_are_told_apart_and_stop_nobody(export: Path, interpreters: Interpreters, tmp_path: Path) -> None:
-    gguf = tmp_path / "model.gguf"
-    gguf.touch()
-    python = interpreters.write(
+def test_failures_are_told_apart_and_stop_nobody(export: Path, interpreters: Interpreters, gguf: Path) -> None:
+    broken = interpreters.write(
         **{"ik_llama_cpp/__init__": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"},
         onnxruntime_genai="raise RuntimeError('bad graph\\nmore')",
         openvino_genai="x = bytearray(1 << 60)",
     )
+    another = Interpreters(gguf.parent / "another")
+    python = another.write(
+        **{"ik_llama_cpp/_ctypes_api": FAKES["ik_llama_cpp/_ctypes_api.py"].replace("return 32", "return 48")},
+        onnxruntime_genai="import sys; raise RuntimeError(' '.join(sys.path))",
+    )
+    (another.modules / "openvino_genai.py").unlink()
     runtimes = [
-        Runtime("ik_llama.cpp", python, gguf),
-        Runtime("genai", python, export),
-        Runtime("openvino", python, export),
-        Runtime("llama.cpp", python, gguf, {"bench": "true"}),
+        Runtime("ik_llama.cpp", broken, gguf),
+        Runtime("ik_llama.cpp+wider", python, gguf),
+        Runtime("genai", broken, export),
+        Runtime("genai+path", python, export),
+        Runtime("openvino", broken, export),
+        Runtime("openvino+absent", python, export),
+        Runtime("llama.cpp", broken, gguf, {"bench": "true"}),
+        Runtime("other", sys.executable, gguf.parent),  # no export there
     ]
-    runtimes.append(Runtime("other", sys.executable, tmp_path))  # no export there
     result = measure(export, runtimes)
-    status = {name: one["status"] for name, one in result["against"].items()}
+    against = result["against"]
+    status = {name: one["status"] for name, one in against.items()}
     assert status["ours"] == "measured"
     assert status["ik_llama.cpp"].startswith("failed: ") and "crashed with SIGSEGV" in status["ik_llama.cpp"]
+    assert "hidden_size 48, ours has 32" in status["ik_llama.cpp+wider"]
     assert status["genai"] == "failed: RuntimeError: bad graph"
+    root, shown = Path(__file__).parents[3], status["genai+path"].split()  # nothing of this environment
+    assert str(another.modules) in status["genai+path"]
+    assert str(root) not in shown and str(root / "benchmarks") not in shown
     assert "stopped for memory" in status["openvino"]
+    if importlib.util.find_spec("openvino_genai") is None:
+        assert status["openvino+absent"] == "not installed"
+        assert against["openvino+absent"]["install"].startswith("pip install openvino-genai")
     assert status["llama.cpp"] == "failed: RuntimeError: true: printed no results; is it llama-bench?"
     assert status["other"].startswith("failed: ArtifactError")
-    assert all(set(one) == {"status"} for name, one in result["against"].items() if name != "ours")
+    assert not any({*one} - {"status", "install"} for name, one in against.items() if name != "ours")
     assert result["against_ratios"] == {} and list(result["against_raw"]) == ["ours"]
 
 
-def test_a_hang_another_model_and_what_is_not_there(export: Path, interpreters: Interpreters, tmp_path: Path) -> None:
-    gguf = tmp_path / "model.gguf"
-    gguf.touch()
-    other = {"ik_llama_cpp/_ctypes_api": FAKES["ik_llama_cpp/_ctypes_api.py"].replace("return 32", "return 48")}
-    python = interpreters.write(**other, onnxruntime_genai="import time; time.sleep(600)")
-    (interpreters.modules / "openvino_genai.py").unlink()
-    places = {"ik_llama.cpp": gguf, "genai": export, "openvino": export}
-    against = measure(export, [Runtime(name, python, place) for name, place in places.items()], timeout_s=5)["against"]
-    assert "no result within 5 s" in against["genai"]["status"] and "timeout=SECONDS" in against["genai"]["status"]
-    assert "hidden_size 48, ours has 32" in against["ik_llama.cpp"]["status"]
-    if importlib.util.find_spec("openvino_genai") is None:
-        assert against["openvino"]["status"] == "not installed"
-        assert against["openvino"]["install"].startswith("pip install openvino-genai")
+def test_a_hang_ends_after_the_time_that_is_given(export: Path, interpreters: Interpreters) -> None:
+    """So soon that ours is stopped too: no ratios."""
+    python = interpreters.write(onnxruntime_genai="import time; time.sleep(600)")
+    result = measure(export, [Runtime("genai", python, export)], timeout_s=0.1)
+    assert [*result["against"]] == ["ours", "genai"] and result["against_ratios"] == {}
+    for one in result["against"].values():
+        assert "no result within 0.1 s" in one["status"] and "timeout=SECONDS" in one["status"]
 
 
-@pytest.mark.parametrize("name", ["genai", "optimum"])
-def test_real_runtimes_read_the_export(export: Path, name: str) -> None:
-    pytest.importorskip({"genai": "onnxruntime_genai", "optimum": "optimum.onnxruntime"}[name])
-    one = measure(export, [Runtime(name, sys.executable, export)], timeout_s=120)["against"][name]
-    assert one["status"] == "measured", one
-    assert one["version"] and one["generated_tokens_per_s"]["32"] > 0
+def test_real_runtimes_read_the_export(export: Path) -> None:
+    for module in ("onnxruntime_genai", "optimum.onnxruntime"):
+        pytest.importorskip(module)
+    against = measure(export, [Runtime(name, sys.executable, export) for name in ("genai", "optimum")])["against"]
+    for name in ("genai", "optimum"):
+        assert against[name]["status"] == "measured", against[name]
+        assert against[name]["version"] and against[name]["generated_tokens_per_s"]["32"] > 0
     assert verify_directory(export)[1] == []
-
-
-def test_a_runtime_finds_nothing_of_this_environment(export: Path, interpreters: Interpreters) -> None:
-    leak = "import os, sys; raise RuntimeError(os.environ.get('SHOWN', '') + ' '.join(sys.path))"
-    python = interpreters.write(onnxruntime_genai=leak)
-    one = measure(export, [Runtime("genai", python, export)])["against"]["genai"]
-    root = Path(__file__).parents[3]
-    shown = one["status"].split()
-    assert str(interpreters.modules) in one["status"]
-    assert str(root) not in shown and str(root / "benchmarks") not in shown
 
 
 def test_our_kernels_are_measured_in_turns_with_portable_ones(export: Path) -> None:
@@ -301,40 +314,17 @@ def test_ratios_are_to_the_best_runtime_round_by_round() -> None:
     assert best_ratios(raw | {"three": [turn(400, 1, 1)] * 3}, ["one", "two"]) == ratios
 
 
-GROUPED = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
-
-
-def test_a_runtime_takes_part_twice_with_options_of_its_own(export: Path, interpreters: Interpreters) -> None:
-    python = interpreters.write()
-    asked = [f"openvino={export},python={python}", f"openvino+grouped={export},python={python},{GROUPED}=128"]
-    runtimes = parse_runtimes([*asked, f"other+same={export}"], export)
-    assert [(one.kind, one.options) for one in runtimes][1] == ("openvino", {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128})
-    result = measure(export, runtimes)
-    assert {name: one["status"] for name, one in result["against"].items()} == dict.fromkeys(
-        ["ours", "openvino", "openvino+grouped", "other+same"], "measured"
-    )
-    assert interpreters.logged("DYNAMIC_QUANTIZATION_GROUP_SIZE") == [128]
-    assert result["against"]["openvino"]["options"] == {} != result["against"]["openvino+grouped"]["options"]
-    # A second export of ours counts only where there is no other runtime.
-    assert {one["peer"] for one in result["against_ratios"].values()} <= {"openvino", "openvino+grouped"}
-    alone = measure(export, runtimes[2:])
-    assert {one["peer"] for one in alone["against_ratios"].values()} == {"other+same"}
-
-
 def test_flags_are_checked_before_anything_is_measured(export: Path) -> None:
     found = parse_runtimes([f"genai,python={sys.executable}", f"llama.cpp={export}", "genai"], export)
     assert [(one.name, one.directory) for one in found] == [("genai", export), ("llama.cpp", export)]
     assert parse_runtimes(None, export) == []
-    missing = (
-        f"genai={os.sep}not{os.sep}there",
-        "genai,python=/no/such/python",
-        f"llama.cpp={export},bench=/no/such/program",
-    )
     for wrong in (
         "vllm",
         "other",
         "llama.cpp",
-        *missing,
+        f"genai={os.sep}not{os.sep}there",
+        "genai,python=/no/such/python",
+        f"llama.cpp={export},bench=/no/such/program",
         "genai,x=1",
         f"llama.cpp={export},fa=1",
         "openvino,a",
