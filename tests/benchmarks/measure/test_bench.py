@@ -33,7 +33,7 @@ from benchmarks.reporting.bench_tables import bench_tables, describe, verdict_li
 from benchmarks.reporting.measured import Bench, Budget, as_bench, as_budget, judge_bench
 from sportsllm.errors import UsageError
 from sportsllm.formats.manifest import Manifest, Parent, directory_bytes
-from sportsllm.inference.scoring import TextScore
+from sportsllm.inference.scoring import LEAST_DOCUMENTS, TextScore
 from sportsllm.process_memory import peak_rss_bytes
 from tests.support.command_line import CommandLine
 from tests.support.models import BENCHED as CONFIG
@@ -71,7 +71,6 @@ def test_depths_and_prompts_fit_the_context() -> None:
 @pytest.mark.parametrize(
     ("code", "exit_code", "words"),
     [
-        ("import time; time.sleep(60)", 5, "no result within 1 s"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 5, "memory"),
         ("x = bytearray(1 << 60)", 5, "memory"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 1, "SIGSEGV"),
@@ -83,7 +82,7 @@ def test_depths_and_prompts_fit_the_context() -> None:
 )
 def test_a_child_that_gives_no_result_is_reported_in_one_line(code: str, exit_code: int, words: str) -> None:
     with pytest.raises(ChildFailure) as caught:
-        run_child(Turn("speed", python(code), "bench tiny (speed)"), timeout_s=1 if "sleep" in code else 60)
+        run_child(Turn("speed", python(code), "bench tiny (speed)"), timeout_s=60)
     assert caught.value.exit_code == exit_code
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
@@ -91,8 +90,9 @@ def test_a_child_that_gives_no_result_is_reported_in_one_line(code: str, exit_co
 def test_what_a_hung_child_started_ends_with_it(tmp_path: Path) -> None:
     started = tmp_path / "pid"
     code = f"import os; os.system('echo $$ > {started}; exec sleep 600')"
-    with pytest.raises(ChildFailure, match="no result within 3 s"):
+    with pytest.raises(ChildFailure, match="^bench tiny .*: no result within 3 s.*$") as caught:
         run_child(Turn("speed", python(code), "bench tiny (speed)"), timeout_s=3)
+    assert caught.value.exit_code == 5
     with suppress(psutil.NoSuchProcess):
         sleeper = psutil.Process(int(started.read_text()))
         while sleeper.status() != psutil.STATUS_ZOMBIE:
@@ -148,9 +148,6 @@ def test_every_promised_key_is_there(result: dict[str, Any], export: Path) -> No
     assert result["quality_interval_percent"] == pytest.approx((2.0, 2.0))
     assert json.loads(json.dumps(result)) == result
     assert result["cpus"] == choose_cpus(1)
-
-
-def test_decoding_goes_on_for_a_while(result: dict[str, Any]) -> None:
     sustained = result["sustained"]
     assert sustained["depth"] == 152 and sustained["minutes"] == 0.02
     assert sustained["first_tokens_per_s"] == sustained["windows"][0]["tokens_per_s"] > 0
@@ -327,15 +324,18 @@ def test_a_gguf_file_is_judged_by_its_own_size_and_by_no_copy_of_it(
 def test_limits_of_the_distance_from_the_teacher_are_held_to_what_eval_measures(
     int4: Path,
     checkpoint: Path,
-    corpus_file: Path,
+    texts: list[str],
     result: dict[str, Any],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     cli: CommandLine,
 ) -> None:
     monkeypatch.setattr(bench, "run_bench", lambda *_, **__: copy.deepcopy(result))
+    documents = "".join(json.dumps({"text": text[:100]}) + "\n" for text in texts[:LEAST_DOCUMENTS])
+    (text := tmp_path / "text.jsonl").write_text(documents, encoding="utf-8")
     limits = ["--limit", "kl_nats=0.000001", "--limit", "top1_changed_percent=99"]
-    printed, _ = cli.says("bench", int4, *limits, "--text", corpus_file, "--teacher", checkpoint, code=4)
-    eval_found = cli.result("eval", int4, "--against", checkpoint, "--text", corpus_file)["divergence"]
+    printed, _ = cli.says("bench", int4, *limits, "--text", text, "--teacher", checkpoint, code=4)
+    eval_found = cli.result("eval", int4, "--against", checkpoint, "--text", text)["divergence"]
     found = {one["name"]: one for one in printed["budget"]["limits"]}
     assert found["kl_nats"]["value"] == pytest.approx(eval_found["kl"]) and found["kl_nats"]["verdict"] == "fail"
     changed = found["top1_changed_percent"]
