@@ -1,4 +1,4 @@
-"""A model that is measured in real processes, whether the machine is quiet or not."""
+"""A model that is measured in real processes, whether the machine is quiet or not, and a machine measured briefly."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +14,8 @@ from tests.support.models import BENCHED, saved
 def _at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.measure.process.wait_for_quiet", lambda longest_s, cpus=None: True)
+        patch.setattr("benchmarks.measure.machine.WORKING_SET_BYTES", 2**24)
+        patch.setattr("benchmarks.measure.machine.MATRIX", 256)
         yield
 
 

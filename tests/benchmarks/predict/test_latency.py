@@ -136,7 +136,6 @@ def test_coefficients_are_the_hardwares_figures_or_the_device_files_own(monkeypa
 
 
 def test_the_figures_of_this_machine_are_measured() -> None:
-    machine.this_machine.cache_clear()
     found = machine.this_machine(1)
     assert isinstance(found, Hardware) and found.cores.value == 1
     assert found.memory_bandwidth.kind == found.fp32_matmul_rate.kind == "measured"
@@ -144,7 +143,6 @@ def test_the_figures_of_this_machine_are_measured() -> None:
     # Four digits of either.
     assert found.int8_matmul_rate.value == pytest.approx(factor * found.fp32_matmul_rate.value, rel=1e-3)
     assert machine.this_machine(1) is found  # once
-    machine.this_machine.cache_clear()
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, width: int) -> ModelConfig:

@@ -18,7 +18,7 @@ from tests.support.models import tiny_config
 from tests.support.plans import plan
 
 GPUS = 64
-CONFIG = PLANNED["8b"].with_changes(num_hidden_layers=4, max_position_embeddings=64)
+CONFIG = PLANNED["8b"].with_changes(num_hidden_layers=1, max_position_embeddings=64)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def first_of_64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2, 8])
+@pytest.mark.parametrize("tensor_parallel", [1, 8])
 def test_one_of_64_processes_holds_the_bytes_that_are_predicted(first_of_64: None, tensor_parallel: int) -> None:
     """Exactly, since 64 divides the rows of every matrix of this shape; more than a 64th with tensor parallelism."""
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -136,13 +136,12 @@ def test_a_budget_that_only_a_shorter_cache_can_meet_gets_one() -> None:
     assert {one.format.cache for one in planned if one.way == WHOLE} == {"int8"}
 
 
-@pytest.mark.parametrize("vocab_size", [TEACHER.vocab_size, 2**24])
-def test_nothing_fits_names_the_nearest_miss_and_what_to_relax(vocab_size: int) -> None:
+def test_nothing_fits_names_the_nearest_miss_and_what_to_relax() -> None:
     """Numbers that `--limit` takes, also beyond a thousand."""
     relax = r"relax file_mb to [\d.]+( and peak_memory_mb to [\d.]+)?, or start"
     said = rf"nothing fits laptop-x86: .* file_mb [\d.]+ of 0.01 MB.* \(predicted\); {relax}"
     with pytest.raises(GateError, match=said):
-        started(with_limits(file_mb=0.01), TEACHER.with_changes(vocab_size=vocab_size))
+        started(with_limits(file_mb=0.01), TEACHER.with_changes(vocab_size=2**24))
 
 
 def test_what_is_measured_corrects_those_alike() -> None:
@@ -293,7 +292,7 @@ def test_on_the_device_a_model_that_is_outside_as_timed_is_replaced_by_a_smaller
     assert all(search.timed[name]["tpot_p50_ms"] <= 1.0 for name in search.tried)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("minutes", [1.5, 4.0, 8.0])
+@pytest.mark.parametrize("minutes", [1.5, 4.0])
 def test_the_time_limit_holds_for_trials_and_the_finish_together(minutes: float) -> None:
     """A trial takes a second for each thousand tokens, a finish of all 100,000 a hundred seconds, and its bench."""
     trials = Rule()
