@@ -90,7 +90,7 @@ def test_a_child_that_gives_no_result_is_reported_in_one_line(code: str, exit_co
 def test_what_a_hung_child_started_ends_with_it(tmp_path: Path) -> None:
     started = tmp_path / "pid"
     code = f"import os; os.system('echo $$ > {started}; exec sleep 600')"
-    with pytest.raises(ChildFailure, match="^bench tiny .*: no result within 3 s.*$") as caught:
+    with pytest.raises(ChildFailure, match=r"^bench tiny .*: no result within 3 s.*$") as caught:
         run_child(Turn("speed", python(code), "bench tiny (speed)"), timeout_s=3)
     assert caught.value.exit_code == 5
     with suppress(psutil.NoSuchProcess):
