@@ -125,7 +125,7 @@ def stories() -> Path:
     return STORIES
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def batches(texts: list[str], tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedSequences:
     """Two packed rows of 32 tokens at a time."""
     tokens = tokenize(texts, load_tokenizer(tokenizer_directory), tmp_path_factory.mktemp("tokens"))

@@ -17,7 +17,11 @@ TOLERANCE = 2e-6
 """Of float32 weights of at most 1: scores of order 10 are off by some 1e-6, which an exponential passes on."""
 
 
-@pytest.mark.parametrize("name", families.CONFIGS)
+FAMILIES = ["gemma3", "gemma2", "gpt2", "opt", "gpt-neox", "olmo2", "granite", "deepseek-v3", "deepseek-v2-yarn"]
+"""Each calls attention, embeds tokens or joins its sublayers in another way; the other families do as one of these."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_weights_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     peer = families.save(name, tmp_path)
     model = load_checkpoint(tmp_path)

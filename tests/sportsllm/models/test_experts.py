@@ -16,8 +16,6 @@ from sportsllm.models.experts import BIAS_STEP, balance_biases, imbalance, pop_e
 from sportsllm.models.presets import PRESETS
 from sportsllm.models.training_memory import TrainingStep, training_memory
 from sportsllm.text.packing import PackedSequences
-from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.text.tokens import tokenize
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.settings import TrainConfig
 from tests.support.models import tiny_model
@@ -118,9 +116,7 @@ def test_unused_experts_become_easier_to_choose() -> None:
     assert pop_expert_load(model) == [[0.5, 0.0, 0.25, 0.25]] and pop_expert_load(model) == []
 
 
-def test_training_logs_the_share_of_every_expert(texts: list[str], tokenizer_directory: Path, tmp_path: Path) -> None:
-    words = load_tokenizer(tokenizer_directory)
-    batches = PackedSequences(tokenize(texts[:10], words, tmp_path / "tokens"), 32, 2, seed=0)
+def test_training_logs_the_share_of_every_expert(batches: PackedSequences, tmp_path: Path) -> None:
     config = TrainConfig(steps=4, batch_size=2, accumulation=1, sequence=32, warmup=1, log_every=2, optimizer="adamw")
     train_model(model_with(), batches, language_model_loss, config, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -32,21 +32,13 @@ def test_full_cache_is_refused() -> None:
         model(torch.zeros(1, 5, dtype=torch.long), KVCache(model.config, 1, 4))
 
 
-def test_packed_documents_do_not_see_each_other() -> None:
-    model = tiny_model()
-    first, other, second = (
-        torch.randint(3, 384, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 14, 17)
-    )
+def test_a_document_that_goes_on_in_the_next_row_starts_anew_there() -> None:
+    """Documents in one row are compared with each alone in test_families.py."""
+    first, second = (torch.randint(3, 384, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 8))
+    rows = torch.stack([torch.cat([first, second]), torch.cat([second, first])])
     with torch.inference_mode():
-        alone = model(second[None])[0]
-        for before in (first, other):
-            row = torch.cat([before, second])
-            packed = model(row[None], documents=(len(before), len(row)))[0, len(before) :]
-            assert torch.allclose(packed, alone, atol=TOLERANCE, rtol=TOLERANCE)
-        # A document that goes on in the next row of the batch starts anew there.
-        rows = torch.stack([torch.cat([first, second[:8]]), torch.cat([second[:8], first])])
-        batch = model(rows, documents=(9, 17, 25, 34))
-        assert torch.allclose(batch[0, 9:], batch[1, :8], atol=TOLERANCE, rtol=TOLERANCE)
+        batch = tiny_model()(rows, documents=(9, 17, 25, 34))
+    assert torch.allclose(batch[0, 9:], batch[1, :8], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_training_never_holds_all_logits_nor_all_attention() -> None:

@@ -38,15 +38,13 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "tied": Shape({}),
-    "untied": Shape({"tie_word_embeddings": False}),
+    "untied, large vocabulary": Shape({"tie_word_embeddings": False, "vocab_size": 3_000, "num_hidden_layers": 2}),
     "deep": Shape({"num_hidden_layers": 8}),
-    "wide": Shape({"hidden_size": 96, "intermediate_size": 320, "num_hidden_layers": 2}),
-    "large vocabulary": Shape({"vocab_size": 3_000, "num_hidden_layers": 2}),
+    "Muon": Shape({}, optimizer="muon"),
+    "wide, packed documents": Shape({"hidden_size": 96, "intermediate_size": 320}, ends=(20, 61, 100, 128)),
     "one short sequence": Shape({}, 1, 8),
     "long, all heads": Shape({"num_key_value_heads": 4}, 1, 256),
     "Qwen's norms and biases": Shape({"qk_norm": True, "attention_bias": True, "attention_output_bias": True}),
-    "packed documents": Shape({}, ends=(20, 61, 100, 128)),
-    "Muon": Shape({}, optimizer="muon"),
     "states of 8 bits": Shape({"vocab_size": 512}, bits=8),
 }
 
