@@ -25,19 +25,19 @@ def words(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-
 
 def test_no_token_is_read_twice(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     book = tmp_path / "book.txt"
-    book.write_text("".join(f"{n} line\n\n" for n in range(20_000)), encoding="utf-8")
+    book.write_text("".join(f"{n} line\n\n" for n in range(4_000)), encoding="utf-8")
     found = calibration_samples([book], [], words, CONFIG, None, 64, most=50)
     numbers = [
         number for piece in found for number in words.decode(piece[0].tolist()).split()[1:-1] if number.isdigit()
     ]
     assert len(numbers) == len(set(numbers))
     assert 50 * 64 <= sum(piece.numel() for piece in found) < 51 * 64
-    assert max(map(int, numbers)) > 10_000  # not the start of the file alone
+    assert max(map(int, numbers)) > 2_000  # not the start of the file alone
 
 
 def test_a_large_model_reads_less(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     book = tmp_path / "book.txt"
-    book.write_text("".join(f"{n} line\n\n" for n in range(20_000)), encoding="utf-8")
+    book.write_text("".join(f"{n} line\n\n" for n in range(12_000)), encoding="utf-8")
     large = preset("large").with_changes(vocab_size=CONFIG.vocab_size)
     neurons = 4 * large.intermediate_size // 256  # four tokens each
     for model, pieces in ((CONFIG, 256), (preset("small").with_changes(vocab_size=400), 59), (large, neurons)):

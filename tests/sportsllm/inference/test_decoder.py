@@ -119,12 +119,15 @@ def test_any_cut_gives_the_text_before_the_first_stop_and_no_piece_later() -> No
 PLAIN = Sampling(1.0, 0, 1.0)
 
 
-def alone(model: SportsLLM, prompt: list[int], stops: list[int], uniform: np.ndarray) -> tuple[list[int], bool]:
-    """Oracle: the whole text read again for each token, float64, a loop over the distribution."""
+def alone(
+    model: SportsLLM, found: list[int], prompt: list[int], stops: list[int], uniform: np.ndarray
+) -> tuple[list[int], bool]:
+    """Oracle: what each draw gives after the beginning of `found`, by float64 loops over the distributions."""
+    with torch.inference_mode():
+        shares_TV = torch.softmax(model(torch.tensor([found]))[0].double(), -1).tolist()
     tokens = list(prompt)
     for place in range(len(prompt), len(uniform)):
-        with torch.inference_mode():
-            shares = torch.softmax(model(torch.tensor([tokens]))[0, -1].double(), -1).tolist()
+        shares = shares_TV[place - 1]
         token, reached = 0, shares[0]
         while reached <= uniform[place]:
             token += 1
@@ -155,9 +158,8 @@ def test_a_row_in_a_batch_of_other_lengths_equals_the_row_alone() -> None:
     uniform = np.random.default_rng(0).random((len(prompts), 80))
     stops = [1]  # also inside a prompt, which does not end there
     found = sample_texts(model, prompts, stops, PLAIN, uniform)
-    assert [tuple(text) for text in found] == [
-        alone(model, prompt, stops, row) for prompt, row in zip(prompts, uniform, strict=True)
-    ]
+    for text, prompt, row in zip(found, prompts, uniform, strict=True):
+        assert tuple(text) == alone(model, text.tokens, prompt, stops, row)
     assert len({len(text.tokens) for text in found}) > 5 and {text.ended for text in found} == {True, False}
 
 

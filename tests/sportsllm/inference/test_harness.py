@@ -52,12 +52,16 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "task.yaml"
 
 
-@pytest.mark.parametrize("form", ["checkpoint", "exported_int4"])
-def test_accuracy_is_that_of_eval_questions(form: str, task: Path, request: pytest.FixtureRequest) -> None:
-    directory = request.getfixturevalue(form)
+def accuracy_of(directory: Path, task: Path) -> float:
+    """That of `eval --questions`."""
     decoder = open_decoder(directory, threads=1)
-    tokenizer = load_tokenizer(directory, decoder.config)
-    accuracy = question_accuracy(decoder, tokenizer, read_questions(task.with_name("questions.jsonl")))
+    questions = read_questions(task.with_name("questions.jsonl"))
+    return question_accuracy(decoder, load_tokenizer(directory, decoder.config), questions)
+
+
+def test_accuracy_is_that_of_eval_questions(checkpoint: Path, task: Path) -> None:
+    decoder, accuracy = open_decoder(checkpoint, threads=1), accuracy_of(checkpoint, task)
+    tokenizer = load_tokenizer(checkpoint, decoder.config)
     ((name, (score, values)),) = run_tasks(decoder, tokenizer, [str(task)]).items()
     assert (name, score.metric, score.documents, score.shots) == ("my_questions", "acc_bytes", 24, 0)
     assert score.value == accuracy == sum(values) / 24
@@ -154,6 +158,7 @@ def test_eval_prints_tasks_and_refuses_unknown_ones(
 def test_bench_compares_with_the_teacher(exported_int4: Path, checkpoint: Path, task: Path) -> None:
     found = task_quality(Model(exported_int4, USUAL, 1), Model(checkpoint, USUAL, 1), [str(task)], {})
     own, teacher = (found[key]["my_questions"]["value"] for key in ("tasks", "teacher_tasks"))
+    assert (own, teacher) == (accuracy_of(exported_int4, task), accuracy_of(checkpoint, task))
     assert found["accuracy_loss_points"] == pytest.approx(100 * (teacher - own))
     low, high = found["accuracy_interval_points"]
     assert low <= found["accuracy_loss_points"] <= high and json.loads(json.dumps(found)) == found
