@@ -8,6 +8,7 @@ import gc
 import importlib
 import itertools
 import json
+import math
 import os
 import pkgutil
 import select
@@ -64,10 +65,15 @@ def process_group(*words: str) -> Iterator[subprocess.Popen[str]]:
         started = psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []
         with suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)
-        for process in started:  # torchrun gives each process a group of its own
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill_all(started)
         run.communicate()
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    """End them one by one: torchrun gives each process a group of its own."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 @cache
@@ -91,9 +97,9 @@ def forked(rounds: str, *words: str, timeout: float = 600.0) -> str:
     """The command line in several processes, as torchrun starts them; returns what they said.
 
     Args:
-        rounds: `COUNT` or `COUNT:STEP`, with commas: the last of COUNT processes is killed before that step, and the
-            next round starts. `COUNT@RANK:CALL` kills the process RANK instead, at the CALL-th of its calls that meet
-            other processes, take a step or save. The state is saved after every step.
+        rounds: `COUNT` or `COUNT:STEP`, with commas: after that step the state is saved, the last of COUNT processes is
+            killed, and the next round starts. `COUNT@RANK:CALL` kills the process RANK instead, at the CALL-th of its
+            calls that meet other processes, take a step or save, and saves after every step.
         words: of the command line; `{rank}` stands for the number of the process.
         timeout: in seconds, within which the rounds end as expected.
     """
@@ -106,7 +112,7 @@ def forked(rounds: str, *words: str, timeout: float = 600.0) -> str:
 
 
 def run_process(
-    rank: int, count: int, port: int, restarts: int, last: int | None, calls: bool, words: list[str]
+    rank: int, count: int, port: int, restarts: int, last: int, dies: bool, calls: bool, words: list[str]
 ) -> int:
     from sportsllm import processes
     from sportsllm.training import loop, state
@@ -114,15 +120,18 @@ def run_process(
     known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
     known |= {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_RUN_ID": os.getppid(), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {name: str(value) for name, value in known.items()} if count > 1 else {}
-    loop._SAVE_EVERY_S = 0.0
+    loop._SAVE_EVERY_S = 0.0 if calls else math.inf
     counted = itertools.count(1)
 
     def kill_in(module: Any, name: str) -> None:
         function = getattr(module, name)
 
         def killed(*given: Any, **named: Any) -> Any:
-            if last == (next(counted) if calls else given[0].state.step):
+            place = next(counted) if calls else given[0].state.step
+            if dies and place == last:
                 os.kill(os.getpid(), 9)
+            if not calls:
+                loop._SAVE_EVERY_S = 0.0 if place + 1 == last else math.inf
             return function(*given, **named)
 
         setattr(module, name, killed)
@@ -161,8 +170,8 @@ def run_rounds(rounds: str, words: list[str]) -> int:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         for rank in range(int(count)):
-            last = int(number) if number and rank == int(killed or int(count) - 1) else None
-            in_fork(run_process, rank, int(count), port, restarts, last, bool(calls), words)
+            dies = bool(number) and rank == int(killed or int(count) - 1)
+            in_fork(run_process, rank, int(count), port, restarts, int(number or 0), dies, bool(calls), words)
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(int(count))]
         if bool(number) != any(codes):
             sys.stderr.write(f"round {part}: exit codes {codes}\n")
@@ -188,6 +197,7 @@ def obey(client: socket.socket) -> None:
     """Pass the client's signals on; without it nothing is left to do."""
     while client.recv(1):
         os.kill(os.getpid(), signal.SIGTERM)
+    kill_all(psutil.Process().children(recursive=True))
     os.killpg(0, signal.SIGKILL)
 
 
