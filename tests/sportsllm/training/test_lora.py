@@ -23,9 +23,6 @@ from tests.support.command_line import CommandLine
 from tests.support.models import tiny_model
 from tests.support.training import options_of
 
-CONFIG = TrainConfig(
-    steps=6, batch_size=2, accumulation=2, sequence=32, learning_rate=1e-2, warmup=2, log_every=2, precision="fp32"
-)
 TOKENS = torch.randint(3, 384, (2, 24), generator=torch.Generator().manual_seed(0))
 
 

@@ -1,16 +1,13 @@
 """Chunked losses against plain float64 code and autograd."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sportsllm.processors import LOSS_CHUNK_TOKENS, loss_chunk_tokens
 from sportsllm.text.packing import IGNORE
-from sportsllm.training.loss import ChunkLoss, cross_entropy, head_loss, softmax_into
+from sportsllm.training.loss import cross_entropy, softmax_into
 
 TOKENS, WIDTH, VOCAB = 37, 24, 101
 # float32 keeps 24 bits, 6e-8: a loss of ~100 summed from 30 rows of 101 terms, and gradients of ~1 times hidden states
@@ -27,18 +24,6 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, targets
 
 
-class Sizes(TorchDispatchMode):
-    """The largest tensor that any operation made."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.largest = max(self.largest, result.numel())
-        return result
-
-
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
     loss = F.cross_entropy(h @ w.T, targets, ignore_index=IGNORE, reduction="sum")
@@ -46,30 +31,19 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     return loss.detach(), h.grad, w.grad
 
 
-def fused(hidden: Tensor, weight: Tensor, chunk_loss: ChunkLoss, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    loss = head_loss(h, w, chunk_loss, chunk)
-    (loss * 3).backward()  # a factor that the saved gradients must take up
-    return loss.detach().double(), h.grad.double() / 3, w.grad.double() / 3
-
-
-def assert_equal(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    torch.testing.assert_close(ours[0], expected[0], rtol=LOSS_RTOL, atol=LOSS_RTOL)
-    for gradient, exact in zip(ours[1:], expected[1:], strict=True):
-        torch.testing.assert_close(gradient, exact, rtol=0, atol=GRADIENT_ATOL)
-
-
-@pytest.mark.parametrize("chunk", [1, 5, 16, 37, 64])
+@pytest.mark.parametrize("chunk", [1, 16, 37, 64])
 def test_cross_entropy_equals_float64(chunk: int) -> None:
     hidden, weight, targets = inputs()
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     loss = cross_entropy(h, w, targets, chunk)
-    (loss * 3).backward()
-    ours = (loss.detach().double(), h.grad.double() / 3, w.grad.double() / 3)
-    assert_equal(ours, naive(hidden, weight, targets))
+    (loss * 3).backward()  # a factor that the saved gradients must take up
+    expected, *gradients = naive(hidden, weight, targets)
+    torch.testing.assert_close(loss.detach().double(), expected, rtol=LOSS_RTOL, atol=LOSS_RTOL)
+    for ours, exact in zip((h.grad, w.grad), gradients, strict=True):
+        torch.testing.assert_close(ours.double() / 3, exact, rtol=0, atol=GRADIENT_ATOL)
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 63, 101, 1000, 2049, 32_000])
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 101, 2049, 32_000])
 def test_softmax_in_place_is_the_softmax(size: int) -> None:
     logits = torch.randn(5, size, generator=torch.Generator().manual_seed(size)) * 5
     expected, exact = torch.softmax(logits, -1), logits.double().logsumexp(-1, keepdim=True)

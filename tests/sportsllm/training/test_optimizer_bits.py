@@ -23,7 +23,7 @@ def test_a_model_learns_as_well(batches: PackedSequences, tmp_path: Path) -> Non
     losses = {}
     for bits in (32, 8):
         (tmp_path / str(bits)).mkdir()
-        config = _config(bits, steps=30)
+        config = _config(bits, steps=30, accumulation=1)
         losses[bits] = train_model(fresh(), batches, language_model_loss, config, tmp_path / str(bits)).loss
     assert losses[32] is not None and losses[32] < 5
     assert losses[8] == pytest.approx(losses[32], rel=0.01) and losses[8] != losses[32]
