@@ -20,17 +20,6 @@ from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
 LOSS_RTOL, GRADIENT_ATOL = 1e-5, 1e-5
 
 
-def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
-    g = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=g) for shape in shapes]
-
-
-def some_targets(tokens: int) -> Tensor:
-    targets = torch.zeros(tokens, dtype=torch.int64)
-    targets[[0, tokens // 2, tokens - 1]] = IGNORE
-    return targets
-
-
 def naive_hidden(student: Tensor, teacher: Tensor, targets: Tensor, projection: Tensor | None = None) -> Tensor:
     student, teacher = student.flatten(0, -2).double(), teacher.flatten(0, -2).double()
     predicted = student if projection is None else student @ projection.double().T
@@ -38,29 +27,27 @@ def naive_hidden(student: Tensor, teacher: Tensor, targets: Tensor, projection: 
     return errors[targets.flatten() != IGNORE].sum()
 
 
-def assert_same(ours: Tensor, exact: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-    torch.testing.assert_close(ours.double(), exact, rtol=LOSS_RTOL, atol=1e-7)
-    ours_gradients = torch.autograd.grad(ours * 3, [a for a, _ in pairs])
-    for gradient, expected in zip(ours_gradients, torch.autograd.grad(exact * 3, [b for _, b in pairs]), strict=True):
-        assert expected.abs().max() > 100 * GRADIENT_ATOL
-        torch.testing.assert_close(gradient.double(), expected.double(), rtol=1e-5, atol=GRADIENT_ATOL)
-
-
-def leaves(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    return tensor.clone().requires_grad_(), tensor.double().requires_grad_()
-
-
 @pytest.mark.parametrize("tokens", [37, 1500])  # 1,500 are more than one chunk
 @pytest.mark.parametrize("projected", [True, False])
 def test_hidden_states_equal_float64(projected: bool, tokens: int) -> None:
-    student, teacher, projection = drawn((tokens, 8), (tokens, 12 if projected else 8), (12, 8))
+    draw = torch.Generator().manual_seed(0)
+    shapes = (tokens, 8), (tokens, 12 if projected else 8), (12, 8)
+    student, teacher, projection = (torch.randn(shape, generator=draw) for shape in shapes)
     teacher[5] *= 1000.0  # a massive token counts like any other
-    targets = some_targets(tokens)
-    (s, s64), (p, p64) = leaves(student), leaves(projection)
-    ours = hidden_matching_loss(s, teacher, targets, p if projected else None)
-    exact = naive_hidden(s64, teacher, targets, p64 if projected else None)
-    assert_same(ours, exact, (s, s64), *([(p, p64)] if projected else []))
-    assert torch.equal(s, student)  # the gradient is made elsewhere than in the states
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    targets[[0, tokens // 2, tokens - 1]] = IGNORE
+    inputs = [student, projection] if projected else [student]
+    given, exact = (
+        [one.to(dtype, copy=True).requires_grad_() for one in inputs] for dtype in (torch.float32, torch.float64)
+    )
+    ours = hidden_matching_loss(given[0], teacher, targets, *given[1:])
+    wanted = naive_hidden(exact[0], teacher, targets, *exact[1:])
+    torch.testing.assert_close(ours.double(), wanted, rtol=LOSS_RTOL, atol=1e-7)
+    gradients = torch.autograd.grad(ours * 3, given), torch.autograd.grad(wanted * 3, exact)
+    for gradient, expected in zip(*gradients, strict=True):
+        assert expected.abs().max() > 100 * GRADIENT_ATOL
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=GRADIENT_ATOL)
+    assert torch.equal(given[0], student)  # the gradient is made elsewhere than in the states
 
 
 def batch_of(length: int = 16) -> Batch:

@@ -54,7 +54,8 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def full(tmp_path_factory: pytest.TempPathFactory, tokenizer_directory: Path) -> Path:
     """Attends to all tokens."""
     directory = tmp_path_factory.mktemp("full")
-    save_checkpoint(directory, tiny_model(std=0.1, max_position_embeddings=350), tokenizer_directory)
+    model = tiny_model(std=0.1, max_position_embeddings=350, hidden_size=32, intermediate_size=32)
+    save_checkpoint(directory, model, tokenizer_directory)
     return directory
 
 
@@ -103,12 +104,12 @@ def test_it_is_a_teacher_quantized_and_exported(made: Path, text: Path, held_out
 
 def test_it_is_pruned_but_for_the_indexer(made: Path, text: Path, tmp_path: Path) -> None:
     config = load_config(made)
-    prune_checkpoint(PruneJob(made, [text], samples=4), Shape(32, 64, 2, 1, 2, 16), tmp_path / "pruned")
+    prune_checkpoint(PruneJob(made, [text], samples=4), Shape(16, 16, 2, 1, 2, 16), tmp_path / "pruned")
     pruned = load_checkpoint(tmp_path / "pruned")
     shapes = [tuple(pruned.model.layers[0].self_attn.get_submodule(name).weight.shape) for name in INDEX]
-    assert shapes == [(4 * 32, 32), (32, 32)] and pruned.config.selection == SELECTION
+    assert shapes == [(4 * 32, 16), (32, 16)] and pruned.config.selection == SELECTION
     full = Shape.of(config)
-    for shape, flag in ((Shape(64, 96, 4, 2, 2, 8), "--head-dim"), (Shape(64, 96, 4, 1, 2, 16), "--kv-heads")):
+    for shape, flag in ((Shape(32, 32, 4, 2, 2, 8), "--head-dim"), (Shape(32, 32, 4, 1, 2, 16), "--kv-heads")):
         with pytest.raises(UsageError, match=rf"{flag}.* selected attention"):
             shape.applied_to(config)
     assert full.applied_to(config) == config

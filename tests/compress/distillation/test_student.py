@@ -22,13 +22,13 @@ from compress.prune import prune_checkpoint
 from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch
 from sportsllm.training.settings import Start
 from tests.support.distillation import CONFIG, FP32, run
-from tests.support.models import tiny_model
+from tests.support.models import saved, tiny_model
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -41,10 +41,11 @@ def naive(teacher: SportsLLM, student: SportsLLM, of: Batch, weight: float) -> f
     return float((losses * (of.targets != IGNORE)).sum())
 
 
-@pytest.mark.parametrize("weight", [0.2, 0.8, 1.0])
+@pytest.mark.parametrize("weight", [0.0, 0.2, 1.0])
 def test_the_kl_weight_counts(weight: float) -> None:
-    teacher, student = tiny_model(0), tiny_model(3, **SMALL)
-    loss = distillation_loss(DistillationConfig(kl_weight=weight), teacher)
+    teacher, student, config = tiny_model(0), tiny_model(3, **SMALL), DistillationConfig(kl_weight=weight)
+    assert config.asks_the_teacher == (weight > 0)
+    loss = distillation_loss(config, teacher if config.asks_the_teacher else None)
     # Logits in float32: about 1e-6 of the largest, and of their exponentials.
     assert float(loss(student, batch()).detach()) == pytest.approx(naive(teacher, student, batch(), weight), rel=1e-5)
 
@@ -64,14 +65,6 @@ def test_matching_adds_its_share_and_reaches_the_projections() -> None:
     assert float(total.detach()) == pytest.approx(float(plain.detach()) + 0.5 * hidden, rel=1e-5)
     total.backward()
     assert all(projection.grad is not None for projection in module.projections)
-
-
-def test_plain_cross_entropy_runs_no_teacher() -> None:
-    config = DistillationConfig(kl_weight=0.0)
-    assert not config.asks_the_teacher and FP32.asks_the_teacher
-    student = tiny_model(3)
-    loss = distillation_loss(config, None)(student, batch())
-    assert float(loss.detach()) == pytest.approx(naive(student, student, batch(), 0.0), rel=1e-5)
 
 
 def batch() -> Batch:
@@ -110,10 +103,10 @@ def test_a_teacher_whose_logits_overflow_is_refused(
 ) -> None:
     model = load_checkpoint(checkpoint)
     model.model.norm.weight.data *= 1e38
-    (tmp_path / "teacher").mkdir()
-    save_checkpoint(tmp_path / "teacher", model, checkpoint)
-    with pytest.raises(ArtifactError, match="the teacher's logits are not finite"):
-        run(tmp_path / "teacher", str(student), tmp_path / "out", corpus_file)
+    teacher = saved(tmp_path / "teacher", model, checkpoint)
+    for whose, objective in (("teacher", FP32), ("model", dataclasses.replace(FP32, signals=tmp_path / "signals"))):
+        with pytest.raises(ArtifactError, match=f"the {whose}'s logits are not finite"):
+            run(teacher, str(student), tmp_path / "out", corpus_file, distillation=objective)
 
 
 def test_hidden_states_are_matched_by_default_where_cut_weights_have_a_teacher() -> None:

@@ -1,5 +1,4 @@
 import dataclasses
-import json
 import math
 import shutil
 from pathlib import Path
@@ -25,7 +24,8 @@ from compress.distillation.teacher_cache import (
     targets_of,
 )
 from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.files import read_json, write_json
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.manifest import verify_directory
 from sportsllm.text.documents import Reading
 from sportsllm.text.packing import IGNORE, PackedSequences
@@ -34,7 +34,7 @@ from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.text.tokenizer_training import train_tokenizer
 from sportsllm.text.tokens import TokenizedDocuments, tokenize
 from sportsllm.training.settings import TrainConfig
-from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
+from tests.support.models import TINY_VOCAB, saved, tiny_config, tiny_model
 
 SAMPLES, VOCAB, SEQUENCE = 16_384, 50, 32
 HALF = 2.0**-11  # the largest relative error of a float16
@@ -110,19 +110,17 @@ def test_loss_and_gradient_equal_the_naive_ones(kl_weight: float) -> None:
 # ---- directories ----
 
 
-def training_with(checkpoint: Path, corpus: Path, signals: Path, /, **changes: Any) -> StudentTraining:
+def opened(checkpoint: Path, corpus: Path, signals: Path, /, **changes: Any) -> TeacherCache:
+    """A training's signals, which are made unless they are there; `changes` are of the training."""
+    vocabulary = changes.pop("vocab_size", TINY_VOCAB)
     batch_size = changes.pop("batch_size", 5)
     config = TrainConfig(
         steps=10 // batch_size, accumulation=1, batch_size=batch_size, sequence=changes.pop("sequence", SEQUENCE),
         seed=changes.pop("seed", 3), precision="fp32", warmup=0,
     )  # fmt: skip
     objective = DistillationConfig(signals=signals, teacher_precision=changes.pop("teacher_precision", "fp32"))
-    return dataclasses.replace(StudentTraining(checkpoint, config, (corpus,), distillation=objective), **changes)
-
-
-def opened(checkpoint: Path, corpus: Path, signals: Path, /, **changes: Any) -> TeacherCache:
-    vocabulary = changes.pop("vocab_size", TINY_VOCAB)
-    cache = training_with(checkpoint, corpus, signals, **changes).prepare(tiny_config(vocab_size=vocabulary))
+    training = dataclasses.replace(StudentTraining(checkpoint, config, (corpus,), distillation=objective), **changes)
+    cache = training.prepare(tiny_config(vocab_size=vocabulary))
     assert cache is not None
     return cache
 
@@ -149,11 +147,11 @@ def documents(checkpoint: Path, corpus_file: Path, tmp_path_factory: pytest.Temp
 
 
 def test_a_finished_directory(made: Path) -> None:
-    info = json.loads((made / "signals.json").read_text())
+    info = read_json(made / "signals.json")
     assert info["rows"] == 10 and info["seed"] == 3
     assert verify_directory(made)[1] == []
     assert [path.name for path in sorted(made.glob("*.safetensors"))] == [shard_name(number) for number in range(3)]
-    results = json.loads((made / "manifest.json").read_text())["results"]
+    results = read_json(made / "manifest.json")["results"]
     per_token = 2 * (TOP + DRAWS) + 2 * TOP + 2
     assert per_token == 66 and per_token < results["bytes_per_token"] < per_token + 4, "headers of three shards beside"
 
@@ -247,17 +245,11 @@ def test_an_interrupted_run_goes_on_byte_for_byte(
 def test_signals_of_another_run_are_refused(
     made: Path, checkpoint: Path, corpus_file: Path, texts: list[str], tmp_path: Path
 ) -> None:
-    other, words = tmp_path / "other", tmp_path / "words"
-    for path in (other, words):
-        path.mkdir()
-    save_checkpoint(other, tiny_model(seed=9), checkpoint)
-    train_tokenizer(texts[:20], TINY_VOCAB, words)
-    save_checkpoint(words, tiny_model(seed=9), words)
+    other, words = saved(tmp_path / "other", tiny_model(seed=9), checkpoint), tmp_path / "words"
+    train_tokenizer(texts[:20], TINY_VOCAB, saved(words, tiny_model(seed=9)))
     text = tmp_path / "more.jsonl"
     text.write_text('{"text": "Extra time"}\n', encoding="utf-8")
-    (other / "manifest.json").write_text(
-        json.dumps({"format": 1, "files": {}, "settings": {"valid": [str(text)]}}), encoding="utf-8"
-    )
+    write_json(other / "manifest.json", {"format": 1, "files": {}, "settings": {"valid": [str(text)]}})
     cases: list[tuple[dict[str, Any], str]] = [
         ({"teacher": other}, "by another teacher"),
         ({"teacher": words}, "with another tokenizer"),
@@ -277,7 +269,7 @@ def test_signals_of_another_run_are_refused(
 
 def test_damaged_directories_are_refused(made: Path, checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(made, tmp_path / "copied"))
-    info, shard = json.loads((copied / "signals.json").read_text()), copied / shard_name(1)
+    info, shard = read_json(copied / "signals.json"), copied / shard_name(1)
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 4
     shard.write_bytes(content)
@@ -286,14 +278,6 @@ def test_damaged_directories_are_refused(made: Path, checkpoint: Path, corpus_fi
             opened(checkpoint, corpus_file, copied)
         shard.unlink(missing_ok=True)
     for change, message in (({"format": 1}, "has format 1"), ({"rows": 1}, "differs"), ({"rows": "x"}, "rows")):
-        (copied / "signals.json").write_text(json.dumps(info | change), encoding="utf-8")
+        write_json(copied / "signals.json", info | change)
         with pytest.raises(ArtifactError, match=message):
             opened(checkpoint, corpus_file, copied)
-
-
-def test_signals_of_logits_that_overflow_are_refused(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
-    model = load_checkpoint(checkpoint)
-    model.model.norm.weight.data *= 1e38
-    save_checkpoint(tmp_path, model, checkpoint)
-    with pytest.raises(ArtifactError, match="logits are not finite"):
-        opened(tmp_path, corpus_file, tmp_path / "signals")

@@ -63,17 +63,17 @@ def test_shared_keys_are_the_best_that_one_number_a_pair_can_give(changes: dict[
 
 
 @torch.no_grad()
-def test_shared_values_are_the_best_that_head_dim_numbers_can_give() -> None:
-    """Against Eckart and Young on what o_proj makes of each head's values."""
+@pytest.mark.parametrize(("kv_heads", "size"), [(2, 16), (4, 8)])
+def test_fewer_values_are_the_best_that_their_number_can_give(kv_heads: int, size: int) -> None:
+    """Against Eckart and Young on what o_proj makes of each head's values, shared by two heads or of half the size."""
     model = model_with()
-    merged = reduced(model, num_key_value_heads=2)
-    values, shared = outputs_of(model, "v_proj"), outputs_of(merged, "v_proj")
-    old, new = (m.model.layers[0].self_attn.o_proj.weight.double().unflatten(1, (8, 16)) for m in (model, merged))
-    for group in range(2):
-        heads = range(4 * group, 4 * group + 4)
+    made = reduced(model, num_key_value_heads=kv_heads, head_dim=size)
+    values, kept = outputs_of(model, "v_proj"), outputs_of(made, "v_proj", size)
+    old, new = (m.model.layers[0].self_attn.o_proj.weight.double().unflatten(1, (8, -1)) for m in (model, made))
+    for group, heads in enumerate(torch.arange(8).chunk(kv_heads)):
         wanted = torch.cat([values[:, head // 2] @ old[:, head].T for head in heads], dim=1)
-        found = torch.cat([shared[:, group] @ new[:, head].T for head in heads], dim=1)
-        least = torch.linalg.svdvals(wanted)[16:].square().sum()
+        found = torch.cat([kept[:, group] @ new[:, head].T for head in heads], dim=1)
+        least = torch.linalg.svdvals(wanted)[size:].square().sum()
         assert 0.01 * wanted.square().sum() < least  # heads of random weights share little
         # As above; o_proj is stored in float32 too.
         torch.testing.assert_close((found - wanted).square().sum(), least, rtol=1e-4, atol=0)
@@ -132,22 +132,6 @@ def test_channels_that_say_nothing_are_cut_without_a_trace(changes: dict[str, ob
         assert cosine > 0.999
     else:
         assert torch.allclose(logits(half), logits(model), atol=1e-3, rtol=1e-3)
-
-
-@torch.no_grad()
-def test_smaller_values_are_the_best_that_their_size_can_give() -> None:
-    """Against Eckart and Young, each head's values as o_proj of both its query heads reads them."""
-    model = model_with()
-    half = reduced(model, head_dim=8)
-    values, kept = outputs_of(model, "v_proj"), outputs_of(half, "v_proj", 8)
-    old = model.model.layers[0].self_attn.o_proj.weight.double().unflatten(1, (8, 16))
-    new = half.model.layers[0].self_attn.o_proj.weight.double().unflatten(1, (8, 8))
-    for group in range(4):
-        heads = (2 * group, 2 * group + 1)
-        wanted = torch.cat([values[:, group] @ old[:, head].T for head in heads], dim=1)
-        found = torch.cat([kept[:, group] @ new[:, head].T for head in heads], dim=1)
-        least = torch.linalg.svdvals(wanted)[8:].square().sum()
-        torch.testing.assert_close((found - wanted).square().sum(), least, rtol=1e-4, atol=0)
 
 
 def test_one_shared_head_is_read_by_the_strongest_of_all() -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from compress.prune import prune
 from compress.pruning.tokenizer_files import read_vocabulary
@@ -71,41 +72,21 @@ def llama(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokens = ["<unk>", "<s>", "</s>", *BYTES, *learnt, *chars]
     vocab = {token: number for number, token in enumerate(tokens)}
     merges = [
-        [token[:cut], token[cut:]]
+        (token[:cut], token[cut:])
         for token in learnt
         for cut in range(1, len(token))
         if token[:cut] in vocab and token[cut:] in vocab
     ]
-    data = {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False}
-            | {"normalized": False, "special": True}
-            for number, token in enumerate(tokens[:3])
-        ],
-        "normalizer": {"type": "Sequence", "normalizers": [
-            {"type": "Prepend", "prepend": "▁"},
-            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-        ]},
-        "pre_tokenizer": None,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
-        },
-        "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-        ]},
-        "model": {"type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True, "vocab": vocab,
-                  "merges": merges},
-    }  # fmt: skip
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.add_special_tokens(tokens[:3])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "$A $B:1", [("<s>", 1)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     directory = tmp_path_factory.mktemp("llama")
     model = tiny_model(vocab_size=len(vocab), bos_token_id=1, eos_token_id=2, pad_token_id=None)
-    write_json(directory / "tokenizer.json", data)
+    tokenizer.save(str(directory / "tokenizer.json"))
     save_checkpoint(directory, model)
     return directory
 
@@ -142,13 +123,18 @@ def llama3(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-KINDS = ["checkpoint", "llama", "llama3"]
-
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(scope="module", params=["checkpoint", "llama", "llama3"])
 def source(request: pytest.FixtureRequest) -> Path:
     """A checkpoint of each kind of tokenizer."""
     return Path(request.getfixturevalue(request.param))
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It with 320 tokens, so few beside the bytes that nearly all unusual text falls back to bytes."""
+    directory = tmp_path_factory.mktemp("made")
+    prune_files(source, directory, texts[0], 320)
+    return directory / "out"
 
 
 def test_no_closed_choice_saves_more() -> None:
@@ -184,25 +170,21 @@ def test_no_closed_choice_saves_more() -> None:
         assert length(ours) == min(length(choice) for choice in closed)
 
 
-def test_logits_of_kept_tokens_are_the_old_ones(source: Path, texts: list[str], tmp_path: Path) -> None:
-    config = load_config(source)
-    prune_files(source, tmp_path, "\n\n".join(texts[:2]), 320)
-    kept = old_ids(tmp_path / "out")
+def test_logits_of_kept_tokens_are_the_old_ones(source: Path, made: Path) -> None:
+    kept = old_ids(made)
     new = torch.randint(0, len(kept), (2, 30), generator=torch.Generator().manual_seed(0))
-    old, pruned = load_checkpoint(source), load_checkpoint(tmp_path / "out")
+    old, pruned = load_checkpoint(source), load_checkpoint(made)
     with torch.inference_mode():
         assert torch.equal(pruned.hidden(new), old.hidden(torch.tensor(kept)[new]))
         assert torch.equal(pruned.head_weight, old.head_weight[kept])
         expected, found = old(torch.tensor(kept)[new])[..., kept], pruned(new)
-    assert len(kept) == 320 < config.vocab_size
+    assert len(kept) == 320 < old.config.vocab_size
     # The same products; a kernel may add up the 64 of them in another order where the matrix has fewer rows.
     assert torch.allclose(found, expected, rtol=0, atol=64 * 2**-23 * float(expected.abs().max()))
 
 
-def test_any_text_round_trips(source: Path, texts: list[str], tmp_path: Path) -> None:
-    """320 tokens leave so few beside the bytes that nearly everything here falls back to bytes."""
-    prune_files(source, tmp_path, texts[0], 320)
-    old, tokenizer = (load_tokenizer(path, load_config(path)) for path in (source, tmp_path / "out"))
+def test_any_text_round_trips(source: Path, made: Path, texts: list[str]) -> None:
+    old, tokenizer = (load_tokenizer(path, load_config(path)) for path in (source, made))
     random.seed(0)
     noise = [random.randbytes(50).decode("utf-8", errors="replace") for _ in range(50)]
     rare = ["ᚠᛇᚻ 𓀀 🇪🇸 é e\u0301 東京", "".join(map(chr, range(1, 300))), "\u2581 \u0120", texts[7], "‏עברית"]
@@ -210,16 +192,14 @@ def test_any_text_round_trips(source: Path, texts: list[str], tmp_path: Path) ->
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == old.decode(old.encode(text))
         assert all(number < 320 for number in ids)
-        assert not set(load_config(tmp_path / "out").stop_token_ids) & set(ids)
+        assert not set(load_config(made).stop_token_ids) & set(ids)
         if source.name.startswith("llama") and not source.name.startswith("llama3"):
             text = text.replace("\u2581", " ")  # that tokenizer cannot tell them apart
         assert tokenizer.decode(ids) == text
 
 
-def test_what_stays_is_closed_and_reads_as_naive_bpe(source: Path, texts: list[str], tmp_path: Path) -> None:
-    prune_files(source, tmp_path, texts[0], 320)
-    data = read_json(tmp_path / "out" / "tokenizer.json")
-    old = read_json(source / "tokenizer.json")
+def test_what_stays_is_closed_and_reads_as_naive_bpe(source: Path, made: Path, texts: list[str]) -> None:
+    data, old = (read_json(path / "tokenizer.json") for path in (made, source))
     vocab, merges = data["model"]["vocab"], data["model"]["merges"]
     assert all(first + second in vocab and {first, second} <= vocab.keys() for first, second in merges)
     places = [old["model"]["merges"].index(pair) for pair in merges]
@@ -228,7 +208,7 @@ def test_what_stays_is_closed_and_reads_as_naive_bpe(source: Path, texts: list[s
     special = {entry["content"] for entry in data["added_tokens"]}
     for token in vocab.keys() - special - set(BYTES):
         assert naive_bpe(list(token), merges) == [token], "what stays can still be made"
-    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
     for text in [texts[0], texts[9], "zzz Unseen, words: 12345"]:
         words = (
             [text]
@@ -278,35 +258,35 @@ def test_special_ids_are_rewritten_everywhere(llama3: Path, texts: list[str], tm
 
 
 def test_an_added_token_without_a_row_goes(llama3: Path, texts: list[str], tmp_path: Path) -> None:
-    data = read_json(llama3 / "tokenizer.json")
-    data["added_tokens"].append({**data["added_tokens"][0], "id": 384, "content": "<|image|>"})
-    write_json(llama3 / "tokenizer.json", data)
-    prune_files(llama3, tmp_path, texts[0], 320)
+    def add(data: dict[str, Any]) -> None:
+        data["added_tokens"].append({**data["added_tokens"][0], "id": 384, "content": "<|image|>"})
+
+    prune_files(broken(llama3, tmp_path / "source", "tokenizer.json", add), tmp_path, texts[0], 320)
     names = [entry["content"] for entry in read_json(tmp_path / "out" / "tokenizer.json")["added_tokens"]]
     assert names == ["<|text|>", "<|stop|>", "<|turn|>"]
 
 
-def test_transformers_reads_the_same(source: Path, texts: list[str], tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    prune_files(source, tmp_path, texts[0], 320)
-    out = tmp_path / "out"
-    ours, model = load_tokenizer(out, load_config(out)), load_checkpoint(out)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(out))
+def test_transformers_reads_the_same(made: Path) -> None:
+    ours, model = load_tokenizer(made, load_config(made)), load_checkpoint(made)
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(made))
     text = "Final score: Obura 82-84 Vestnes, 東京 🏉"
     ids = theirs(text)["input_ids"]
     assert ids == [ours.begin_id, *ours.encode(text)]
     assert len(theirs) <= model.config.vocab_size
-    peer = transformers.AutoModelForCausalLM.from_pretrained(str(out)).eval()
+    peer = AutoModelForCausalLM.from_pretrained(str(made)).eval()
     with torch.inference_mode():
         expected, found = peer(torch.tensor([ids])).logits, model(torch.tensor([ids]))
     # Two orders of adding up 64 float32 products of size 1; logits are below 100.
     assert torch.allclose(found, expected, atol=1e-4)
 
 
-def test_bits_per_byte_before_and_after(checkpoint: Path, texts: list[str], tmp_path: Path) -> None:
+def test_bits_per_byte_before_and_after(
+    checkpoint: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     held_out = tmp_path / "held_out.txt"
     held_out.write_text(texts[30], encoding="utf-8")
     result = prune_files(checkpoint, tmp_path, texts[0], 300, valid=[held_out])
+    assert "keeping 320 tokens, not 300: kernels need a multiple of 32" in capsys.readouterr().err
     out = tmp_path / "out"
     for side, key in ((checkpoint, "before"), (out, "after")):
         model, words = load_checkpoint(side), load_tokenizer(side)
@@ -318,11 +298,6 @@ def test_bits_per_byte_before_and_after(checkpoint: Path, texts: list[str], tmp_
     assert list(generate(TorchDecoder(load_checkpoint(out)), [0, 40], 5, Sampling(temperature=0)))
     again = prune_files(checkpoint, tmp_path, texts[0], 300, valid=[held_out])
     assert again["cached"] and not result["cached"]
-
-
-def test_sizes_are_said(checkpoint: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert prune_files(checkpoint, tmp_path / "a", texts[0], 300)["vocab_size"] == 320
-    assert "keeping 320 tokens, not 300: kernels need a multiple of 32" in capsys.readouterr().err
 
 
 def test_reserved_tokens_go_first(tmp_path: Path) -> None:
@@ -364,8 +339,8 @@ def test_a_character_may_fall_back_to_bytes_but_the_space_may_not(llama: Path, t
     assert saved[vocabulary.ids["東"]] == 2, "three bytes instead of one token"
 
 
-@pytest.mark.parametrize("text", ["Once upon a time, there was a little girl named Lily. She had a dog."])
-def test_somebody_elses_checkpoint(stories: Path, text: str, tmp_path: Path) -> None:
+def test_somebody_elses_checkpoint(stories: Path, tmp_path: Path) -> None:
+    text = "Once upon a time, there was a little girl named Lily. She had a dog."
     result = prune_files(stories, tmp_path, text, 352)
     out = tmp_path / "out"
     model, words = load_checkpoint(out), load_tokenizer(out)

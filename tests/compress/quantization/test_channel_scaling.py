@@ -1,6 +1,7 @@
 """Scaling folded into neighbours: the layer computes the same, and rounds better."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -72,38 +73,27 @@ def test_a_matrix_without_a_source_is_left_alone() -> None:
         assert torch.allclose(run_layer(block, states, rope)[0], before, atol=1e-4 * float(before.abs().max()))
 
 
-@pytest.mark.parametrize(("bits", "alpha"), [(4, 0.25), (8, 0.5)])
+@pytest.mark.parametrize(
+    ("bits", "alpha", "changes"),
+    [
+        (4, 0.25, {}),
+        (8, 0.5, {}),
+        (4, 0.25, {"mlp_kind": "experts", "experts": Experts(4, 2)}),  # the router has 8 bits; the experts decide
+    ],
+)
 @torch.no_grad()
-def test_balance_follows_its_formula(bits: int, alpha: float) -> None:
-    """Of gate and up, which share their inputs: norm(x) of all tokens, and both matrices' columns."""
-    model = tiny_model()
+def test_balance_follows_its_formula(bits: int, alpha: float, changes: dict[str, Any]) -> None:
+    """Of what reads norm(x), such as gate and up: all tokens' inputs, and the columns of all these matrices."""
+    model = tiny_model(**changes)
     uneven(model)
-    rope = model.rope
     states = [torch.randn(1, length, 64, generator=torch.Generator().manual_seed(length)) for length in (40, 25)]
     block, before = copy.deepcopy(model.model.layers[0]), model.model.layers[0]
-    scale_block(block, model.config, states, rope, QuantizationConfig(bits), "model.layers.0")
-    halves = [before.add_sublayer("self_attn", x, first_positions(rope, x)) for x in states]
-    inputs = torch.cat([before.post_attention_layernorm(x)[0] for x in halves])
-    both = torch.cat([before.mlp.gate_proj.weight, before.mlp.up_proj.weight]).double()
-    scale = inputs.double().square().mean(0).sqrt() ** alpha / both.square().mean(0).sqrt() ** 0.5
-    scale /= scale.log().mean().exp()
-    found = before.post_attention_layernorm.weight / block.post_attention_layernorm.weight
-    assert torch.allclose(found.double(), scale, rtol=1e-4)
-
-
-@torch.no_grad()
-def test_balance_of_a_mixture_takes_the_grid_of_its_experts() -> None:
-    """The router reads the same inputs and has 8 bits; the experts have 4, which decides."""
-    model = tiny_model(mlp_kind="experts", experts=Experts(4, 2))
-    uneven(model)
-    states = [torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(0))]
-    block, before = copy.deepcopy(model.model.layers[0]), model.model.layers[0]
-    scale_block(block, model.config, states, model.rope, QuantizationConfig(4), "model.layers.0")
-    between = before.add_sublayer("self_attn", states[0], first_positions(model.rope, states[0]))
-    inputs = before.post_attention_layernorm(between)[0].double()
+    scale_block(block, model.config, states, model.rope, QuantizationConfig(bits), "model.layers.0")
+    halves = [before.add_sublayer("self_attn", x, first_positions(model.rope, x)) for x in states]
+    inputs = torch.cat([before.post_attention_layernorm(x)[0] for x in halves]).double()
     ends = ("gate", "gate_proj", "up_proj")
     readers = [module.weight for name, module in before.mlp.named_modules() if name.rpartition(".")[2] in ends]
-    scale = inputs.square().mean(0).sqrt() ** 0.25 / torch.cat(readers).double().square().mean(0).sqrt() ** 0.5
+    scale = inputs.square().mean(0).sqrt() ** alpha / torch.cat(readers).double().square().mean(0).sqrt() ** 0.5
     scale /= scale.log().mean().exp()
     found = before.post_attention_layernorm.weight / block.post_attention_layernorm.weight
     assert torch.allclose(found.double(), scale, rtol=1e-4)

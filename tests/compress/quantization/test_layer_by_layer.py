@@ -93,7 +93,7 @@ def test_a_wide_layer_takes_one_second_moment_in_float64(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("method", "config", "changes"),
     [
-        ("gptq", QuantizationConfig(4, symmetric=False), {}),
+        ("gptq", QuantizationConfig(4, symmetric=False), {"hidden_size": 16, "head_dim": 8}),
         ("gptq", QuantizationConfig(8), {"tie_word_embeddings": False, "num_hidden_layers": 1}),
         ("balance", QuantizationConfig(8), MIXTURE | {"num_hidden_layers": 1, "intermediate_size": 48}),
     ],
@@ -140,28 +140,22 @@ def test_inputs_that_overflow_are_refused(tmp_path: Path) -> None:
         rounded(model, tmp_path, QuantizationConfig(head_bits=32), ONE, gptq=False)
 
 
-def test_a_matrix_whose_inputs_are_always_zero_is_rounded_as_it_is(tmp_path: Path) -> None:
-    model = tiny_model(**NARROW)
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.zero_()
-    packed, originals = rounded(model, tmp_path, QuantizationConfig(8), ONE)
-    down = originals["model.layers.0.mlp.down_proj"]
-    assert (packed.matrix("model.layers.0.mlp.down_proj") - down).abs().max() < 0.01 * down.abs().max()
-
-
 @pytest.mark.parametrize("gptq", [True, False])
-def test_an_expert_that_nobody_chose_is_rounded_as_it_is(
+def test_matrices_without_inputs_are_rounded_as_they_are(
     gptq: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Those of an expert that nobody chose, and one behind a matrix of zeros, in a layer without experts."""
     experts = Experts(count=4, active=2, router="sigmoid", choice_bias=True)
-    model = tiny_model(std=0.1, mlp_kind="experts", experts=experts, **NARROW)
+    first = {"dense_layers": 1, "dense_intermediate_size": 32}
+    model = tiny_model(std=0.1, mlp_kind="experts", experts=experts, **first, **NARROW)
     with torch.no_grad():
         model.model.layers[1].mlp.gate.bias[2] = -9.0
+        model.model.layers[0].mlp.up_proj.weight.zero_()
     packed, originals = rounded(model, tmp_path, QuantizationConfig(8), ONE, gptq)
     assert "experts that no token was sent to: layer 1: 2; more samples" in capsys.readouterr().err
-    name = "model.layers.1.mlp.experts.2.down_proj"
-    weight = originals[name]
-    assert (packed.matrix(name) - weight).abs().max() < 0.01 * weight.abs().max()
+    for name in ("model.layers.1.mlp.experts.2.down_proj", "model.layers.0.mlp.down_proj"):
+        weight = originals[name]
+        assert (packed.matrix(name) - weight).abs().max() < 0.01 * weight.abs().max()
 
 
 def test_the_originals_are_the_model_before_rounding(tmp_path: Path) -> None:
