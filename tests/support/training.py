@@ -1,6 +1,8 @@
 """Calls of `train` with the settings of a `TrainConfig`, and trainings that are interrupted."""
 
 import dataclasses
+import itertools
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from torch.autograd.profiler import profile
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.settings import TRAINING
 from sportsllm.text.packing import Batch
-from sportsllm.training.loop import language_model_loss
+from sportsllm.training.loop import Loss, language_model_loss
 from sportsllm.training.settings import TrainConfig
 
 _OPTIONS = ("steps", "batch_size", "sequence", "learning_rate", "seed")
@@ -26,18 +28,22 @@ def options_of(config: TrainConfig) -> dict[str, Any]:
     return {name: fields[name] for name in _OPTIONS} | {"settings": rare}
 
 
-def interrupted_at(batch: int, number: signal.Signals = signal.SIGINT) -> Callable[[SportsLLM, Batch], Tensor]:
+def interrupted_at(batch: int, number: signal.Signals = signal.SIGINT) -> Loss:
     """The ordinary loss, which sends this process a signal at its nth batch."""
-    calls = 0
+    calls = itertools.count(1)
 
     def loss(model: SportsLLM, of: Batch) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == batch:
+        if next(calls) == batch:
             os.kill(os.getpid(), number)
         return language_model_loss(model, of)
 
     return loss
+
+
+def diverging_at(*batches: int) -> Loss:
+    """The ordinary loss, which is NaN at these batches, counted from 1."""
+    calls = itertools.count(1)
+    return lambda model, of: language_model_loss(model, of) * (math.nan if next(calls) in batches else 1)
 
 
 def allocated_peak(run: Callable[[], object]) -> int:

@@ -19,7 +19,7 @@ from sportsllm.training.optimizers import Muon, build_optimizers, newton_schulz,
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.state import Validation
 from tests.support.models import fresh, tiny_config, weights
-from tests.support.training import interrupted_at
+from tests.support.training import diverging_at, interrupted_at
 
 CONFIG = TrainConfig(
     steps=6, batch_size=2, accumulation=2, sequence=32, learning_rate=1e-3, warmup=2, log_every=2, precision="fp32"
@@ -82,12 +82,8 @@ def test_accumulation_equals_one_large_batch(batches: PackedSequences, tmp_path:
 def test_a_loss_that_is_not_finite_stops_before_the_step(batches: PackedSequences, tmp_path: Path) -> None:
     model = fresh()
     before = weights(model).clone()
-
-    def broken(model: SportsLLM, batch: object) -> torch.Tensor:
-        return language_model_loss(model, batch) * float("nan")
-
     with pytest.raises(DivergedError, match=r"step 1: the loss of batch 0 is nan"):
-        train_model(model, batches, broken, CONFIG, tmp_path)
+        train_model(model, batches, diverging_at(1), CONFIG, tmp_path)
     assert torch.equal(weights(model), before)
 
 

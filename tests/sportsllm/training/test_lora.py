@@ -136,7 +136,7 @@ def trained(
 ) -> Path:
     """The tiny checkpoint after a little training on matches."""
     out = tmp_path_factory.mktemp("trained") / "matches"
-    config = TrainConfig(steps=50, batch_size=4, accumulation=1, sequence=64, learning_rate=5e-3, precision="fp32")
+    config = TrainConfig(steps=30, batch_size=4, accumulation=1, sequence=64, learning_rate=5e-3, precision="fp32")
     train(checkpoint, corpus=[corpus_file], valid=[kitchen[1]], out=out, **options_of(config))
     return out
 
@@ -147,7 +147,7 @@ def test_fine_tuning_learns_a_new_text(
 ) -> None:
     before = {path.name: path.read_bytes() for path in trained.iterdir()}
     arguments = ["train", trained, "--corpus", kitchen[0], "--valid", kitchen[1], "--out", tmp_path / "out"]
-    arguments += ["--batch-size", 4, "--set", "accumulation=1", "--sequence", 64, "--set", "warmup=3", "--steps", 30]
+    arguments += ["--batch-size", 4, "--set", "accumulation=1", "--sequence", 64, "--set", "warmup=3", "--steps", 20]
     arguments += ["--lora-rank", 4] if lora else ["--learning-rate", 1e-3]
     result, err = cli.says(*arguments)
     assert "training from trained weights" in err and "before " in err

@@ -1,7 +1,6 @@
 """The best weights stay, the start too if nothing beats it, and rates are chosen by short runs."""
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from sportsllm.training.rate_trial import RATES, choose_rates
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.state import Validation
 from tests.support.models import fresh, weights
-from tests.support.training import interrupted_at
+from tests.support.training import diverging_at, interrupted_at
 
 CONFIG = TrainConfig(
     steps=4, batch_size=2, accumulation=1, sequence=32, learning_rate=1e-3, warmup=1, precision="fp32", validate_every=1
@@ -111,31 +110,19 @@ def test_a_start_without_a_score_is_refused(batches: PackedSequences, tmp_path: 
 
 
 def test_a_run_that_diverges_keeps_the_best_so_far(batches: PackedSequences, tmp_path: Path) -> None:
-    model, calls = fresh(), 0
-
-    def breaks(network: SportsLLM, batch: object) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return language_model_loss(network, batch) * (math.nan if calls == 3 else 1.0)  # type: ignore[arg-type]
-
-    seen: list[torch.Tensor] = []
+    model, seen = fresh(), list[torch.Tensor]()
     validation = Validation(scripted([3, 1, 2], seen), reported, keep_start=True)
-    result = train_model(model, batches, breaks, CONFIG, tmp_path, validation=validation)
+    result = train_model(model, batches, diverging_at(3), CONFIG, tmp_path, validation=validation)
     assert (result.steps, result.best_step) == (2, 1) and torch.equal(weights(model), seen[1])
-    calls = 0
     with pytest.raises(DivergedError):
-        train_model(fresh(), batches, breaks, CONFIG, tmp_path)
+        train_model(fresh(), batches, diverging_at(3), CONFIG, tmp_path)
 
 
 def test_a_first_step_that_diverges_is_an_error(batches: PackedSequences, tmp_path: Path) -> None:
     """Else the start would be called the result of a run that has done nothing."""
-
-    def breaks(network: SportsLLM, batch: object) -> torch.Tensor:
-        return language_model_loss(network, batch) * math.nan  # type: ignore[arg-type]
-
     validation = Validation(scripted([3], []), reported, keep_start=True)
     with pytest.raises(DivergedError, match="step 1"):
-        train_model(fresh(), batches, breaks, CONFIG, tmp_path, validation=validation)
+        train_model(fresh(), batches, diverging_at(1), CONFIG, tmp_path, validation=validation)
 
 
 def test_the_best_step_survives_an_interrupt(batches: PackedSequences, tmp_path: Path) -> None:
@@ -176,17 +163,12 @@ def test_rates_fall_as_long_as_that_is_better(
     assert again == chosen and len(moved) == len(scores), "a resumed run reads the choice"
 
 
-@pytest.mark.parametrize(("broken", "wanted"), [({1}, 1 / 3), ({1, 3}, 1)])
+@pytest.mark.parametrize(("broken", "wanted"), [([2], 1 / 3), ([2, 4], 1)])
 def test_a_trial_that_diverges_loses_and_leaves_no_gradient(
-    batches: PackedSequences, tmp_path: Path, broken: set[int], wanted: float
+    batches: PackedSequences, tmp_path: Path, broken: list[int], wanted: float
 ) -> None:
-    model, calls = fresh(), itertools.count()
-
-    def breaks(network: SportsLLM, batch: Any) -> torch.Tensor:
-        return language_model_loss(network, batch) * (math.nan if next(calls) in broken else 1)
-
-    config = dataclasses.replace(LONG, accumulation=2)  # the first of two batches has left gradients
-    chosen = choose_rates(model, batches, breaks, config, tmp_path, lambda _model: 1.0)
+    model, config = fresh(), dataclasses.replace(LONG, accumulation=2)  # the first of two batches has left gradients
+    chosen = choose_rates(model, batches, diverging_at(*broken), config, tmp_path, lambda _model: 1.0)
     assert chosen.learning_rate == pytest.approx(1e-3 * wanted)
     assert all(parameter.grad is None for parameter in model.parameters())
 
