@@ -17,7 +17,7 @@ TOLERANCE = 2e-6
 """Of float32 weights of at most 1: scores of order 10 are off by some 1e-6, which an exponential passes on."""
 
 
-FAMILIES = ["gemma3", "gemma2", "gpt2", "opt", "gpt-neox", "olmo2", "granite", "deepseek-v3", "deepseek-v2-yarn"]
+FAMILIES = ["gemma3", "gemma2", "gpt2", "opt", "gpt-neox", "olmo2", "granite", "deepseek-v3", "deepseek-v3-yarn"]
 """Each calls attention, embeds tokens or joins its sublayers in another way; the other families do as one of these."""
 
 
