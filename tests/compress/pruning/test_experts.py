@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import silu
 
 from compress.prune import prune
-from compress.pruning.experts import dense_model, expert_energy, fit_experts, joined_neurons, reduce_experts
+from compress.pruning.experts import expert_energy, fit_experts, joined_neurons, reduce_experts
 from compress.pruning.shapes import fewer_experts
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import save_checkpoint
@@ -78,20 +78,6 @@ def test_a_fit_leaves_no_more_than_least_squares_over_all_experts() -> None:
     fit_experts(half, x, target)
     assert before > 1.1 * error()
     assert least <= error() < least + 0.1 * (before - least)  # two passes, one expert after the other
-
-
-def test_a_dense_model_of_all_neurons_is_a_mixture_that_always_sends_to_all() -> None:
-    """Equal router rows weigh all experts alike, so that the mixture is one wide feed-forward."""
-    first = {"num_hidden_layers": 3, "dense_layers": 1, "dense_intermediate_size": 192}
-    model = tiny_model(mlp_kind="experts", experts=Experts(2, 2), **first)
-    with torch.no_grad():
-        for block in model.model.layers[1:]:
-            block.mlp.gate.weight[1] = block.mlp.gate.weight[0]
-    found = dense_model(model, 192, random_tokens(8, 120, rows=1))
-    assert found.config == tiny_config(intermediate_size=192, num_hidden_layers=3)
-    with torch.inference_mode():
-        wanted, logits = model(SAMPLES[0]), found(SAMPLES[0])
-    assert float((logits - wanted).abs().max() / wanted.std()) < 0.05  # the ridge's pull
 
 
 def test_neurons_that_explain_nothing_are_left_out() -> None:

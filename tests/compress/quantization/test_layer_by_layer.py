@@ -58,8 +58,7 @@ def test_the_head_is_rounded_for_its_inputs(tmp_path: Path, tied: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "changes"),
-    [(QuantizationConfig(4, symmetric=False, head_bits=4), MIXTURE), (QuantizationConfig(8), {})],
+    ("config", "changes"), [(QuantizationConfig(4, symmetric=False, head_bits=4), MIXTURE), (QuantizationConfig(8), {})]
 )
 def test_what_is_written_layer_by_layer_is_what_memory_holds(
     config: QuantizationConfig, changes: dict[str, Any], checkpoint: Path, tmp_path: Path

@@ -43,14 +43,24 @@ def changed(model: SportsLLM, config: QuantizationConfig, names: Sequence[str], 
     return other
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "logit_softcap": 2.0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qk_norm": True},
+        {"qk_norm": True, "tie_word_embeddings": False, "logit_softcap": 2.0},
+        NARROW | {"mlp_kind": "experts", "experts": Experts(count=3, active=2), "num_hidden_layers": 1},
+        LSTM | {"num_hidden_layers": 1},
+    ],
+    ids=str,
+)
 def test_of_given_draws_a_group_costs_half_the_squared_change_of_their_log_probability(
-    changes: dict[str, Any], checkpoint: Path, tmp_path: Path
+    changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Against differences over a twentieth of the rounding's error, which float32 attention leaves exact to 1%."""
-    model, config = tiny_model(std=0.1, qk_norm=True, **changes), QuantizationConfig(4, 32, 8)
-    saved(tmp_path / "in", model, checkpoint)
+    model, config = tiny_model(std=0.1, **changes), QuantizationConfig(4, 32, 8)
+    saved(tmp_path / "in", model)
     groups = measure_groups(tmp_path / "in", model.config, config, samples(), tmp_path, draws=1, seed=3)
+    assert sorted(name for group in groups for name in group.modules) == sorted(matrix_shapes(model.config, True))
     draw, drawn = torch.Generator().manual_seed(3), []
     for tokens in samples():
         p = model(tokens)[0].detach().float().log_softmax(-1).exp()
@@ -65,21 +75,14 @@ def test_of_given_draws_a_group_costs_half_the_squared_change_of_their_log_proba
         assert group.kl == pytest.approx(total / 53, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"qk_norm": True}, {"mlp_kind": "experts", "experts": Experts(count=3, active=2)}, LSTM]
-)
-def test_a_group_costs_the_second_order_of_its_divergence(
-    changes: dict[str, Any], checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_group_costs_the_second_order_of_its_divergence(tmp_path: Path) -> None:
     """Against differences of the logits: half the mean variance of their change, by the model's own tokens.
 
     Of n draws for each of two pieces the mean square is known within sqrt(2 / 2n), 5.8% for n = 300; four times that is
     allowed.
     """
-    model, config = tiny_model(std=0.1, num_hidden_layers=1, **NARROW | changes), QuantizationConfig(4, 32, 8)
-    saved(tmp_path / "in", model, checkpoint)
-    groups = measure_groups(tmp_path / "in", model.config, config, samples(), draws=300)
-    assert sorted(name for group in groups for name in group.modules) == sorted(matrix_shapes(model.config, True))
+    model, config = tiny_model(std=0.1, num_hidden_layers=1, qk_norm=True, **NARROW), QuantizationConfig(4, 32, 8)
+    groups = measure_groups(saved(tmp_path, model), model.config, config, samples(), draws=300)
     for group in groups:
         total = 0.0
         for tokens in samples():
