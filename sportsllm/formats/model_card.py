@@ -9,7 +9,9 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import cache
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, atomic_write_text, read_json, validate
@@ -17,6 +19,9 @@ from sportsllm.formats.huggingface import OWN_MODEL_TYPE, load_config
 from sportsllm.formats.manifest import Ancestor, FileEntry, Manifest, ancestors, origin, read_manifest
 from sportsllm.models.description import described_shape
 from sportsllm.text.chat import find_template
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 CARD = "README.md"
 CardFields = dict[str, str | list[str]]
@@ -113,7 +118,6 @@ def render_card(directory: Path, manifest: Manifest, place: Path, results: Seque
     except ArtifactError:  # the command that loads it says what is wrong
         return None
     from huggingface_hub import ModelCardData
-    from jinja2 import Environment
 
     chain = [*reversed(older), Ancestor(place, manifest)]
     commands = [one.manifest.command for one in chain]
@@ -131,11 +135,7 @@ def render_card(directory: Path, manifest: Manifest, place: Path, results: Seque
         tags=[*tags, *(tag for command, tag in _TAGS.items() if command in commands)],
     )
     shown = [each for each in results if any(each.is_of(one.directory) for one in chain)]
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters.update(texts=_texts, digits=_digits, file=lambda path: PurePath(str(path)).name)
-    environment.filters["cell"] = lambda text: " ".join(str(text).split()).replace("|", "\\|")
-    template = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
-    return environment.from_string(template).render(
+    return _template().render(
         card_data=card_data.to_yaml(),
         name=place.name,
         model_type=model_type,
@@ -154,6 +154,17 @@ def render_card(directory: Path, manifest: Manifest, place: Path, results: Seque
         chats=chats,
         manifest=manifest,
     )
+
+
+@cache
+def _template() -> Template:
+    """Compiled once, which takes longer than all else of a card."""
+    from jinja2 import Environment
+
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters.update(texts=_texts, digits=_digits, file=lambda path: PurePath(str(path)).name)
+    environment.filters["cell"] = lambda text: " ".join(str(text).split()).replace("|", "\\|")
+    return environment.from_string(Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8"))
 
 
 def _packed_bits(data: JsonObject) -> int | None:
