@@ -87,9 +87,9 @@ def test_bad_input(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("head_dim", [16, 8], ids=["rotary inside", "rotary outside"])
-@pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "bits", "qk_norm"), [(16, None, False), (8, None, True), (16, 4, True), (8, 4, False)]
+)
 def test_the_graph_keeps_what_the_reference_keeps(
     head_dim: int, bits: int | None, qk_norm: bool, exports: Exports
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,11 +30,19 @@ def greedy(checkpoint: Path, count: int = 20) -> list[int]:
     return list(generate(TorchDecoder(load_checkpoint(checkpoint)), PROMPT, count, Sampling(temperature=0)))
 
 
-def test_optimum_generates_the_same_tokens(exported: Path, checkpoint: Path) -> None:
+def opened_by_optimum(directory: Path) -> Any:
     optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
-    model = optimum.ORTModelForCausalLM.from_pretrained(str(exported), provider="CPUExecutionProvider")
-    out = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=None)
-    assert out[0, 5:].tolist() == greedy(checkpoint)
+    return optimum.ORTModelForCausalLM.from_pretrained(str(directory), provider="CPUExecutionProvider")
+
+
+def greedy_by_optimum(directory: Path) -> list[int]:
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    found: list[int] = opened_by_optimum(directory).generate(torch.tensor([PROMPT]), **settings)[0, 5:].tolist()
+    return found
+
+
+def test_optimum_generates_the_same_tokens(exported: Path, checkpoint: Path) -> None:
+    assert greedy_by_optimum(exported) == greedy(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -42,43 +51,34 @@ def test_optimum_generates_the_same_tokens(exported: Path, checkpoint: Path) -> 
         ("qwen3", "it expects heads of 16 channels, these have 32"),
         ("gemma3", None),
         ("olmo2", "for olmo2 it expects a key head for each query head"),
-        ("gpt-neox", None),
         ("opt", None),
     ],
 )
 def test_what_optimum_opens_of_other_families(family: str, closed: str | None, tmp_path: Path) -> None:
-    optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
     families.save(family, tmp_path / "checkpoint")
     sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1)
     reason = not_opened_by(load_config(tmp_path / "out"))
     assert reason is None if closed is None else str(reason).endswith(closed)
-    model = optimum.ORTModelForCausalLM.from_pretrained(str(tmp_path / "out"), provider="CPUExecutionProvider")
     with nullcontext() if closed is None else pytest.raises(Exception, match="invalid dimensions for input: past"):
-        out = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=None)
-        assert out[0, 5:].tolist() == greedy(tmp_path / "checkpoint")
+        assert greedy_by_optimum(tmp_path / "out") == greedy(tmp_path / "checkpoint")
 
 
 def test_optimum_inlines_layers_that_are_functions(exported_int4: Path) -> None:
-    optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
     assert called_version(exported_int4 / GRAPH_FILE) == VERSION
-    model = optimum.ORTModelForCausalLM.from_pretrained(str(exported_int4), provider="CPUExecutionProvider")
-    out = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=None)
     ours = generate(open_decoder(exported_int4, 2, "portable"), PROMPT, 20, Sampling(temperature=0))
-    assert out[0, 5:].tolist() == list(ours)
+    assert greedy_by_optimum(exported_int4) == list(ours)
 
 
 def test_optimum_runs_standard_operators_with_padding_on_the_left(checkpoint: Path, int4: Path, tmp_path: Path) -> None:
     """Each row as if it were alone, packed or not."""
-    optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
     long, short = PROMPT, [0, 99]
     for source in (checkpoint, int4):
         directory = tmp_path / f"{source.name}-onnx"
         sportsllm.export(source, out=directory, threads=2, format="standard")
-        model = optimum.ORTModelForCausalLM.from_pretrained(str(directory), provider="CPUExecutionProvider")
         padded = torch.tensor([long, [0] * 3 + short])
         mask = torch.tensor([[1] * 5, [0] * 3 + [1] * 2])
         settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        found = model.generate(padded, attention_mask=mask, **settings)[:, 5:].tolist()
+        found = opened_by_optimum(directory).generate(padded, attention_mask=mask, **settings)[:, 5:].tolist()
         decoder = open_decoder(directory, 2)
         assert found == [list(generate(decoder, row, 20, Sampling(temperature=0))) for row in (long, short)]
         if source == checkpoint:

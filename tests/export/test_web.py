@@ -76,8 +76,7 @@ def test_transformers_js_is_copied_once_it_is_there(
     assert {path.read_text() for path in (out / "lib").iterdir()} == {web_page._LIBRARY, *web_page._RUNTIME}
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize(("bits", "asymmetric"), [(4, True), (8, False)])
 def test_the_same_logits_as_the_plain_layout(bits: int, asymmetric: bool, tmp_path: Path) -> None:
     """Packed embeddings are read in another way there; odd widths leave padding in their last block."""
     model = tiny_model(hidden_size=72, intermediate_size=100)

@@ -19,13 +19,9 @@ from tests.support.export_models import Exports, save, tiny_model
 FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 FORMS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "untied": {"tie_word_embeddings": False},
-    "int4": {"bits": 4},
-    "int4, zero points": {"bits": 4, "asymmetric": True},
-    "int8": {"bits": 8},
-    "rotary outside": {"head_dim": 8},
-    "norms of heads": {"qk_norm": True},
-    "biases": {"attention_bias": True, "bits": 4},
+    "rotary outside, untied": {"head_dim": 8, "tie_word_embeddings": False},
+    "int4, zero points, norms of heads": {"bits": 4, "asymmetric": True, "qk_norm": True},
+    "int8, biases": {"bits": 8, "attention_bias": True},
 }
 
 

@@ -30,13 +30,10 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     [
         {},
         {"qk_norm": True, "attention_bias": True},
-        {"head_dim": 24, "num_key_value_heads": 4},
-        {"selection": Selection(tokens=24, block=4, heads=4, parts=1)},
-        {"attention_scale": 0.3},
-        {"half": True},
+        {"head_dim": 24, "num_key_value_heads": 4, "attention_scale": 0.3},
+        {"selection": Selection(tokens=24, block=4, heads=4, parts=1), "half": True},
         {"bits": 4},
-        {"bits": 4, "attention_bias": True},
-        {"bits": 8, "block": 64},
+        {"bits": 8, "block": 64, "attention_bias": True},
     ],
     ids=str,
 )

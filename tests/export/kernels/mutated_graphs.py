@@ -24,6 +24,8 @@ from test_kernels import (
     general_case,
     latent_case,
     layer_case,
+    layer_feeds,
+    layer_outputs,
     op_and_names,
     selected_case,
     sent_tokens,
@@ -66,16 +68,10 @@ def layer(chance: random.Random) -> Node:
             chance.choice([4, 8]), chance.choice([32, 128]), chance.random() < 0.5, kept
         )
     tokens = chance.choice([1, 3, 12])
-    cache = np.zeros((1, KV_HEADS, ROOM, SIZE), kind)
-    fed = {
-        "x": np.ones((1, tokens, HIDDEN), np.float32),
-        "last": np.array([chance.choice([tokens - 1, ROOM - 1, ROOM, POSITIONS, -1])], np.int32),
-        "total": np.array(ROOM, np.int32),
-        "past_key": cache,
-        "past_value": cache.copy(),
-    }
-    outputs = {"out": TensorProto.FLOAT, "residual_out": TensorProto.FLOAT, "key": cached, "value": cached}
-    return *op_and_names(attributes, suffix), outputs, constants, fed, attributes
+    last = chance.choice([tokens - 1, ROOM - 1, ROOM, POSITIONS, -1])
+    cache: list[Array] = [np.zeros((1, KV_HEADS, ROOM, SIZE), kind) for _ in range(2)]
+    fed = layer_feeds(np.ones((1, tokens, HIDDEN), np.float32), last, cache)
+    return *op_and_names(attributes, suffix), layer_outputs(cached), constants, fed, attributes
 
 
 def head(chance: random.Random) -> Node:

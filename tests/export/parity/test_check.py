@@ -36,21 +36,16 @@ from sportsllm.inference.decoder import Logits, logits_at_once
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.export_models import CONTEXT, TINY, Exports, edit_tensor, save, save_graph, tiny_model
 
+STANDARD = {"operators": "standard", "head_dim": 8}
+FAITHFUL: list[tuple[str, dict[str, Any]]] = [
+    ("fp32", {}), ("fp32", {"head_dim": 8}), ("fp16", {"half": True}), ("fp16", {"half": True} | STANDARD),
+    ("int8", {"bits": 8}), ("int4", {"bits": 4}), ("int4", {"bits": 4} | STANDARD),
+]  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("head_dim", "standard"),
-    [(16, False), (8, False), (8, True)],
-    ids=["rotary inside", "rotary outside", "standard operators"],
-)
-@pytest.mark.parametrize(("precision", "bits"), [("fp32", None), ("fp16", None), ("int8", 8), ("int4", 4)])
-def test_a_faithful_export_passes(
-    precision: str, bits: int | None, head_dim: int, standard: bool, exports: Exports
-) -> None:
-    directory = exports(
-        bits, half=precision == "fp16", operators="standard" if standard else "onnx", head_dim=head_dim
-    ).directory
-    before = {path.name: path.read_bytes() for path in directory.iterdir()}
-    report = check_parity(directory, directory, threads=1)
+
+@pytest.mark.parametrize(("precision", "settings"), FAITHFUL, ids=str)
+def test_a_faithful_export_passes(precision: str, settings: dict[str, Any], exports: Exports) -> None:
+    report = exports(**settings).report
     assert report.failures() == [] and report.passed
     assert report.precision == precision
     everywhere = [item.name for item in report.passes if not item.name.startswith("native")]
@@ -60,17 +55,17 @@ def test_a_faithful_export_passes(
     assert max(c.relative_error for c in report.passes[0].comparisons) < EXACT.error / 4
     figures = json.loads(json.dumps(report.to_dict()))
     assert figures["passed"] is True and figures["greedy_match"] <= 1
-    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
 
 
 @pytest.mark.parametrize(("bits", "half"), [(None, True), (4, False)])
 def test_a_reference_beyond_the_free_memory_gives_the_same_report(
     bits: int | None, half: bool, exports: Exports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = exports(bits, half=half).directory
-    report = check_parity(directory, directory, threads=1)
+    export = exports(bits, half=half)
+    report, before = export.report, {path.name: path.read_bytes() for path in export.directory.iterdir()}
     monkeypatch.setattr("sportsllm.formats.checkpoint.available_bytes", lambda: 0)
-    assert check_parity(directory, directory, threads=1) == report
+    assert check_parity(export.directory, export.directory, threads=1) == report
+    assert {path.name: path.read_bytes() for path in export.directory.iterdir()} == before
 
 
 def test_an_int8_cache_does_not_make_weights_int8(exports: Exports) -> None:
@@ -97,7 +92,7 @@ def flip(index: tuple[int, ...]) -> Callable[[np.ndarray], None]:
     return change
 
 
-STANDARD, HALF = {"bits": 8, "operators": "standard"}, {"in_half": True}
+STANDARD_8 = {"bits": 8, "operators": "standard"}
 FAULTS: dict[str, tuple[dict[str, Any], str, Callable[[np.ndarray], None]]] = {
     "a weight": ({}, "model.layers.0.mlp.down_proj.weight", add_to_one((5, 7), 0.02)),
     "not a number": ({}, "model.layers.1.mlp.down_proj.weight", add_to_one((0, 0), float("nan"))),
@@ -120,10 +115,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str, Callable[[np.ndarray], None]]] = {
     "an 8-bit number": ({"bits": 8}, "model.layers.1.mlp.down_proj.weight_packed", flip((3, 1, 2))),
     "a 4-bit number": ({"bits": 4}, "model.layers.0.self_attn.qkv_proj.weight_packed", flip((3, 1, 2))),
     "a 4-bit scale": ({"bits": 4}, "model.layers.0.mlp.gate_up_proj.weight_scale", add_to_one((3, 1), 1e-3)),
-    "a number of columns": (STANDARD, "model.layers.1.mlp.down_proj.weight_packed_columns", flip((5, 7))),
-    "a tied number as embedding": (STANDARD, "model.embed_tokens.weight_packed", flip((95, 1, 2))),
-    "a tied number as head": (STANDARD, "model.embed_tokens.weight_packed_columns", flip((3, 95))),
-    "a weight in float16": (HALF, "model.layers.0.mlp.down_proj.weight", add_to_one((2, 3), 0.05)),
+    "a number of columns": (STANDARD_8, "model.layers.1.mlp.down_proj.weight_packed_columns", flip((5, 7))),
+    "a tied number as embedding": (STANDARD_8, "model.embed_tokens.weight_packed", flip((95, 1, 2))),
+    "a tied number as head": (STANDARD_8, "model.embed_tokens.weight_packed_columns", flip((3, 95))),
+    "a weight in float16": ({"in_half": True}, "model.layers.0.mlp.down_proj.weight", add_to_one((2, 3), 0.05)),
 }
 
 
@@ -135,8 +130,7 @@ def test_one_wrong_number_fails(
     assert check_parity(tmp_path, tmp_path, threads=1).failures()
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-def test_one_wrong_cache_entry_fails(bits: int | None, exports: Exports, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_cache_entry_fails(exports: Exports, monkeypatch: pytest.MonkeyPatch) -> None:
     class Forgetful(OnnxDecoder):
         def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None) -> Logits:
             logits = super().prefill(rows, max_length)
@@ -144,7 +138,7 @@ def test_one_wrong_cache_entry_fails(bits: int | None, exports: Exports, monkeyp
             self._cache.buffers["1.value"][0, 1, 0, 3] += 0.2
             return logits
 
-    directory = exports(bits).directory
+    directory = exports(4).directory
     monkeypatch.setattr("export.parity.check.OnnxDecoder", Forgetful)
     failures = check_parity(directory, directory, threads=1).failures()
     assert any("exact pass, decode" in line for line in failures)

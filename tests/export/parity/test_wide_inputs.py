@@ -32,7 +32,7 @@ def save_massive(directory: Path, bits: int = 8, layer: int = 1, **changes: Any)
     return save(directory, model, pack_model(model, bits))
 
 
-@pytest.mark.parametrize(("bits", "form"), [(8, "onnx"), (4, "onnx"), (8, "standard"), (4, "web")])
+@pytest.mark.parametrize(("bits", "form"), [(8, "onnx"), (8, "standard"), (4, "web")])
 def test_a_massive_channel_gets_16_bits(bits: int, form: str, tmp_path: Path, capsys: Any) -> None:
     """The exact pass holds the graph against PyTorch; the deployed one bounds what is left of rounding."""
     checkpoint = save_massive(tmp_path / "checkpoint", bits)
@@ -62,11 +62,10 @@ def test_keys_beyond_float16_need_a_float32_cache(tmp_path: Path) -> None:
     assert sportsllm.export(checkpoint, out=tmp_path / "out", threads=1, kv_cache="fp32").parity["passed"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"intermediate_size": 100, "hidden_size": 72}], ids=["whole blocks", "padded"])
 @pytest.mark.parametrize("standard", [False, True])
-def test_all_inputs_in_16_bits_are_nearly_exact(changes: dict[str, int], standard: bool, tmp_path: Path) -> None:
-    """8 bits change logits by some percent of their spread, 16 bits by a 254th of that."""
-    model = tiny_model(**changes)
+def test_all_inputs_in_16_bits_are_nearly_exact(standard: bool, tmp_path: Path) -> None:
+    """8 bits change logits by some percent of their spread, 16 bits by a 254th of that. Last blocks are padded."""
+    model = tiny_model(intermediate_size=100, hidden_size=72)
     save(tmp_path, model, pack_model(model, 8))
     tokens = np.random.default_rng(0).integers(0, 96, 60).tolist()
     modules = frozenset(name for group in measure_groups(model) for name in group.modules)

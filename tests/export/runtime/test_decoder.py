@@ -3,45 +3,40 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import onnx
 import pytest
 
-from export.graph.builder import GraphForm
 from export.layout import DATA_FILE, GRAPH_FILE
 from export.runtime import decoder as runtime
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import log_softmax, open_decoder
 from sportsllm.models.language_model import SportsLLM
-from tests.support.export_models import logits_of, pack_model, pieces_read, save, save_graph, tiny_model
+from tests.support.export_models import Export, Exports, logits_of, pieces_read, save, tiny_model
 
 TOLERANCE = 2e-5
 
 
-GRAPHS = {"rotary inside": (16, False), "rotary outside": (8, False), "standard operators": (16, True)}
+GRAPHS = {"rotary inside": {}, "rotary outside": {"head_dim": 8}, "standard operators": {"operators": "standard"}}
 
 
 @pytest.fixture(scope="module", params=GRAPHS.values(), ids=GRAPHS)
-def graph(request: pytest.FixtureRequest) -> tuple[int, bool]:
-    return cast("tuple[int, bool]", request.param)
-
-
-@pytest.fixture(scope="module")
-def model(graph: tuple[int, bool]) -> SportsLLM:
-    return tiny_model(head_dim=graph[0])
-
-
-@pytest.fixture(scope="module")
-def export(model: SportsLLM, graph: tuple[int, bool], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_graph(tmp_path_factory.mktemp("export"), model, form=GraphForm("standard" if graph[1] else "onnx"))
+def export(request: pytest.FixtureRequest, exports: Exports) -> Export:
+    """With a context of 64 tokens."""
+    return exports(max_position_embeddings=64, **request.param)
 
 
 @pytest.fixture
-def decoder(export: Path) -> OnnxDecoder:
-    return runtime.open(export, threads=1)
+def model(export: Export) -> SportsLLM:
+    return export.model
+
+
+@pytest.fixture
+def decoder(export: Export) -> OnnxDecoder:
+    return runtime.open(export.directory, threads=1)
 
 
 def draw(*lengths: int) -> list[list[int]]:
@@ -49,11 +44,8 @@ def draw(*lengths: int) -> list[list[int]]:
     return [rng.integers(0, 96, length).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("standard", [False, True], ids=["shared cache", "growing cache"])
-def test_beginnings_that_were_read_are_reused(standard: bool, model: SportsLLM, tmp_path: Path) -> None:
+def test_beginnings_that_were_read_are_reused(model: SportsLLM, decoder: OnnxDecoder) -> None:
     """Only what is new runs; the logits are those of a fresh start."""
-    save_graph(tmp_path, model, form=GraphForm("standard" if standard else "onnx"))
-    decoder = runtime.open(tmp_path, threads=1)
     first, second = draw(20, 11)
     decoder.prefill([first, second], max_length=60)
     steps = draw(6, 6)
@@ -127,22 +119,27 @@ def test_score(chunk: int, model: SportsLLM, decoder: OnnxDecoder, monkeypatch: 
     np.testing.assert_allclose(step[0], logits_of(model, [*rows[2], 7])[-1], atol=TOLERANCE, rtol=0)
 
 
-def test_packed_model_decodes_as_it_scores(tmp_path: Path) -> None:
+def test_packed_model_decodes_as_it_scores(exports: Exports) -> None:
     """Activations are rounded to 8 bits in blocks of one token, so one token or many give the same logits.
 
     ONNX Runtime's AVX2 kernels for one row and for many may round an activation that lies halfway differently.
     """
-    packed = tiny_model()
-    save_graph(tmp_path, packed, pack_model(packed, 4))
-    decoder = open_decoder(tmp_path, threads=1, kernels="portable")
+    directory = exports(4).directory
+    decoder = open_decoder(directory, threads=1, kernels="portable")
     (row,) = draw(30)
-    expected = runtime.open(tmp_path, 1, "portable").logits(row)
+    expected = runtime.open(directory, 1, "portable").logits(row)
     found = np.concatenate([decoder.prefill([row[:20]]), *(decoder.step([token]) for token in row[20:])])
     unequal = np.abs(found - expected[19:]).max(axis=1) > TOLERANCE
     assert unequal.sum() <= 1
     # What rounding activations to 8 bits costs: a few percent of logits of size 1.
+    packed = load_checkpoint(directory)
     for logits in (expected, [*expected[:19], *found]):
         np.testing.assert_allclose(logits, logits_of(packed, row), atol=0.15, rtol=0)
+
+
+@pytest.fixture
+def small(exports: Exports) -> Export:
+    return exports(max_position_embeddings=64)
 
 
 @pytest.mark.parametrize(
@@ -162,36 +159,31 @@ def test_packed_model_decodes_as_it_scores(tmp_path: Path) -> None:
     ],
 )
 def test_misuse_is_refused_in_one_line(
-    act: Callable[[OnnxDecoder], object], error: type[SportsLLMError], words: str, export: Path
+    act: Callable[[OnnxDecoder], object], error: type[SportsLLMError], words: str, small: Export
 ) -> None:
     with pytest.raises(error, match=words) as caught:
-        act(runtime.open(export, threads=1))
+        act(runtime.open(small.directory, threads=1))
     assert "\n" not in str(caught.value)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def lengthen(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + bytes(100))
 
 
 @pytest.mark.parametrize("with_manifest", [True, False], ids=["manifest", "no manifest"])
-@pytest.mark.parametrize("damage", [cut, lengthen, Path.unlink])
-@pytest.mark.parametrize("file", [DATA_FILE, GRAPH_FILE])
-def test_damaged_files(file: str, damage: Callable[[Path], None], with_manifest: bool, tmp_path: Path) -> None:
+def test_damaged_files(with_manifest: bool, small: Export, tmp_path: Path) -> None:
     """ONNX Runtime alone accepts data of any length."""
-    save_graph(tmp_path, tiny_model())
+    small.copy_to(tmp_path)
+    files = {name: (tmp_path / name).read_bytes() for name in (GRAPH_FILE, DATA_FILE)}
     if with_manifest:
-        sizes = {name: (tmp_path / name).stat().st_size for name in (GRAPH_FILE, DATA_FILE)}
-        files = {name: {"bytes": size, "sha256": ""} for name, size in sizes.items()}
-        (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+        entries = {name: {"bytes": len(content), "sha256": ""} for name, content in files.items()}
+        (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "files": entries}))
     runtime.open(tmp_path, 1)
-    damage(tmp_path / file)
-    with pytest.raises(ArtifactError, match=GRAPH_FILE) as caught:  # or of the data, whose name begins with it
-        runtime.open(tmp_path, 1)
-    assert "\n" not in str(caught.value)
+    for name, content in files.items():
+        for damaged in (content[:-100], content + bytes(100), None):
+            (tmp_path / name).unlink()
+            if damaged is not None:
+                (tmp_path / name).write_bytes(damaged)
+            with pytest.raises(ArtifactError, match=GRAPH_FILE) as caught:  # or of the data, whose name begins with it
+                runtime.open(tmp_path, 1)
+            assert "\n" not in str(caught.value)
+        (tmp_path / name).write_bytes(content)
 
 
 def change_graph(directory: Path, location: str | None = None, **versions: int) -> None:
@@ -214,10 +206,7 @@ def link_data_outside(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda directory: change_graph(directory, ir_version=99),
-            r"newer than ONNX Runtime .*IR version: 99.*upgrade",
-        ),
+        (lambda directory: change_graph(directory, ir_version=99), "newer than ONNX Runtime .*IR version: 99.*upgrade"),
         (lambda directory: change_graph(directory, opset=99), "newer than ONNX Runtime .*Opset 99.*upgrade"),
         (lambda directory: change_graph(directory, location="../outside"), "outside its directory"),
         (lambda directory: change_graph(directory, location="/etc/passwd"), "outside its directory"),
@@ -225,8 +214,8 @@ def link_data_outside(directory: Path) -> None:
     ],
     ids=["newer IR", "newer opset", "path upwards", "absolute path", "link"],
 )
-def test_graphs_that_reach_too_far(change: Callable[[Path], None], message: str, tmp_path: Path) -> None:
-    directory = save_graph(tmp_path / "export", tiny_model())
+def test_graphs_that_reach_too_far(change: Callable[[Path], None], message: str, small: Export, tmp_path: Path) -> None:
+    directory = small.copy_to(tmp_path / "export")
     (tmp_path / "outside").write_bytes((directory / DATA_FILE).read_bytes())
     change(directory)
     with pytest.raises(ArtifactError, match=message) as caught:
@@ -234,24 +223,22 @@ def test_graphs_that_reach_too_far(change: Callable[[Path], None], message: str,
     assert "\n" not in str(caught.value)
 
 
-def test_a_graph_of_another_shape_is_refused(tmp_path: Path) -> None:
-    save_graph(tmp_path, tiny_model())
-    save(tmp_path, tiny_model(num_hidden_layers=3))
+def test_a_graph_of_another_shape_is_refused(small: Export, tmp_path: Path) -> None:
+    save(small.copy_to(tmp_path), tiny_model(num_hidden_layers=3))
     with pytest.raises(ArtifactError, match=r"past_key_values\.2\.key.*config\.json"):
         runtime.open(tmp_path, 1)
 
 
-def test_a_runtime_older_than_the_graph_asks_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_older_than_the_graph_asks_for_is_refused(small: Export, monkeypatch: pytest.MonkeyPatch) -> None:
     """Older ones may compute another sliding window. A path may be a string."""
-    save_graph(tmp_path, tiny_model())
-    runtime.open(str(tmp_path))
+    runtime.open(str(small.directory))
     monkeypatch.setattr("onnxruntime.__version__", "1.30.2")
     with pytest.raises(ResourceError, match=r"needs onnxruntime 1\.31 or later; 1\.30\.2 is installed"):
-        runtime.open(tmp_path)
+        runtime.open(small.directory)
 
 
-def test_numbers_in_metadata_are_checked(tmp_path: Path) -> None:
-    save_graph(tmp_path, tiny_model())
+def test_numbers_in_metadata_are_checked(small: Export, tmp_path: Path) -> None:
+    small.copy_to(tmp_path)
     graph = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False)
     next(entry for entry in graph.metadata_props if entry.key == "data_bytes").value = "../../x"
     (tmp_path / GRAPH_FILE).write_bytes(graph.SerializeToString())
