@@ -12,8 +12,9 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sportsllm.errors import ArtifactError, ConflictError, SportsLLMError
 
@@ -197,12 +198,20 @@ def validate(kind: type[Record], data: object, where: object, advice: str = "cor
     Raises:
         ArtifactError: a field is missing, unknown or of the wrong type.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        return TypeAdapter(kind).validate_python(data)
+        record: Record = _adapter(cast(Any, kind)).validate_python(data)
     except ValidationError as error:
         raise ArtifactError(f"{where}: {describe(error)}; {advice}") from None
+    return record
+
+
+@cache  # making one of a large record takes 20 ms
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def describe(error: ValidationError) -> str:

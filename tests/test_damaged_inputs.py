@@ -21,8 +21,9 @@ from benchmarks.reporting.inputs import collect
 from compress.distillation.loss import DistillationConfig
 from compress.distillation.student import StudentTraining
 from compress.distillation.teacher_cache import SIGNALS, read_info
+from export.gguf.tokenizer import tokenizer_metadata
+from export.gguf.write import write_gguf
 from sportsllm.errors import SportsLLMError
-from sportsllm.files import read_json
 from sportsllm.formats.artifact import STATE_DIRECTORY, Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.convert import convert_gguf
@@ -39,8 +40,6 @@ from sportsllm.training.optimizers import build_optimizers
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.state import RunState
 from sportsllm.verbs.run import load_recipe
-from tests.support.export_models import Exports
-from tests.support.gguf_files import byte_level, random_weights, write_model
 from tests.support.models import fresh
 
 LONGEST, SECONDS = 800, 10  # the command line leaves out the middle of a line beyond 400 characters
@@ -122,9 +121,9 @@ def _mutate(kind: str, data: bytes, draw: random.Random) -> bytes:
 def _mutated_template(data: bytes, draw: random.Random) -> bytes:
     parts = [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ messages | tojson(indent=10**9) }}", "{{ 'x' * 10**9 }}",
-        "{{ messages[0].content.ljust(10**10) }}", "{{ undefined.field }}", "{{ 1 / 0 }}", "{% if %}", "{{ messages }}",
-        "{{ raise_exception('x' * 9999) }}", "{{ ''.__class__ }}", "{% include 'a' %}", "{{ '%s %s' % 1 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ messages | tojson(indent=10**10) }}", "{{ messages }}",
+        "{{ messages[0].content.ljust(10**10) }}", "{{ 'x' * 10**10 }}", "{{ undefined.field }}", "{{ 1 / 0 }}",
+        "{% if %}", "{{ raise_exception('x' * 9999) }}", "{{ ''.__class__ }}", "{% include 'a' %}", "{{ '%s %s' % 1 }}",
     ]  # fmt: skip
     lines = data.decode().splitlines(keepends=True)
     lines[draw.randrange(len(lines))] = draw.choice(parts)
@@ -132,7 +131,9 @@ def _mutated_template(data: bytes, draw: random.Random) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def made(checkpoint: Path, int4: Path, corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(
+    checkpoint: Path, int4: Path, exported: Path, corpus_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """One good file or directory of every kind."""
     root = tmp_path_factory.mktemp("damaged")
     run_stage(root / "model", Stage("train", {"corpus": ["a.jsonl"]}), lambda out: _copied(checkpoint, out))
@@ -146,7 +147,7 @@ def made(checkpoint: Path, int4: Path, corpus_file: Path, tmp_path_factory: pyte
     _copied(int4, root / "packed", ("config.json", WEIGHTS))
     template = "{% for m in messages %}\n{{ m.role }}: {{ m.content | trim }}\n{% endfor %}\n{{ bos_token }}\n"
     (root / "plain" / "chat_template.jinja").write_text(template)
-    _copied(checkpoint, Exports(root / "onnx")().directory, ("tokenizer.json", "tokenizer_config.json"))
+    _copied(exported, root / "onnx")
     config = TrainConfig(steps=1, batch_size=4, accumulation=1, sequence=32)
     taught = DistillationConfig(signals=root / "signals", teacher_precision="fp32")
     StudentTraining(checkpoint, config, (corpus_file,), distillation=taught).prepare(load_config(checkpoint))
@@ -172,8 +173,7 @@ def made(checkpoint: Path, int4: Path, corpus_file: Path, tmp_path_factory: pyte
                                "source": "measured", "low": 2.0, "high": 2.0}]},
     }  # fmt: skip
     (root / "bench.json").write_text(json.dumps(bench))
-    model = _llama()
-    write_model(root / "model.gguf", model, byte_level(checkpoint))
+    write_gguf(checkpoint, root / "model.gguf", tokenizer_metadata(checkpoint, load_config(checkpoint)), half=True)
     return root
 
 
@@ -190,14 +190,6 @@ def _small(out: Path) -> dict[str, Any]:
     return {"parameters": 1_000, "bits": 4, "shape": {"layers": 2}}
 
 
-def _llama() -> Any:
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    shape = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    return random_weights(AutoModelForCausalLM.from_config(LlamaConfig(**shape)))
-
-
 def _state(directory: Path) -> RunState:
     config, model = TrainConfig(steps=2), fresh()
     optimizers = build_optimizers(model, config)
@@ -209,7 +201,7 @@ def _state(directory: Path) -> RunState:
 
 
 def _targets(root: Path) -> dict[str, Target]:
-    plain, packed, onnx, signals = root / "plain", root / "packed", root / "onnx" / "0", root / "signals"
+    plain, packed, onnx, signals = root / "plain", root / "packed", root / "onnx", root / "signals"
 
     def run_onnx() -> None:
         decoder = open_decoder(onnx, threads=1, kernels="portable")
@@ -263,18 +255,11 @@ def _targets(root: Path) -> dict[str, Target]:
     }  # fmt: skip
 
 
-NAMES = [
-    "corpus", "questions", "index of shards", "recipe", "config.json", "config.json of INT4", "report inputs",
-    "metrics", "manifest", "tokenizer.json", "tokenizer_config.json", "device file", "training state",
-    "optimizer state", "chat template", "ONNX", "safetensors", "teacher cache", "GGUF",
-]  # fmt: skip
-
-
 def _too_long(_signal: int, _frame: object) -> None:
     raise AssertionError(f"no end within {SECONDS} s")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", _targets(Path()))
 def test_damage_ends_in_one_line(name: str, made: Path, capfd: pytest.CaptureFixture[str]) -> None:
     target = _targets(made)[name]
     good, draw = target.file.read_bytes(), random.Random(name)
@@ -303,7 +288,5 @@ def test_damage_ends_in_one_line(name: str, made: Path, capfd: pytest.CaptureFix
     assert not failures, "\n".join(failures[:10]) + f"\n{len(failures)} of {target.count}"
 
 
-def test_a_thousand_mutations(made: Path) -> None:
-    targets = _targets(made)
-    assert list(targets) == NAMES and sum(target.count for target in targets.values()) >= 1_000
-    assert read_json(made / "bench.json")
+def test_a_thousand_mutations() -> None:
+    assert sum(target.count for target in _targets(Path()).values()) >= 1_000
