@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock, Thread
@@ -166,30 +166,6 @@ def test_chat_by_chatml_without_a_template(client: httpx.Client) -> None:
     assert "".join(each["choices"][0]["delta"].get("content", "") for each in rest) == message["content"]
 
 
-def test_a_template_renders_in_a_process_that_stays(export: Path, tmp_path: Path) -> None:
-    from sportsllm.errors import ArtifactError
-    from sportsllm.text.chat import ChatRenderer, render_chat
-
-    template = "{% for m in messages %}{{ raise_exception('no') if m.content == 'bad' else m.content }}|{% endfor %}"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    messages = [{"role": "user", "content": "ü"}]
-    renderer = ChatRenderer(tmp_path)
-    for _ in range(2):
-        assert renderer(messages) == render_chat(tmp_path, messages) == "ü|"
-        with pytest.raises(ArtifactError, match="fails"):
-            renderer([{"role": "user", "content": "bad"}])
-    child = renderer._child
-    assert child is not None
-    child.kill()
-    child.poll = lambda: None  # type: ignore[method-assign]  # its pipes close before it is seen to have ended
-    with pytest.raises(ArtifactError, match="fails"):
-        renderer(messages)
-    assert renderer(messages) == "ü|"
-    renderer.close()
-    assert renderer(messages) == "ü|"
-    renderer.close()
-
-
 @pytest.fixture(scope="module")
 def packed(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """stories260K as ONNX in INT4, which calls kernels, with a float16 cache."""
@@ -206,12 +182,15 @@ def test_requests_at_once_get_what_they_get_alone(fixture: str, request: pytest.
     served, loaded = start(directory), sportsllm.load(directory, threads=1)
     with served_by(served) as client:
         _ask_at_once(client, loaded)
-    engine = served.engine
-    deadline = time.monotonic() + 10
+    assert is_idle(served.engine, 10)
+    served.stop()
+
+
+def is_idle(engine: Engine, within_s: float = 0) -> bool:
+    deadline = time.monotonic() + within_s
     while (engine.running or engine.waiting) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not engine.running and not engine.waiting
-    served.stop()
+    return not engine.running and not engine.waiting
 
 
 def _ask_at_once(client: httpx.Client, loaded: LoadedModel) -> None:
@@ -260,22 +239,27 @@ def test_a_sequence_that_fails_ends_alone(client: httpx.Client, monkeypatch: pyt
     assert failed.status_code == 500 and "error" in failed.json()["error"]["message"]
 
 
-def test_a_client_that_left_before_its_turn_starts_nothing(served: ServedModel) -> None:
-    body = json.dumps({**ONCE, "max_tokens": 400, "stream": True}).encode()
-    messages = [{"type": "http.request", "body": body}]
+def ask_and_leave(served: ServedModel, body: dict[str, Any], leaves: Callable[[], bool]) -> None:
+    """A client whose connection ends as soon as `leaves` says so."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
     async def receive() -> dict[str, Any]:
+        while not messages and not leaves():
+            await asyncio.sleep(0.001)
         return messages.pop() if messages else {"type": "http.disconnect"}
 
     async def send(_: Any) -> None:
         pass
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"host", b"localhost")]}
+    asyncio.run(Server([served], Access()).app()(scope | {"query_string": b""}, receive, send))
+
+
+def test_a_client_that_left_before_its_turn_starts_nothing(served: ServedModel) -> None:
     before = served.engine.counts["prompt_tokens"]
     with suppress(ClientDisconnect):
-        asyncio.run(Server([served], Access()).app()(scope | {"query_string": b""}, receive, send))
-    assert not served.engine.running and not served.engine.waiting
-    assert served.engine.counts["prompt_tokens"] == before
+        ask_and_leave(served, {**ONCE, "max_tokens": 400, "stream": True}, lambda: True)
+    assert is_idle(served.engine) and served.engine.counts["prompt_tokens"] == before
 
 
 @pytest.fixture
@@ -295,23 +279,9 @@ LONG = {**ONCE, "max_tokens": 400, "ignore_eos": True, "n": 6}  # four run and t
 @pytest.mark.usefixtures("_slow")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_slots(served: ServedModel, stream: bool) -> None:
-    messages = [{"type": "http.request", "body": json.dumps(LONG | {"stream": stream}).encode()}]
     engine, before = served.engine, served.engine.counts["generated_tokens"]
-
-    async def receive() -> dict[str, Any]:
-        while not messages and len(engine.running) < 4:
-            await asyncio.sleep(0.001)
-        return messages.pop() if messages else {"type": "http.disconnect"}
-
-    async def send(_: Any) -> None:
-        pass
-
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"host", b"localhost")]}
-    asyncio.run(Server([served], Access()).app()(scope | {"query_string": b""}, receive, send))
-    deadline = time.monotonic() + 30
-    while (engine.running or engine.waiting) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not engine.running and not engine.waiting
+    ask_and_leave(served, LONG | {"stream": stream}, lambda: len(engine.running) == 4)
+    assert is_idle(engine, 30)
     assert 0 < engine.counts["generated_tokens"] - before < 4 * 400
 
 

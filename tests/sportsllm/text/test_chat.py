@@ -12,7 +12,7 @@ import transformers
 
 from sportsllm.errors import ArtifactError
 from sportsllm.text import chat
-from sportsllm.text.chat import ChatRenderer, render_chat, render_chats
+from sportsllm.text.chat import ChatRenderer, Messages, render_chat, render_chats
 from sportsllm.text.tokenizer import load_tokenizer
 
 CHATML = """{%- if not messages -%}
@@ -55,16 +55,6 @@ def test_texts_are_those_of_transformers(
     assert {0, 1} & set(ids) and not {0, 1} & set(load_tokenizer(directory).encode(text))
 
 
-def test_ctrl_c_reaches_the_parent_alone(tokenizer_directory: Path, tmp_path: Path) -> None:
-    """A training that is interrupted saves its state; a template that ended with it would be blamed for a row."""
-    renderer = ChatRenderer(with_template(tokenizer_directory, tmp_path / "model", CHATML))
-    try:
-        assert renderer(MESSAGES)
-        assert renderer._child is not None and os.getpgid(renderer._child.pid) != os.getpgid(0)
-    finally:
-        renderer.close()
-
-
 def test_a_template_in_its_own_file_or_by_name(tokenizer_directory: Path, tmp_path: Path) -> None:
     named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes {{ messages[0].content }}"}]
     directory = with_template(tokenizer_directory, tmp_path / "model", named)
@@ -86,6 +76,9 @@ def test_a_template_in_its_own_file_or_by_name(tokenizer_directory: Path, tmp_pa
         ("{% include '/etc/hostname' %}", "chat template fails"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{{ messages | tojson(indent=10 ** 10) }}", "too much memory"),
+        ("{{ 'x' * 10 ** 10 }}", "too much memory"),
+        ("{% for a in range(99999) %}" * 2 + "{% endfor %}" * 2, "it takes more than 300,000 steps"),
+        ("{% for a in range(99999) %}" + "x" * 9999 + "{% endfor %}", "it writes more than 1,000,000 characters"),
     ],
 )
 def test_templates_that_fail_reach_out_or_do_not_end(
@@ -114,23 +107,38 @@ def test_long_conversations_are_sent_before_answers_are_read(
     assert len(waits) == 2
 
 
+def renderer_of(source: Path, folder: Path, otherwise: str) -> tuple[ChatRenderer, *tuple[Messages, ...]]:
+    """A renderer of the first message, and three conversations; the second one's text is an expression instead."""
+    template = f"{{{{ {otherwise} if messages[0].content == 'long' else messages[0].content }}}}"
+    conversations = ([{"role": "user", "content": text}] for text in ("first", "long", "läst"))
+    return ChatRenderer(with_template(source, folder / "model", template)), *conversations
+
+
 def test_conversations_after_a_problem_are_not_answered(tokenizer_directory: Path, tmp_path: Path) -> None:
-    template = "{{ raise_exception('no') if messages[0].content == 'long' else messages[0].content }}"
-    renderer = ChatRenderer(with_template(tokenizer_directory, tmp_path / "model", template))
-    first, long, last = ([{"role": "user", "content": text}] for text in ("first", "long", "last"))
+    renderer, first, long, last = renderer_of(tokenizer_directory, tmp_path, "raise_exception('no')")
     assert renderer.ask([first, long, last, long]) == [{"text": "first"}, {"problem": "no"}]
-    assert renderer.ask([last]) == [{"text": "last"}]
-    renderer.close()
+    assert renderer.ask([last]) == [{"text": "läst"}]
+    child = renderer._child
+    with pytest.raises(ArtifactError, match=r"fails \(no\)"):
+        renderer(long)
+    assert renderer(first) == "first" and child is not None and renderer._child is child
+    # Ctrl-C is for the parent alone: a training that it interrupts saves its state, and blames no row.
+    assert os.getpgid(child.pid) != os.getpgid(0)
+    child.kill()
+    child.poll = lambda: None  # type: ignore[method-assign]  # its pipes close before it is seen to have ended
+    with pytest.raises(ArtifactError, match="fails"):
+        renderer(last)
+    for _ in range(2):
+        assert renderer(last) == "läst"
+        renderer.close()
 
 
 def test_a_child_that_ends_has_answered_the_first_conversations(
     tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat, "_MOST_SECONDS", 1)
-    template = "{{ 7 ** (7 ** (8 + messages | length)) if messages[0].content == 'long' else messages[0].content }}"
-    renderer = ChatRenderer(with_template(tokenizer_directory, tmp_path / "model", template))
-    first, long, last = ([{"role": "user", "content": text}] for text in ("first", "long", "last"))
+    renderer, first, long, last = renderer_of(tokenizer_directory, tmp_path, "7 ** (7 ** (8 + messages | length))")
     assert renderer.ask([first, long, last]) == [{"text": "first"}]
     assert renderer.ask([long, last]) == [{"problem": "it takes longer than 1 s"}]
-    assert renderer.ask([last, first]) == [{"text": "last"}, {"text": "first"}]
+    assert renderer.ask([last, first]) == [{"text": "läst"}, {"text": "first"}]
     renderer.close()

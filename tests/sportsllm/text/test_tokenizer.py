@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 from tokenizers import Tokenizer
 
 from sportsllm.errors import ArtifactError, UsageError
@@ -120,16 +121,6 @@ def test_an_added_token_without_a_row_is_left_out(
     assert Constraints(tokenizer, tiny_config(), [1]).make("regex", "a+")
 
 
-@pytest.mark.parametrize("digits", ["grouped", "single"])
-def test_transformers_reads_it_the_same_way(digits: str, texts: list[str], tmp_path: Path) -> None:
-    import transformers
-
-    tokenizer = train_tokenizer(texts, TINY_VOCAB, tmp_path, digits)
-    text = "Final score: Obura 82-84 Vestnes, naïve 東京\n🏉 1½"
-    peer = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
-    assert peer(text)["input_ids"] == [tokenizer.begin_id, *tokenizer.encode(text)]
-
-
 TEXT = "Obura 82-84 Vestnes, naïve 東京\n🏉 <|begin|>"
 
 
@@ -184,15 +175,17 @@ def test_a_stream_goes_on_after_bytes_that_are_no_character(stories: Path) -> No
     )
 
 
-def test_single_digits_are_tokens_of_their_own(texts: list[str], tmp_path: Path) -> None:
+def test_digits_are_grouped_or_single_and_transformers_reads_both_alike(texts: list[str], tmp_path: Path) -> None:
     """Where digits are grouped, two or more of them become one token in the same texts."""
     tokens: dict[str, list[str]] = {}
     for digits in ("grouped", "single"):
-        (tmp_path / digits).mkdir()
-        words = train_tokenizer(texts, 600, tmp_path / digits, digits)
-        text = "won 21-19, 1066 ½ ١٢"
+        (out := tmp_path / digits).mkdir()
+        words = train_tokenizer(texts, 600, out, digits)
+        text = "Final score: Obura 82-84 Vestnes, 1066, naïve 東京\n🏉 1½ ١٢"
         assert words.decode(words.encode(text)) == text
-        tokenizer = read_tokenizer(tmp_path / digits / "tokenizer.json")
+        peer = transformers.AutoTokenizer.from_pretrained(str(out))
+        assert peer(text)["input_ids"] == [words.begin_id, *words.encode(text)]
+        tokenizer = read_tokenizer(out / "tokenizer.json")
         tokens[digits] = [piece for text in texts for piece in token_pieces(tokenizer, text, len(text))]
     with_digits = {digits: {piece for piece in found if re.search(r"\d", piece)} for digits, found in tokens.items()}
     assert with_digits["single"] == set("0123456789")
