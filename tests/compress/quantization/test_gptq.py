@@ -232,17 +232,16 @@ def test_each_row_takes_the_better_order() -> None:
     gram = damped_gram(inputs.T @ inputs)
     fitted = fit_grid(weight, 4, 32, True, search=True, weights_K=gram.diagonal())
     tried = [gptq(weight, gram, fitted, act_order=order) for order in (False, True)]
-    errors = np.stack(
-        [
-            np.einsum("nk,kj,nj->n", d, gram.double().numpy(), d)
-            for d in ((weight - grid.values(quants)).double().numpy() for grid, quants in tried)
-        ]
-    )
+
+    def exact(stored: torch.Tensor) -> torch.Tensor:
+        left = (weight - stored).double()
+        return torch.einsum("nk,kj,nj->n", left, gram.double(), left)
+
+    errors = torch.stack([exact(grid.values(quants)) for grid, quants in tried])
     assert 5 < (errors[0] < errors[1]).sum() < 35, "the case is one where rows differ"
     packed = gptq_weight(weight, gram, 4, 32, True)
-    left = (weight - torch.from_numpy(packed.dequantize())).double().numpy()
     # Refinement never adds to a row's error; 1e-4 for its float32 sums.
-    assert (np.einsum("nk,kj,nj->n", left, gram.double().numpy(), left) <= errors.min(axis=0) * (1 + 1e-4)).all()
+    assert (exact(torch.from_numpy(packed.dequantize())) <= errors.amin(0) * (1 + 1e-4)).all()
     plain = gptq_weight(weight, gram, 4, 32, True, refine=False)
     grid, quants = tried[1]
     assert np.isclose(plain.dequantize(), grid.values(quants).numpy()).mean() > 0.99  # ties aside
