@@ -39,37 +39,32 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
     def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def _answer(self, body: bool) -> None:
         self.server.asked.append(self.path)
         api, _, revision = self.path.removeprefix("/api/models/").partition("/revision/")
         if self.path.startswith("/api/models/"):
             if api == "org/gated":
-                return self._send(403, b"{}", body, {"X-Error-Code": "GatedRepo"})
+                return self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
             if api not in self.server.repositories:
-                return self._send(404, b"{}", body, {"X-Error-Code": "RepoNotFound"})
+                return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
             if revision not in ("main", "v1", COMMIT):
-                return self._send(404, b"{}", body, {"X-Error-Code": "RevisionNotFound"})
+                return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             root = self.server.repositories[api]
             names = [str(path.relative_to(root)) for path in sorted(root.rglob("*")) if path.is_file()]
             listed = {"id": api, "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
-            return self._send(200, json.dumps(listed).encode(), body, {})
+            return self._send(200, json.dumps(listed).encode(), {})
         model, _, rest = self.path.removeprefix("/").partition("/resolve/")
         content = (self.server.repositories[model] / rest.partition("/")[2]).read_bytes()
-        digest = f'"{abs(hash(content)):x}"'
-        return self._send(200, content, body, {"ETag": digest, "X-Repo-Commit": COMMIT})
+        return self._send(200, content, {"ETag": f'"{abs(hash(content)):x}"', "X-Repo-Commit": COMMIT})
 
-    def _send(self, status: int, content: bytes, body: bool, headers: dict[str, str]) -> None:
+    do_HEAD = do_GET
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if body:
+        if self.command == "GET":
             self.wfile.write(content)
 
 

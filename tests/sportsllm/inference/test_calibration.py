@@ -23,10 +23,14 @@ def words(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-
     return load_tokenizer(directory)
 
 
+def book_of(lines: int, folder: Path) -> Path:
+    book = folder / "book.txt"
+    book.write_text("".join(f"{n} line\n\n" for n in range(lines)), encoding="utf-8")
+    return book
+
+
 def test_no_token_is_read_twice(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    book = tmp_path / "book.txt"
-    book.write_text("".join(f"{n} line\n\n" for n in range(4_000)), encoding="utf-8")
-    found = calibration_samples([book], [], words, CONFIG, None, 64, most=50)
+    found = calibration_samples([book_of(4_000, tmp_path)], [], words, CONFIG, None, 64, most=50)
     numbers = [
         number for piece in found for number in words.decode(piece[0].tolist()).split()[1:-1] if number.isdigit()
     ]
@@ -36,9 +40,7 @@ def test_no_token_is_read_twice(words, tmp_path: Path) -> None:  # type: ignore[
 
 
 def test_a_large_model_reads_less(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    book = tmp_path / "book.txt"
-    book.write_text("".join(f"{n} line\n\n" for n in range(12_000)), encoding="utf-8")
-    large = preset("large").with_changes(vocab_size=CONFIG.vocab_size)
+    book, large = book_of(12_000, tmp_path), preset("large").with_changes(vocab_size=CONFIG.vocab_size)
     neurons = 4 * large.intermediate_size // 256  # four tokens each
     for model, pieces in ((CONFIG, 256), (preset("small").with_changes(vocab_size=400), 59), (large, neurons)):
         tokens = sum(piece.numel() for piece in calibration_samples([book], [], words, model, None, 256))

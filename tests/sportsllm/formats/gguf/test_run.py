@@ -51,8 +51,8 @@ YARN = {
 
 
 def model_of(kind: str, **changes: Any) -> Any:
-    classes = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}
-    config = classes[kind](**{"head_dim": 16, "tie_word_embeddings": False} | SIZES | changes)
+    shape = {"head_dim": 16, "tie_word_embeddings": False} | SIZES | changes
+    config = transformers.AutoConfig.for_model(kind, **shape)
     return random_weights(transformers.AutoModelForCausalLM.from_config(config))
 
 
