@@ -2,7 +2,8 @@
 //
 // The variant is the one that SPORTSLLM_KERNELS names. Functions are compared with float64 here; layers are run by one, two
 // and three threads. The line printed holds, for each case, a hash of every number found until then, which must be the same
-// for all variants. With `hash` nothing is compared with float64: another run did so with the numbers of this hash.
+// for all variants. With `hash` nothing is compared with float64, and layers are run by one to three threads in turn: another
+// run did the rest with the numbers of this hash.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -304,7 +305,7 @@ void small_case(const Variant& v) {
   keep(turned.data(), size), keep(gate.data(), size), keep(geglu.data(), size);
 }
 
-int threads_of_run;
+int threads_of_run, fewest_threads = 1, most_threads = 3;
 
 void parallel(void*, void (*work)(void*, size_t), void* team) {
   std::vector<std::thread> others;
@@ -343,7 +344,7 @@ void layer_case() {
   for (int64_t tokens : calls) inputs.push_back(ordinary(batch * tokens * w.hidden, -2, 2)), room += tokens;
   const int64_t keep_last = between(0, 2), row = w.kv_heads * room * e * cache_bytes(w.cache);
   Numbers<float> first;
-  for (threads_of_run = 1; threads_of_run <= 3; ++threads_of_run) {
+  for (threads_of_run = fewest_threads; threads_of_run <= most_threads; ++threads_of_run) {
     Numbers<uint8_t> keys(batch * row), values(batch * row);
     Numbers<float> all;
     Scratch scratch;
@@ -360,7 +361,7 @@ void layer_case() {
       run_layer(w, in, &scratch, parallel, nullptr);
       all.insert(all.end(), out.begin(), out.end()), all.insert(all.end(), residual.begin(), residual.end());
     }
-    if (threads_of_run == 1) {
+    if (threads_of_run == fewest_threads) {
       first = all;
       keep(all.data(), static_cast<int64_t>(all.size()));
       for (float x : all) check(std::isfinite(x), "a layer's number", x, 0);
@@ -389,13 +390,13 @@ void selected_case() {
   in.query = query.data(), in.index_query = index_query.data(), in.last = last.data();
   in.key = keys.data(), in.value = values.data(), in.index_key = index.data();
   Numbers<float> first;
-  for (threads_of_run = 1; threads_of_run <= 3; ++threads_of_run) {
+  for (threads_of_run = fewest_threads; threads_of_run <= most_threads; ++threads_of_run) {
     Numbers<float> out(query.size());
     in.out = out.data();
     Scratch scratch;
     scratch.workers = threads_of_run;
     run_selected(w, in, &scratch, parallel, nullptr);
-    if (threads_of_run == 1) {
+    if (threads_of_run == fewest_threads) {
       first = out;
     } else {
       check(std::memcmp(first.data(), out.data(), out.size() * sizeof(float)) == 0, "threads", threads_of_run, 1);
@@ -470,7 +471,7 @@ void latent_case() {
   made.cosine = turns.data(), made.sine = turns.data() + rows * (w.rotated / 2), made.scale = scale.data();
   Numbers<float> first;
   Numbers<uint8_t> state;
-  for (threads_of_run = 1; threads_of_run <= 3; ++threads_of_run) {
+  for (threads_of_run = fewest_threads; threads_of_run <= most_threads; ++threads_of_run) {
     const char* from = int8 ? reinterpret_cast<const char*>(rounded.data()) : reinterpret_cast<const char*>(past.data());
     Numbers<uint8_t> before(numbers * cache_bytes(w.type)), after(before.size());
     std::memcpy(before.data(), from, before.size());
@@ -487,14 +488,14 @@ void latent_case() {
     run_latent(w, in, &scratch, parallel, nullptr);
     Numbers<float> all = unrotated;
     all.insert(all.end(), rotated.begin(), rotated.end()), all.insert(all.end(), out.begin(), out.end());
-    if (threads_of_run == 1) {
+    if (threads_of_run == fewest_threads) {
       first = all, state = in_place ? before : after;
     } else {
       check(std::memcmp(first.data(), all.data(), all.size() * sizeof(float)) == 0, "threads", threads_of_run, 1);
       check(std::memcmp(state.data(), made.present, state.size()) == 0, "a cache of threads", threads_of_run, 1);
     }
   }
-  keep(first.data(), static_cast<int64_t>(first.size()));
+  keep(first.data(), static_cast<int64_t>(first.size())), keep(state.data(), static_cast<int64_t>(state.size()));
   const float *unrotated = first.data(), *rotated = unrotated + rows * w.heads * w.unrotated;
   const float* out = rotated + rows * w.heads * w.rotated;
   const auto cached = [&](int64_t at, int64_t c) {
@@ -546,13 +547,13 @@ void feed_forward_case() {
   for (int64_t& expert : chosen) expert = between(0, experts - 1);
   in.x = x.data(), in.weights = weights.data(), in.chosen = chosen.data();
   Numbers<float> first;
-  for (threads_of_run = 1; threads_of_run <= 3; ++threads_of_run) {
+  for (threads_of_run = fewest_threads; threads_of_run <= most_threads; ++threads_of_run) {
     Numbers<float> out(in.tokens * w.hidden);
     in.out = out.data();
     Scratch scratch;
     scratch.workers = threads_of_run;
     run_feed_forward(w, in, &scratch, parallel, nullptr);
-    if (threads_of_run == 1) {
+    if (threads_of_run == fewest_threads) {
       first = out;
       keep(out.data(), static_cast<int64_t>(out.size()));
       for (float y : out) check(std::isfinite(y), "a feed-forward's number", y, 0);
@@ -573,6 +574,7 @@ int main(int count, char** words) {
   const Variant& v = chosen_variant();
   std::printf("%s", v.name);
   for (int64_t i = 0; i < cases; ++i) {
+    if (!compared) fewest_threads = most_threads = static_cast<int>(3 - i % 3);
     if (i % 4 == 0) layer_case();
     if (i % 4 == 2) selected_case();
     if (i % 4 == 3) latent_case();
