@@ -10,7 +10,7 @@ from compress.distillation.loss import distillation_config, distillation_loss
 from compress.distillation.starts import check_no_larger, resolve_teacher
 from compress.distillation.teacher import load_teacher
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models.config import Experts
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.documents import recorded_text
@@ -19,7 +19,7 @@ from sportsllm.text.tokenizer_training import train_tokenizer
 from sportsllm.training.settings import Start, TrainConfig
 from tests.support.bnb_models import dequantize
 from tests.support.distillation import FP32, run
-from tests.support.models import tiny_model
+from tests.support.models import saved, tiny_model
 
 
 def test_a_checkpoint_student_moves_towards_the_teacher(
@@ -41,14 +41,6 @@ def test_a_checkpoint_student_moves_towards_the_teacher(
     assert again.cached is True
 
 
-@pytest.fixture
-def wide(tokenizer_directory: Path, tmp_path: Path) -> Path:
-    """Widths that bitsandbytes' kernels like."""
-    model = tiny_model(hidden_size=128, intermediate_size=192, num_attention_heads=4, head_dim=32)
-    save_checkpoint(tmp_path, model, tokenizer_directory)
-    return tmp_path
-
-
 def likeness(first: SportsLLM, second: SportsLLM) -> float:
     """Cosine between the logits of two models on the same tokens."""
     tokens = torch.randint(3, 384, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -58,30 +50,25 @@ def likeness(first: SportsLLM, second: SportsLLM) -> float:
 
 
 @pytest.mark.parametrize(("precision", "least"), [("fp32", 0.999999), ("bf16", 0.999), ("int8", 0.995)])
-def test_cheap_teachers_stay_near_the_full_one(precision: str, least: float, wide: Path) -> None:
+def test_cheap_teachers_stay_near_the_full_one(precision: str, least: float, tmp_path: Path) -> None:
+    """Of widths that bitsandbytes' kernels like."""
+    exact = tiny_model(hidden_size=128, intermediate_size=192, num_attention_heads=4, head_dim=32)
+    cheap = load_teacher(saved(tmp_path, exact), precision)
     # Relative error of a product: 2^-9 in bf16, about 1/127 of a row's largest number in int8.
-    cheap = load_teacher(wide, precision)
-    assert likeness(load_checkpoint(wide), cheap) > least
+    assert likeness(exact, cheap) > least
     assert not any(p.requires_grad for p in cheap.parameters())
 
 
 @pytest.mark.parametrize(("hidden", "inner", "block", "dense"), [(128, 192, 64, 0), (96, 112, 32, 2)])
 def test_a_nf4_teacher_is_the_model_with_nf4_matrices(
-    hidden: int,
-    inner: int,
-    block: int,
-    dense: int,
-    tokenizer_directory: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    hidden: int, inner: int, block: int, dense: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rows of 112 have no whole blocks: those matrices stay as they are, and it says so."""
     exact = tiny_model(
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=hidden // 32, head_dim=32,
         num_key_value_heads=1,
     )  # fmt: skip
-    save_checkpoint(tmp_path, exact, tokenizer_directory)
-    cheap, packed = load_teacher(tmp_path, "nf4"), 0
+    cheap, packed = load_teacher(saved(tmp_path, exact), "nf4"), 0
     assert (f"{dense} matrices stay in" in capsys.readouterr().err) == bool(dense)
     for name, module in cheap.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):

@@ -19,7 +19,7 @@ from compress.pruning.shapes import Shape
 from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from sportsllm.errors import UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.inference.calibration import CalibrationText
@@ -29,7 +29,7 @@ from sportsllm.models.kinds import INDEX
 from sportsllm.models.language_model import SportsLLM, first_positions
 from sportsllm.models.selection import Document, selected_attention
 from tests.support import families
-from tests.support.models import tiny_model
+from tests.support.models import saved, tiny_model
 
 SELECTION = Selection(tokens=64, heads=4, parts=2, pairs=8)
 
@@ -53,10 +53,8 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory, tokenizer_directory: Path) -> Path:
     """Attends to all tokens."""
-    directory = tmp_path_factory.mktemp("full")
     model = tiny_model(std=0.1, max_position_embeddings=350, hidden_size=32, intermediate_size=32)
-    save_checkpoint(directory, model, tokenizer_directory)
-    return directory
+    return saved(tmp_path_factory.mktemp("full"), model, tokenizer_directory)
 
 
 @pytest.fixture(scope="module")

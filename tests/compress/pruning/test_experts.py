@@ -11,11 +11,10 @@ from compress.prune import prune
 from compress.pruning.experts import expert_energy, fit_experts, joined_neurons, reduce_experts
 from compress.pruning.shapes import fewer_experts
 from sportsllm.errors import UsageError
-from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import Experts
 from tests.support.calibration import inputs_of, random_tokens
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import saved, tiny_config, tiny_model
 
 SAMPLES = random_tokens(3, 24, rows=1)
 
@@ -111,13 +110,11 @@ def test_impossible_numbers_are_refused(experts: Experts | None, count: int, sai
 
 
 def test_layers_without_experts_stay(tokenizer_directory: Path, corpus_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
     first = {"num_hidden_layers": 4, "dense_layers": 2, "dense_intermediate_size": 128}
-    save_checkpoint(
-        tmp_path / "full", tiny_model(mlp_kind="experts", experts=Experts(4, 2), **first), tokenizer_directory
-    )
+    model = tiny_model(mlp_kind="experts", experts=Experts(4, 2), **first)
+    full = saved(tmp_path / "full", model, tokenizer_directory)
     given = {"experts": 2, "intermediate": 48, "layers": 3, "settings": {"samples": 4}}
-    result = prune(tmp_path / "full", out=tmp_path / "out", calibration=[corpus_file], **given)
+    result = prune(full, out=tmp_path / "out", calibration=[corpus_file], **given)
     smaller = load_config(tmp_path / "out")
     assert (smaller.num_hidden_layers, smaller.dense_layers, smaller.dense_intermediate_size) == (3, 2, 64)
     assert result.kept_layers[:2] == [0, 1] and result.parameters == smaller.parameters

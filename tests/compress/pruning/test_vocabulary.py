@@ -19,7 +19,7 @@ from compress.pruning.tokenizer_files import read_vocabulary
 from compress.pruning.vocabulary import kept_tokens, prune_vocabulary, saved_tokens
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import read_json, write_json
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.scoring import score_documents
@@ -27,7 +27,7 @@ from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.text.tokenizer_training import train_tokenizer
 from tests.sportsllm.text.test_tokenizer import HARD
-from tests.support.models import TINY_VOCAB, tiny_model
+from tests.support.models import TINY_VOCAB, saved, tiny_model
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
@@ -87,8 +87,7 @@ def llama(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("llama")
     model = tiny_model(vocab_size=len(vocab), bos_token_id=1, eos_token_id=2, pad_token_id=None)
     tokenizer.save(str(directory / "tokenizer.json"))
-    save_checkpoint(directory, model)
-    return directory
+    return saved(directory, model)
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +118,7 @@ def llama3(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_json(directory / "tokenizer_config.json", settings | {"clean_up_tokenization_spaces": False})
     write_json(directory / "generation_config.json", {"bos_token_id": 367, "eos_token_id": [368, 369], "top_p": 0.5})
     special = {"bos_token_id": 367, "eos_token_id": (368, 369), "pad_token_id": None}
-    save_checkpoint(directory, tiny_model(tie_word_embeddings=False, **special))
-    return directory
+    return saved(directory, tiny_model(tie_word_embeddings=False, **special))
 
 
 @pytest.fixture(scope="module", params=["checkpoint", "llama", "llama3"])
@@ -301,10 +299,8 @@ def test_bits_per_byte_before_and_after(
 
 
 def test_reserved_tokens_go_first(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+    source = saved(tmp_path / "source", tiny_model())
     train_tokenizer(["a small corpus"], TINY_VOCAB, source)
-    save_checkpoint(source, tiny_model())
     prune_files(source, tmp_path, "a small corpus", 288)
     kept, before = set(old_ids(tmp_path / "out")), read_json(source / "tokenizer.json")
     learnt = set(before["model"]["vocab"].values())
