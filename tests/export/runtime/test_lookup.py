@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from export.runtime.slots import open_slots
 from sportsllm.inference import lookup
 from sportsllm.inference import sampling as sampling_module
 from sportsllm.inference.lookup import DraftLookup, PromptLookup
-from sportsllm.inference.sampling import Sampling, generate
+from sportsllm.inference.sampling import Sampling, StopSearch, generate
+from sportsllm.serving.engine import Engine, Job, Piece
+from sportsllm.serving.sampler import Sampler
 from tests.support.export_models import TINY, Exports
 from tests.support.models import STORIES
 
@@ -102,12 +105,6 @@ def test_a_draft_reads_a_prompt_in_chunks_between_tokens(exports: Exports, monke
 
 @pytest.mark.parametrize(("settings", "with_draft"), [*zip(SETTINGS, (True, False, True), strict=True)])
 def test_the_same_in_slots(with_draft: bool, settings: dict[str, Any], exports: Exports) -> None:
-    from threading import Lock, Thread
-
-    from sportsllm.inference.sampling import StopSearch
-    from sportsllm.serving.engine import Engine, Job, Piece
-    from sportsllm.serving.sampler import Sampler
-
     directory = exports(**settings).directory
     decoder, draft = OnnxDecoder(directory, 1), OnnxDecoder(directory, 1, kernels="portable") if with_draft else None
     engine = Engine(open_slots(directory, 2, None, 1), 10**6, 9, Lock(), draft)

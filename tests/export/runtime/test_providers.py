@@ -1,6 +1,7 @@
 """Execution providers by name, where nodes run, and the cache that stays with the provider."""
 
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from export.runtime import providers
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.kv_cache import DeviceCache, cached_tensors
 from export.runtime.providers import CPU, Placement, Provider, create_session, find_provider, placement
-from export.runtime.session import session_options
+from export.runtime.session import choose_kernels, session_options
 from sportsllm.errors import ResourceError, UsageError
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.sampling import Sampling, generate
@@ -47,7 +48,7 @@ def test_a_provider_that_is_not_installed_says_what_to_install() -> None:
 
 
 @pytest.fixture
-def broken_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def broken_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An installed plugin whose library is no library."""
     package = tmp_path / "onnxruntime_ep_broken"
     package.mkdir()
@@ -59,25 +60,20 @@ def broken_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, package.name, raising=False)
     providers._plugins.cache_clear()
-    return "broken"
+    yield "broken"
+    providers._plugins.cache_clear()
 
 
 def test_plugins_are_found_by_their_packages(broken_plugin: str) -> None:
-    try:
-        assert broken_plugin in providers.installed()
-        with pytest.raises(ResourceError, match="--provider broken: onnxruntime-ep-broken cannot be loaded"):
-            find_provider(broken_plugin)
-    finally:
-        providers._plugins.cache_clear()
+    assert broken_plugin in providers.installed()
+    with pytest.raises(ResourceError, match="--provider broken: onnxruntime-ep-broken cannot be loaded"):
+        find_provider(broken_plugin)
 
 
 def test_a_plugin_that_cannot_be_imported_is_named(broken_plugin: str, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "onnxruntime_ep_broken" / "__init__.py").write_text("import no_such_module_at_all\n")
-    try:
-        assert broken_plugin not in providers.installed()
-        assert "onnxruntime-ep-broken is installed and cannot be imported: No module" in capsys.readouterr().err
-    finally:
-        providers._plugins.cache_clear()
+    assert broken_plugin not in providers.installed()
+    assert "onnxruntime-ep-broken is installed and cannot be imported: No module" in capsys.readouterr().err
 
 
 def test_a_provider_that_takes_no_node_is_refused(exports: Exports) -> None:
@@ -136,8 +132,6 @@ def test_a_provider_that_computes_all_positions_gives_the_last(exports: Exports)
 
 
 def test_kernels_are_for_the_cpu_provider(exports: Exports) -> None:
-    from export.runtime.session import choose_kernels
-
     graph = exports(4).directory / GRAPH_FILE
     chosen = choose_kernels(graph, "auto", AZURE)
     assert chosen.name == "portable" and "CPU provider alone" in str(chosen)
