@@ -4,8 +4,6 @@ import copy
 import inspect
 import pickle
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ import sportsllm
 from sportsllm.errors import ArtifactError, UsageError
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}<assistant>"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_loaded_model_generates_scores_and_gives_logits(checkpoint: Path) -> None:
@@ -87,16 +84,16 @@ def test_threads_share_a_tokenizer(checkpoint: Path) -> None:
         assert all(pool.map(encode, range(300)))
 
 
-@pytest.mark.parametrize("messages", ["Who won?", [{"role": "user", "content": "Who won?"}]])
-def test_chat_replies_as_the_terminal_does(checkpoint: Path, messages: Any, tmp_path: Path) -> None:
+def test_chat_replies_as_the_terminal_does(checkpoint: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(checkpoint, tmp_path / "chat")
     with pytest.raises(ArtifactError, match="has no chat template"):
-        sportsllm.load(directory).chat(messages)
+        sportsllm.load(directory).chat("Who won?")
     (directory / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
     model = sportsllm.load(directory, threads=1)
-    reply = "".join(model.chat(messages, max_new_tokens=8, seed=4))
     generated = sportsllm.generate(directory, prompt="Who won?", chat=True, max_new_tokens=8, seed=4)
-    assert (generated.prompt, generated.text) == ("Who won?", reply)
+    for messages in ("Who won?", [{"role": "user", "content": "Who won?"}]):
+        reply = "".join(model.chat(messages, max_new_tokens=8, seed=4))
+        assert (generated.prompt, generated.text) == ("Who won?", reply)
     for wrong in ([], [{"role": "user"}], ["Who won?"]):
         with pytest.raises(UsageError, match="messages: give a string, or dictionaries"):
             model.chat(wrong)  # type: ignore[arg-type]
@@ -153,9 +150,3 @@ def test_values_are_converted_as_on_the_command_line(checkpoint: Path) -> None:
         sportsllm.bench("models--text")
     with pytest.raises(UsageError, match=r"^`settings` rounds=3 is more than most_rounds=1"):
         sportsllm.bench(checkpoint, settings={"rounds": 3, "most_rounds": 1})
-
-
-def test_importing_and_looking_up_functions_loads_no_torch() -> None:
-    code = "import sys, sportsllm\nfor name in sportsllm.__all__: getattr(sportsllm, name)\n"
-    code += "assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

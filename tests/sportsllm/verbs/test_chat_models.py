@@ -100,8 +100,8 @@ def test_every_verb_keeps_template_and_special_tokens_byte_for_byte(
         "tuned": ["train", source, "--corpus", chats, *SHORT, "--batch-size", 2],
         "adapted": ["train", source, "--corpus", chats, *SHORT, "--batch-size", 2, "--lora-rank", 2],
         "student": ["distill", "--teacher", source, "--student", source, *SHORT, "--batch-size", 2],
-        "pruned": ["prune", source, "--params", 0.9, "--recover", 256, *calibration[:2], *SETTINGS],
-        "int4": ["quantize", source, "--bits", 4, "--qad", 256, *calibration[:2], *SETTINGS],
+        "pruned": ["prune", source, "--intermediate", 64, "--recover", 128, *calibration[:2], *SETTINGS],
+        "int4": ["quantize", source, "--method", "rtn", "--qad", 128, "--corpus", chats, *SETTINGS],
         "onnx": ["export", source, "--threads", 1],
         "int4-onnx": ["export", tmp_path / "int4", "--threads", 1],
     }
