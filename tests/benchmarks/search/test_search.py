@@ -385,7 +385,7 @@ def line(checkpoint: Path, texts: list[str], tmp_path_factory: pytest.TempPathFa
     config = load_config(checkpoint).with_changes(max_position_embeddings=1_024)
     (checkpoint / "config.json").write_text(json.dumps(to_hf(config)), encoding="utf-8")
     corpus, budget = folder / "corpus.jsonl", folder / "pocket.toml"
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:12]), encoding="utf-8")
     # Of the smallest format: something must be cut.
     limit = 0.97 * min(file_bytes(config, each) for each in formats(config)) / 1e6
     lines = (DEVICES / "host.toml").read_text(encoding="utf-8").splitlines()
@@ -396,6 +396,8 @@ def line(checkpoint: Path, texts: list[str], tmp_path_factory: pytest.TempPathFa
     )
     line = Line(checkpoint, corpus, budget, folder / "fit")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.search.rounds._MIXED", 1)
+        patch.setattr("benchmarks.search.rounds._VALUES", 3)
         patch.setattr("benchmarks.search.trials.short_bench", line.timed)
         patch.setattr("benchmarks.search.trials.wait_for_quiet", lambda *_: True)
         patch.setattr("benchmarks.measure.bench.run_bench", line.measured)
