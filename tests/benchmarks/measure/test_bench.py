@@ -200,31 +200,25 @@ def test_the_bandwidth_bound_is_bytes_over_bandwidth(result: dict[str, Any], exp
     best = max(one["bandwidth_bytes_per_s"] for one in result["raw"]["bandwidth"])
     assert result["memory_floor_tpot_ms"] == pytest.approx(1e3 * (read["weight_bytes"] + 152 * 256) / best)
     assert floor["by_depth_ms"]["152"] == result["memory_floor_tpot_ms"] > floor["by_depth_ms"]["32"]
-
-
-def test_an_untied_embedding_is_not_read_whole(export: Path) -> None:
     untied = CONFIG.with_changes(tie_word_embeddings=False)
-    parts, table = sizes(untied, stored_format(export)), 64 * 32 / untied.parameters
+    parts, table = sizes(untied, stored_format(export)), 64 * 32 / untied.parameters  # an embedding is not read whole
     read = bytes_read_per_token(export, untied)["weight_bytes"]
     assert read == pytest.approx((1 - table) * (directory_bytes(export) - parts.rest), rel=1e-3)
 
 
-def test_a_figure_that_does_not_exist_is_not_passed(result: dict[str, Any]) -> None:
-    limits = {limit["name"]: limit for limit in result["budget"]["limits"]}
-    first = limits["ttft_ms"]
-    assert first["value"] is None and first["verdict"] == "uncertain"  # the context is shorter than 512
-    assert limits["file_mb"]["verdict"] == "pass" and limits["file_mb"]["source"] == "measured"
-    assert result["budget"]["verdict"] == "uncertain"
-    assert "time to first token (not measured)" in verdict_line(as_budget(result["budget"]))
-
-
 def test_a_short_context_is_held_to_the_time_per_token_where_it_ends(result: dict[str, Any], export: Path) -> None:
-    limits = {limit["name"]: limit["value"] for limit in result["budget"]["limits"]}
-    assert limits["tpot_p50_ms"] == result["tpot_ms"]["152"]["p50"]
-    assert result["budget"]["tpot_depth_tokens"] == 152
-    assert "time per token after 152 tokens, all that the context has room for" in verdict_line(
-        as_budget(result["budget"])
-    )
+    """A figure that does not exist is not passed: a prompt of 512 tokens does not fit."""
+    limits, said = {limit["name"]: limit for limit in result["budget"]["limits"]}, as_budget(result["budget"])
+    first, file = limits["ttft_ms"], limits["file_mb"]
+    assert first["value"] is None and first["verdict"] == "uncertain"
+    assert file["verdict"] == "pass" and file["source"] == "measured"
+    assert limits["tpot_p50_ms"]["value"] == result["tpot_ms"]["152"]["p50"]
+    assert (said.verdict, said.tpot_depth_tokens) == ("uncertain", 152)
+    for words in (
+        "time to first token (not measured)",
+        "time per token after 152 tokens, all that the context has room for",
+    ):
+        assert words in verdict_line(said)
     pi = load_device("raspberry-pi-5-8gb")
     predicted = predict_directory(pi, CONFIG, export).figures["tpot_p50_ms"]
     assert predicted == total(Formulas(CONFIG, stored_format(export)).tpot(152), costs(resolve(pi)))
@@ -246,11 +240,6 @@ def test_elsewhere_the_prediction_decides_and_says_so(result: dict[str, Any], ex
     assert {limit.source for limit in there.limits} == {"measured", None}
 
 
-def test_a_graphics_card_is_not_judged_by_the_cpu(export: Path) -> None:
-    with pytest.raises(UsageError, match=r"--on-device: .* its GPU; add --provider cuda"):
-        run(export, target="rtx-3060", on_device=True)
-
-
 def test_a_graphics_card_is_judged_by_what_runs_on_one(result: dict[str, Any], export: Path) -> None:
     """All but its memory: what was measured is the process's."""
     card, there = load_device("rtx-3060"), as_bench({**result, "placement": {"processor": "gpu"}})
@@ -261,6 +250,8 @@ def test_a_graphics_card_is_judged_by_what_runs_on_one(result: dict[str, Any], e
     assert sources["peak_memory_mb"] == "predicted"
     unknown = judge_bench(card, there, CONFIG, on_device=False, predict=predict)
     assert unknown.decided_by == "prediction"  # a card is not recognised
+    with pytest.raises(UsageError, match=r"--on-device: .* its GPU; add --provider cuda"):
+        run(export, target="rtx-3060", on_device=True)
     with pytest.raises(UsageError, match=r"on the GPU, and the budget of raspberry-pi-5-8gb is for its CPU"):
         check_on_device(load_device("raspberry-pi-5-8gb"), True, "gpu")
     board = load_device("jetson-orin-nano-super")

@@ -91,6 +91,7 @@ def test_first_token_by_hand() -> None:
     products = 300 * MACS / (0.42 * 500e9) + seen * ATTENTION_MACS / (0.4 * 150e9)
     activations = 4 * 300 * 12 * ACTIVATIONS / (0.25 * 50e9)
     expected = 1_000 * (products + activations + 3 * LAYERS_S + HEAD_S)
+    assert PREFILL_CHUNK_TOKENS == PREFILL_CHUNK  # the runtime's
     assert list(pieces(300)) == [(128, 128), (128, 256), (44, 300)]
     assert ttft_ms(SMALL, DEVICE, INT4, 300) == pytest.approx(expected, rel=1e-9)
 
@@ -209,7 +210,3 @@ def test_a_directory_is_predicted_as_it_is_stored(tmp_path: Path) -> None:
     expected = predict_figures(SMALL, DEVICE, dataclasses.replace(INT4, file_bytes=50_000_000))
     assert found.figures == expected.figures and found.figures["file_mb"] == 50
     assert found.made_with["own"] and found.made_with["band"]["tpot"] == KNOWN.band.tpot
-
-
-def test_prompts_are_read_in_the_runtimes_pieces() -> None:
-    assert PREFILL_CHUNK_TOKENS == PREFILL_CHUNK
