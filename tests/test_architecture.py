@@ -74,11 +74,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_225,
+    "sportsllm": 19_230,
     "compress": 7_586,
     "export": 6_440,
     "benchmarks": 9_215,
-    "tests": 24_949,
+    "tests": 24_951,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

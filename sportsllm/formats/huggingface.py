@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -317,19 +316,11 @@ def checkpoint_with(checkpoint: Path, config: ModelConfig) -> Iterator[Path]:
         write_json(view / "config.json", data)
         for path in checkpoint.resolve().iterdir():
             if not (view / path.name).exists():
-                _link(path, view / path.name)
+                (view / path.name).symlink_to(path, path.is_dir())
         try:
             yield view
         except SportsLLMError as error:
             raise type(error)(str(error).replace(str(view), str(checkpoint))) from None
-
-
-def _link(path: Path, link: Path) -> None:
-    """A link, or a copy if links need privileges (Windows)."""
-    try:
-        link.symlink_to(path, path.is_dir())
-    except OSError:
-        (shutil.copytree if path.is_dir() else shutil.copyfile)(path, link)
 
 
 def download_model(text: str) -> Path:

@@ -6,6 +6,8 @@ chunk of the loss.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -98,7 +100,8 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
         activations  see `layer_activation_bytes`; checkpointed, each layer's input, 4 N D; rotary tables, ids
         loss         final norm and its output; logits C V, their gradient, N D and V D for its results
         backward     the gradients of a layer's widest activation; a tied head's gradient; checkpointed, one layer
-        optimizer    a float32 value for each of P; none with 8 bits
+        optimizer    AdamW: a float32 value for each of its parameters; none with 8 bits. Muon: of all matrices of the
+                     shape that needs most, their stack, two iterates and two products with themselves
         stages       the first with the embedding and as many batches as stages, or the last with head and loss
         tensor       what is inside of a sublayer divided once more; what is outside is divided by groups alone
         sharded      weights, gradients, states and the optimizer's values divided; gathered are what lies outside of
@@ -127,7 +130,7 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
         master_weights=4 * total if step.mixed else 0,
         gradients=4 * total,
         optimizer_states=states * total // config.parameters,
-        work=4 * total if step.optimizer_bits == 32 else 0,
+        work=_optimizer_work_bytes(config, step) * total // config.parameters,
     )
     in_layers = 4 * hidden * layers if step.checkpointed else sum(size * count for size, count in each)
     kept = tokens * (in_layers + 4 * config.head_dim + 16)
@@ -158,14 +161,9 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
 
 def largest_batch(config: ModelConfig, step: TrainingStep, limit_bytes: float) -> int:
     """The most sequences whose step needs at most `limit_bytes`; 0 if one is too many."""
-    few, many = 0, 1
-    while training_memory(config, replace(step, batch=many)).total <= limit_bytes:
-        few, many = many, 2 * many
-    while many - few > 1:
-        middle = (few + many) // 2
-        fits = training_memory(config, replace(step, batch=middle)).total <= limit_bytes
-        few, many = (middle, many) if fits else (few, middle)
-    return few
+    return bisect_right(
+        range(1, 2**40), limit_bytes, key=lambda batch: training_memory(config, replace(step, batch=batch)).total
+    )
 
 
 def layer_activation_bytes(config: ModelConfig, mixed: bool, processor: Processor, among: int = 1) -> int:
@@ -210,6 +208,24 @@ def _loss_bytes(config: ModelConfig, tokens: int, step: TrainingStep) -> int:
     return 6 * chunk * vocab + 2 * tokens * hidden + (4 + product) * vocab * hidden
 
 
+def _muon_values(config: ModelConfig, optimizer: str) -> Counter[tuple[int, int]]:
+    """Parameters that Muon trains, by the shape of their matrices."""
+    values: Counter[tuple[int, int]] = Counter()
+    for part, layers in config.runs() if optimizer == "muon" else ():
+        for matrix in block_matrices(part):
+            values[matrix.rows, matrix.columns] += 0 if matrix.router else matrix.numel * layers
+    return values
+
+
+def _optimizer_work_bytes(config: ModelConfig, step: TrainingStep) -> int:
+    """What AdamW's update or that of Muon makes on the way, the larger; Muon's in bfloat16 on a GPU."""
+    matrices = _muon_values(config, step.optimizer)
+    values, products = (10, 4) if step.processor == "gpu" else (12, 8)
+    muon = [values * numel + products * numel * min(shape) // max(shape) for shape, numel in matrices.items()]
+    adamw = 4 * (config.parameters - matrices.total()) if step.optimizer_bits == 32 else 0
+    return max(adamw, *muon, 0)
+
+
 def _optimizer_state_bytes(config: ModelConfig, optimizer: str, bits: int) -> int:
     """AdamW's two moments of every value; Muon's one of those inside the blocks' matrices."""
     if bits == 8:
@@ -217,6 +233,4 @@ def _optimizer_state_bytes(config: ModelConfig, optimizer: str, bits: int) -> in
         packed = [size for size in sizes if size >= _LEAST_8BIT]
         scales = sum(-(-size // _BLOCK_8BIT) for size in packed)
         return 8 * (sum(sizes) - sum(packed)) + 2 * sum(packed) + 8 * scales
-    with_muon = [m.numel * count for part, count in config.runs() for m in block_matrices(part) if not m.router]
-    moments = 2 * config.parameters - (sum(with_muon) if optimizer == "muon" else 0)
-    return 4 * moments
+    return 4 * (2 * config.parameters - _muon_values(config, optimizer).total())

@@ -41,6 +41,7 @@ SHAPES = {
     "untied, large vocabulary": Shape({"tie_word_embeddings": False, "vocab_size": 3_000, "num_hidden_layers": 2}),
     "deep": Shape({"num_hidden_layers": 8}),
     "Muon": Shape({}, optimizer="muon"),
+    "deep, Muon, one short sequence": Shape({"num_hidden_layers": 8}, 1, 8, optimizer="muon"),
     "wide, packed documents": Shape({"hidden_size": 96, "intermediate_size": 320}, ends=(20, 61, 100, 128)),
     "one short sequence": Shape({}, 1, 8),
     "long, all heads": Shape({"num_key_value_heads": 4}, 1, 256),
@@ -56,6 +57,7 @@ def _peak_bytes(config: ModelConfig, shape: Shape, precision: str, checkpointed:
     model.train()
     model.checkpoint_activations = checkpointed
     optimizers = build_optimizers(model, TrainConfig(optimizer=shape.optimizer, optimizer_bits=shape.bits))
+    optimizers[-1].dtype = torch.float32  # Muon's on every processor
     tokens = shape.batch * shape.length
     ends = shape.ends or tuple(range(shape.length, tokens + 1, shape.length))
     ids = torch.randint(0, config.vocab_size, (shape.batch, shape.length))
