@@ -78,7 +78,7 @@ MOST_LINES = {
     "compress": 7_586,
     "export": 6_440,
     "benchmarks": 9_215,
-    "tests": 24_951,
+    "tests": 24_974,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
@@ -187,7 +187,8 @@ def run(code: str) -> str:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    code = "import sys\nfrom sportsllm.cli import build_app\nbuild_app()\n"
+    code = "import sys, sportsllm\nfrom sportsllm.cli import build_app\nbuild_app()\n"
+    code += "[getattr(sportsllm, name) for name in sportsllm.__all__]\n"
     code += f"print(sorted({HEAVY!r} & set(sys.modules)))"
     assert run(code).strip() == "[]"
     code = "import atexit, gc, sys\nfrom sportsllm.cli import main\ntry:\n    main(['--help'])\n"

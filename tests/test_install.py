@@ -112,7 +112,7 @@ def test_the_set_up_says_that_it_needs_a_network(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(ROOT / name)
     venv.create(tmp_path / ".venv")
     (packages,) = tmp_path.glob(".venv/lib/python*/site-packages")
-    (packages / "pip").symlink_to(str(metadata.distribution("pip").locate_file("pip")))  # sooner than it is unpacked
+    (packages / "pip").symlink_to(str(metadata.distribution("pip").locate_file("pip")))  # faster than unpacking it
     make = ["make", "--no-print-directory", "quickstart", f"PYTHON={sys.executable}"]
     offline = os.environ | {"PIP_NO_INDEX": "1", "MAKEFLAGS": ""}
     run = subprocess.run(make, cwd=tmp_path, capture_output=True, text=True, env=offline)

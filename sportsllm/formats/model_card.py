@@ -158,7 +158,7 @@ def render_card(directory: Path, manifest: Manifest, place: Path, results: Seque
 
 @cache
 def _template() -> Template:
-    """Compiled once, which takes longer than all else of a card."""
+    """Cached: compiling it takes longer than rendering a card."""
     from jinja2 import Environment
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)

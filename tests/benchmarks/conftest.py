@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import sportsllm
+from benchmarks.measure.machine import this_machine
 from sportsllm.models.language_model import SportsLLM
 from tests.support.models import BENCHED, saved
 
@@ -16,7 +17,9 @@ def _at_once() -> Iterator[None]:
         patch.setattr("benchmarks.measure.process.wait_for_quiet", lambda longest_s, cpus=None: True)
         patch.setattr("benchmarks.measure.machine.WORKING_SET_BYTES", 2**24)
         patch.setattr("benchmarks.measure.machine.MATRIX", 256)
+        this_machine.cache_clear()
         yield
+    this_machine.cache_clear()
 
 
 @pytest.fixture(scope="session")

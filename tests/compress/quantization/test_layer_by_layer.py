@@ -131,12 +131,13 @@ def test_states_in_a_file_are_read_like_those_of_a_list(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([stored[-1], *stored[1:], *stored]), torch.cat([states[-1], *states[1:], *states]))
 
 
-def test_inputs_that_overflow_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gptq", [True, False])
+def test_inputs_that_overflow_are_refused(gptq: bool, tmp_path: Path) -> None:
     model = tiny_model()
     with torch.no_grad():
         model.model.layers[1].post_attention_layernorm.weight.mul_(1e30)
     with pytest.raises(ArtifactError, match=r"layers.1.mlp.gate_proj: .* overflow"):
-        rounded(model, tmp_path, QuantizationConfig(head_bits=32), ONE, gptq=False)
+        rounded(model, tmp_path, QuantizationConfig(head_bits=32), ONE, gptq)
 
 
 @pytest.mark.parametrize("gptq", [True, False])

@@ -79,7 +79,7 @@ def peer_of(kind: str) -> transformers.PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("kind", ["longrope", "yarn, other turns, not truncated"])  # with a flag, and without
+@pytest.mark.parametrize("kind", ["longrope", "yarn, other turns, not truncated"])
 def test_models_and_both_graphs_give_their_logits_beyond_the_original_context(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

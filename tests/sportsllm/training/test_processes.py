@@ -68,7 +68,7 @@ def same_run(found: Path, wanted: Path, steps: int, of_loss: float, rtol: float 
 @pytest.mark.parametrize(
     ("optimizer", "rounds", "tensor_parallel", "tolerance"),
     # Muon iterates in bfloat16. AdamW without tensor_parallel is in the next test.
-    [("muon", "2:2,4:4,1", 1, 1e-4), ("adamw", "4:3,2:5,1", 2, 1e-5)],
+    [("muon", "4:3,2:5,1", 1, 1e-4), ("adamw", "2:2,4:4,1", 2, 1e-5)],
 )
 def test_killed_processes_lose_nothing_and_any_number_goes_on(
     cli: CommandLine,
@@ -97,7 +97,7 @@ def test_one_of_four_killed_at_random_moments_loses_nothing(
     cli: CommandLine, corpus_file: Path, tmp_path: Path
 ) -> None:
     """Any of the four, also while the state is saved. SPORTSLLM_KILLS sets how often; a step makes about ten calls."""
-    draw, kills = random.Random(0), int(os.environ.get("SPORTSLLM_KILLS", "2"))
+    draw, kills = random.Random(0), int(os.environ.get("SPORTSLLM_KILLS", "3"))
     moments = [(draw.randrange(4), draw.randrange(1, 40)) for _ in range(kills)]
     further = ["--set", "shard=true", "--steps", str(4 * kills + 4)]
     assert cli(*arguments(corpus_file, tmp_path / "one"), *further)[0] == 0
