@@ -567,10 +567,13 @@ def test_the_table_breaks_no_number_at_120_columns(capsys: pytest.CaptureFixture
         "expected_loss_percent": 15.1, "interval_percent": (26.5, 30.3), "within": True, "sure": True, "busy": False,
         "closed_to": ["optimum"], "tried_tokens": 10, "bound_by": [],
     }  # fmt: skip
-    result = {"target": "host", "decided_by": "prediction", "candidates": [one], "chosen": one["name"]}
+    all_ten = [one, *({**one, "name": str(number)} for number in range(9))]
+    result = {"target": "host", "decided_by": "prediction", "candidates": all_ten, "chosen": one["name"]}
     print_fit(console.output(), {**result, "band": {"tpot_p50_ms": 2.0}, "whole_teacher": False})
     cells = " ".join([str(one["name"]), "evenly and", "1,238,144", "10", "0.25-1", "+28.3% ±2.0", "+15.1%"])
-    assert any(" ".join(text.split()).startswith(cells) for text in capsys.readouterr().out.splitlines())
+    shown = capsys.readouterr().out
+    assert any(" ".join(text.split()).startswith(cells) for text in shown.splitlines())
+    assert "\n2 more in fit.json\n" in shown
 
 
 def test_a_smaller_vocabulary_is_a_candidate_and_must_be_smaller(fresh: Line) -> None:
