@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -18,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 _to_stderr = False
-_silent = False
-_log: Path | None = None
+_silent = ContextVar("silent", default=False)  # these two of a thread
+_log = ContextVar[Path | None]("log", default=None)
 
 _quiet = _verbose = False
 _began = time.monotonic()
@@ -42,25 +43,23 @@ def use_stderr(enabled: bool) -> None:
 
 @contextmanager
 def silenced(enabled: bool = True) -> Iterator[None]:
-    """Inside, `output` prints nothing: for a step whose figures are shown elsewhere."""
-    global _silent
-    before, _silent = _silent, _silent or enabled
+    """Inside, `output` prints nothing in this thread: for a step whose figures are shown elsewhere."""
+    before = _silent.set(_silent.get() or enabled)
     try:
         yield
     finally:
-        _silent = before
+        _silent.reset(before)
 
 
 @contextmanager
 def logged(path: Path) -> Iterator[None]:
-    """Inside, lines of status are appended to a file and `output` prints nothing: for the many steps of a search."""
-    global _log
-    before, _log = _log, path
+    """Inside, this thread's lines of status are appended to a file and `output` prints nothing: for a search's steps."""
+    before = _log.set(path)
     try:
         with silenced():
             yield
     finally:
-        _log = before
+        _log.reset(before)
 
 
 class _Output(Console):
@@ -72,7 +71,7 @@ class _Output(Console):
 def output() -> Console:
     """Console for results: standard output, or standard error under `--json`."""
     stream = sys.stderr if _to_stderr else sys.stdout
-    if _silent:
+    if _silent.get():
         return Console(quiet=True)
     width = None if stream.isatty() else 120
     return _Output(file=stream, width=width, highlight=False, soft_wrap=False)
@@ -96,8 +95,8 @@ def typed_line(prompt: str) -> str:
 
 def log(message: str) -> None:
     """Print one line of status on standard error."""
-    if _log is not None:
-        with _log.open("a", encoding="utf-8") as stream:
+    if (path := _log.get()) is not None:
+        with path.open("a", encoding="utf-8") as stream:
             stream.write(f"{message}\n")
         return
     if _quiet:

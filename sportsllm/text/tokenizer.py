@@ -230,7 +230,13 @@ class TextTokenizer:
 
 
 def to_json(tokenizer: Tokenizer, pretty: bool = False) -> str:
-    """`Tokenizer.to_str` without the line that the library prints of a vocabulary in which ids are missing."""
+    """`Tokenizer.to_str` without the line that the library prints of a vocabulary in which ids are missing.
+
+    For such a vocabulary alone, standard output is closed for a moment, to other threads too.
+    """
+    ids = tokenizer.get_vocab(with_added_tokens=False).values()
+    if len(ids) == max(ids, default=-1) + 1:
+        return str(tokenizer.to_str(pretty))
     with _PRINTING, Path(os.devnull).open("wb") as nowhere:
         try:
             printed = os.dup(1)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ from sportsllm.console import log, logged, output, progress_bar, silenced
 
 def test_the_lines_of_many_steps_go_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log.txt"
-    with pytest.raises(ValueError), logged(path):
+    with pytest.raises(ValueError), ThreadPoolExecutor(1) as another, logged(path):
         log("one")
+        another.submit(log, "elsewhere").result()
+        another.submit(lambda: output().print("a result elsewhere")).result()
         with silenced(False):  # what is silent around it stays so
             output().print("a table")
         raise ValueError
@@ -24,7 +27,7 @@ def test_the_lines_of_many_steps_go_to_a_file(tmp_path: Path, capsys: pytest.Cap
     output().print("a result")
     shown = capsys.readouterr()
     assert path.read_text(encoding="utf-8") == "one\n"
-    assert shown.err == "two\n" and shown.out == "a result\n"
+    assert shown.err == "elsewhere\ntwo\n" and shown.out == "a result elsewhere\na result\n"
 
 
 def test_progress_away_from_a_terminal_is_a_line_now_and_then(

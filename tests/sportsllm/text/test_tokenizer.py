@@ -1,7 +1,9 @@
 import json
+import os
 import re
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +61,16 @@ def test_a_vocabulary_with_holes_prints_nothing(
     holed = TextTokenizer(read_tokenizer(tmp_path / "tokenizer.json"), 0, 1)
     assert json.loads(holed.to_json()) and holed.fingerprint()
     assert capfd.readouterr().out == ""
+
+
+def test_writing_a_tokenizer_hides_no_line_of_another_thread(
+    tokenizer: TextTokenizer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        printing = pool.submit(lambda: [os.write(1, b"line\n") for _ in range(2_000)])
+        while not printing.done():
+            tokenizer.to_json()
+    assert capfd.readouterr().out == "line\n" * 2_000
 
 
 def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
