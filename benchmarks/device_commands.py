@@ -158,7 +158,7 @@ def _print_calibration(result: CalibrateResult) -> None:
         used = f"{result.other_cpu_cores:.1f} cores"
         output().print(f"noisy: other programs used up to {used}; run it again on a quiet machine", style="yellow")
     made = f"{result.out}: device {result.device}, {result.threads} threads"
-    output().print(f"\n{made}, limits of {result.limits_from}, {result.seconds:.0f} s", markup=False)
+    output().print(f"\n{made}, limits of {result.limits_from}, {result.seconds:.0f} s")
 
 
 def _print_device(device: Device) -> None:
@@ -168,8 +168,8 @@ def _print_device(device: Device) -> None:
     from sportsllm.console import output, table
 
     console = output()
-    console.print(device.title, markup=False, style="bold")
-    console.print(device.description.strip(), markup=False)
+    console.print(device.title, style="bold")
+    console.print(device.description.strip())
     rows = [_evidence(name.replace("_", " "), each) for name, each in device.hardware or () if each is not None]
     rows += [_evidence(published.what, published) for published in device.published]
     if device.hardware is not None:
@@ -178,7 +178,7 @@ def _print_device(device: Device) -> None:
     if device.coefficients is not None:
         _coefficients(device.coefficients.model_dump(mode="json")).print(console)
     if device.hardware is not None:
-        console.print(f"\n{reliability_line(reliability(device))}", markup=False)
+        console.print(f"\n{reliability_line(reliability(device))}")
     limits = device.limits
     allowed = [(name, f"{value:,g} {LIMITS[name].unit}", LIMITS[name].note) for name, value in limits.given().items()]
     reason = f"\n{limits.reason}\n{limits.source}, {limits.date}."

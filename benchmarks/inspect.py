@@ -108,4 +108,4 @@ def _print(result: InspectResult) -> None:
     if result.attention is not None and (without := result.attention["layers_without_attention"]):
         lines.append(f"layers without attention over all tokens: {', '.join(map(str, without))}")
     for line in [*lines, f"{result.out}: drawn"] if result.out else lines:
-        output().print(line, markup=False)
+        output().print(line)

@@ -120,11 +120,11 @@ class Table:
         from sportsllm.console import table
 
         if self.title:
-            console.print(f"\n{self.title}", markup=False, style="bold")
+            console.print(f"\n{self.title}", style="bold")
         if self.rows:
             console.print(table(self.headers, self.rows, self.texts))
         if self.caption:
-            console.print(self.caption, markup=False)
+            console.print(self.caption)
 
     def markdown(self) -> list[str]:
         """Render as lines of Markdown under a heading, with an empty line at the end."""

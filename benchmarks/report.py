@@ -87,9 +87,9 @@ def report(
     console, saved = output(), savings_line(inputs.stages)
     stage_table(inputs.stages).print(console)
     for path in [out, *written]:
-        console.print(f"{path}: written", markup=False)
+        console.print(f"{path}: written")
     if saved is not None:
-        console.print(saved, markup=False)
+        console.print(saved)
     return ReportResult(
         out=out,
         bytes=out.stat().st_size,

@@ -130,7 +130,7 @@ def distill(
     plan = plan_training(run, source, tokens, found, corpus, valid, seed, reading, holdouts)
     out = out or Path("runs") / (plain_name(Path(student)) + "-selected" * (select_tokens is not None))
     result = distill_student(student, begin, plan, out, resume or began(out))
-    output().print(result.line(), markup=False)
+    output().print(result.line())
     return result
 
 

@@ -300,7 +300,7 @@ def _print(result: QuantizeResult) -> None:
             f"quantization-aware distillation on {result.tokens:,} tokens{result.warning}"
         )
     for line in lines:
-        output().print(line, markup=False)
+        output().print(line)
 
 
 def _kind(modules: Sequence[str]) -> str:

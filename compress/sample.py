@@ -160,7 +160,6 @@ def sample(
     output().print(
         f"{out / CORPUS}: {result.documents:,} texts, {result.tokens:,} tokens, {result.bytes / 1e6:.2f} MB, "
         f"{result.tokens_per_s:,.0f} tokens/s",
-        markup=False,
     )
     return result
 

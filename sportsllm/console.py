@@ -53,7 +53,7 @@ def silenced(enabled: bool = True) -> Iterator[None]:
 
 @contextmanager
 def logged(path: Path) -> Iterator[None]:
-    """Inside, this thread's lines of status are appended to a file and `output` prints nothing: for a search's steps."""
+    """Inside, lines of this thread are appended to a file and `output` prints nothing: for the steps of a search."""
     before = _log.set(path)
     try:
         with silenced():
@@ -74,7 +74,7 @@ def output() -> Console:
     if _silent.get():
         return Console(quiet=True)
     width = None if stream.isatty() else 120
-    return _Output(file=stream, width=width, highlight=False, soft_wrap=False)
+    return _Output(file=stream, width=width, highlight=False, markup=False, emoji=False)  # paths may hold [a] or :b:
 
 
 def typed_line(prompt: str) -> str:
@@ -102,7 +102,8 @@ def log(message: str) -> None:
     if _quiet:
         return
     message = f"[{time.monotonic() - _began:.1f} s] {message}" if _verbose else message
-    Console(stderr=True, highlight=False, soft_wrap=True).print(message, markup=False)
+    with suppress(BrokenPipeError):  # work goes on without a reader
+        sys.stderr.write(f"{message}\n")  # above a progress bar, behind which a console of rich's would print
 
 
 @cache

@@ -36,9 +36,9 @@ _WINDOW = {
 
 def print_bench(console: Console, bench: Bench) -> None:
     """What was measured, whether the run counts, quality and budget."""
-    console.print(describe(bench), markup=False)
+    console.print(describe(bench))
     if bench.placement is not None:
-        console.print(str(bench.placement.get("line", "")), markup=False)
+        console.print(str(bench.placement.get("line", "")))
     for table in bench_tables(bench):
         table.print(console)
     if not bench.tpot_ms:
@@ -46,9 +46,9 @@ def print_bench(console: Console, bench: Bench) -> None:
     if bench.budget is not None:
         budget_table(bench.budget).print(console)
     for line in verdict_lines(bench):
-        console.print(line, markup=False, style="bold yellow" if line.startswith("NOISY") else "bold")
+        console.print(line, style="bold yellow" if line.startswith("NOISY") else "bold")
     if bench.budget is not None and bench.budget.decided_by == "prediction" and bench.budget.efficiency is not None:
-        console.print(reliability_line(bench.budget.efficiency), markup=False)
+        console.print(reliability_line(bench.budget.efficiency))
 
 
 def describe(bench: Bench) -> str:

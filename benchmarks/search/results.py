@@ -69,12 +69,12 @@ def print_fit(console: Console, result: Mapping[str, Any]) -> None:
     title = f"{result['target']}: {len(result['candidates'])} candidates, decided by {result['decided_by']}"
     Table(title, headers, rows, (0, 1, len(headers) - 1)).print(console)
     if more := len(others) + 1 - len(rows):
-        console.print(f"{more} more in fit.json", markup=False)
-    console.print(_choice(result, chosen, others), markup=False)
+        console.print(f"{more} more in fit.json")
+    console.print(_choice(result, chosen, others))
     if bench := result.get("bench"):
-        console.print(_foretold(chosen, bench, result), markup=False)
-        console.print(verdict_line(as_budget(bench["budget"])), markup=False, style="bold")
-        console.print(f"{result['out']}: made by {result['line']}", markup=False)
+        console.print(_foretold(chosen, bench, result))
+        console.print(verdict_line(as_budget(bench["budget"])), style="bold")
+        console.print(f"{result['out']}: made by {result['line']}")
 
 
 def _cells(one: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:

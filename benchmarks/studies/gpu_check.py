@@ -173,11 +173,11 @@ def main(arguments: Sequence[str] | None = None, line: dict[str, Any] = LINE, sp
                 shown = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
                 table.writerow({"device": card, **shown, "date": datetime.now(UTC).date().isoformat()})
                 file.flush()
-                output().print(", ".join(f"{name} {value}" for name, value in shown.items()), markup=False)
+                output().print(", ".join(f"{name} {value}" for name, value in shown.items()))
                 if "bound" in row and not row["difference"] <= row["bound"]:
                     wrong.append(row["part"])
     if wrong:
-        output().print(f"beyond the bound: {', '.join(wrong)}", markup=False)
+        output().print(f"beyond the bound: {', '.join(wrong)}")
     return 1 if wrong else 0
 
 

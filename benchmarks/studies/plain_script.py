@@ -157,7 +157,7 @@ def main() -> None:
                 rows = compare(teacher, start, given.params, given.tokens, given.work / teacher.name)
                 writer.writerows(rows)
                 stream.flush()
-                output().print(*(", ".join(map(str, row.values())) for row in rows), sep="\n", markup=False)
+                output().print(*(", ".join(map(str, row.values())) for row in rows), sep="\n")
 
 
 if __name__ == "__main__":

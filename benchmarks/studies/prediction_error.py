@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="Fresh processes for each model.")
     given = parser.parse_args()
     for row in run_study(given.out, given.rounds):
-        output().print(", ".join(map(str, row.values())), markup=False)
+        output().print(", ".join(map(str, row.values())))
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def tokens(
     headers = ("", *map(str, sources), *(["ratio"] if against else []))
     output().print(table(headers, _rows(costs)))
     for cost in costs if show else []:
-        output().print(f"{cost.tokenizer}: {'│'.join(map(visible_piece, cost.shown))}", markup=False, soft_wrap=True)
+        output().print(f"{cost.tokenizer}: {'│'.join(map(visible_piece, cost.shown))}", soft_wrap=True)
     return TokensResult(documents=size["documents"], bytes=size["bytes"], words=size["words"], costs=costs)
 
 

@@ -142,7 +142,7 @@ def eval(
             f"({score.tokens:,} tokens, {of_chats}{score.bytes:,} bytes)"
         )
     if divergence is not None:
-        output().print(f"against {against}: {divergence}", markup=False)
+        output().print(f"against {against}: {divergence}")
     asked: dict[str, QuestionScore] = {}
     for path, items in question_files.items():
         accuracy = question_accuracy(decoder, tokenizer, items)

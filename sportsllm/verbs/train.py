@@ -156,7 +156,7 @@ def train(
 
     resume = resume or began(out)
     result = TrainResult.of(run_together(out, stage, make, resume))
-    output().print(result.line(), markup=False)
+    output().print(result.line())
     return result
 
 

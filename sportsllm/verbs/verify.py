@@ -79,9 +79,9 @@ def verify(
         # By name: export is a package above this one.
         chosen = importlib.import_module("export.runtime.session").kernels_of_directory(directory)
         kernels = str(chosen.name)
-        output().print(str(chosen), markup=False)
+        output().print(str(chosen))
     for problem in problems:
-        output().print(problem, markup=False)
+        output().print(problem)
     number = f"{len(problems)} problem{'s' * (len(problems) != 1)}"
     output().print(f"{directory}: {files} files checked, {number}")
     result = VerifyResult(ok=not problems, files=files, problems=problems, kernels=kernels)
@@ -93,7 +93,7 @@ def verify(
 
     placement, found = importlib.import_module("export.parity.comparison").check_provider(directory, provider, threads)
     if placement is not None:
-        output().print(str(placement), markup=False)
+        output().print(str(placement))
     failures = found.failures()
     parity = ProviderParity(
         max_abs_logit_error=max(each.max_abs_logit_error for each in found.comparisons),

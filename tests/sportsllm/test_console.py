@@ -1,5 +1,6 @@
 """Where lines for people go."""
 
+import io
 import os
 import subprocess
 import sys
@@ -23,11 +24,12 @@ def test_the_lines_of_many_steps_go_to_a_file(tmp_path: Path, capsys: pytest.Cap
         with silenced(False):  # what is silent around it stays so
             output().print("a table")
         raise ValueError
-    log("two")
-    output().print("a result")
+    log("two of runs[a]:key:")
+    output().print("a result of runs[a]:key:")
     shown = capsys.readouterr()
     assert path.read_text(encoding="utf-8") == "one\n"
-    assert shown.err == "elsewhere\ntwo\n" and shown.out == "a result elsewhere\na result\n"
+    assert shown.err == "elsewhere\ntwo of runs[a]:key:\n"
+    assert shown.out == "a result elsewhere\na result of runs[a]:key:\n"
 
 
 def test_progress_away_from_a_terminal_is_a_line_now_and_then(
@@ -45,6 +47,17 @@ def test_progress_away_from_a_terminal_is_a_line_now_and_then(
     lines = ["train · 12%, about 4 min left", "train · 25%, about 12 min left · loss 2.0"]
     lines.append("resumed · 38%, about 2 min left")
     assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_a_line_stands_above_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress_bar("train", 2) as bar:
+        bar.advance(note="a note")
+        log("a line")
+    assert "\x1b[2Ka line\n" in terminal.getvalue()
 
 
 def test_progress_of_unknown_length_has_no_share(
