@@ -36,7 +36,7 @@ from typing import Annotated
 import typer
 
 from sportsllm import __version__, options
-from sportsllm.commands import COMMANDS, Command, as_given, load_command
+from sportsllm.commands import COMMANDS, as_given, load_command
 from sportsllm.errors import InterruptedRun, SportsLLMError, UsageError, did_you_mean
 from sportsllm.files import JsonObject, atomic_write_text, read_json, read_toml, require_new
 from sportsllm.results import Result
@@ -131,8 +131,8 @@ def run(
             with silenced(stage.command == "bench"):  # the report's table has its figures
                 result = _run_stage(checked, stage, threads)
         except (KeyboardInterrupt, InterruptedRun):
-            again = "run the same command again to continue"
-            raise InterruptedRun(f"stage {stage.name!r}: interrupted; {again}") from None
+            message = f"stage {stage.name!r}: interrupted; run the same command again to continue"
+            raise InterruptedRun(message) from None
         except SportsLLMError as error:
             error.args = (f"stage {stage.name!r}: {_advised(str(error), checked, stage)}",)
             raise
@@ -228,17 +228,14 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> str:
     return f"{what} {name!r} is unknown" + (f"; {near}" if near else "")
 
 
-def _parameters(function: Command) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function, eval_str=True).parameters
-
-
 def _settings(
     command: str, usual: JsonObject, own: JsonObject, known: Mapping[str, Path], place: Path
 ) -> tuple[JsonObject, list[str], set[str]]:
     """A stage's settings in the types of its command's parameters, with paths for @stage and @stage/file; mistakes; and
     the stages that it needs, all earlier ones if it reads their folder.
     """
-    errors, checked, needs, parameters = list[str](), JsonObject(), set[str](), _parameters(load_command(command))
+    errors, checked, needs = list[str](), JsonObject(), set[str]()
+    parameters = inspect.signature(load_command(command), eval_str=True).parameters
 
     def resolved(item: object) -> object:
         if isinstance(item, list):
@@ -282,7 +279,7 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> JsonO
     from sportsllm.formats.artifact import partial_directory
 
     function, settings = load_command(stage.command), dict(stage.settings)
-    parameters = _parameters(function)
+    parameters = inspect.signature(function).parameters
     if threads is not None and "threads" in parameters:
         settings.setdefault("threads", threads)
     if "resume" in parameters and (partial_directory(Path(settings["out"])) / STATE_DIRECTORY).exists():
@@ -314,10 +311,11 @@ def _fingerprint(command: str, settings: JsonObject) -> str:
     if command != "bench":  # other results do not depend on the threads
         settings = {key: value for key, value in settings.items() if key != "threads"}
     parts: list[object] = [command, __version__, settings]
+    kinds = Path if command == "generate" else (str, Path)  # its texts, such as a stop ".", are no paths
     for value in settings.values():
         for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, (str, Path)):
-                # os.path, not pathlib: a prompt may be longer than a file's name
+            if isinstance(item, kinds):
+                # os.path, not pathlib: a text may be longer than a file's name
                 places = (str(item), str(item).partition("=")[2])
                 parts += [digest(Path(place)) for place in places if os.path.exists(place)]  # noqa: PTH110
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -92,14 +92,16 @@ def test_stages_run_once_are_kept_and_told_apart_when_changed(tmp_path: Path) ->
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
-def test_a_changed_file_behind_a_name_is_told_apart_and_long_text_is_no_path(tmp_path: Path) -> None:
+def test_a_file_behind_a_name_counts_and_a_text_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     peer = tmp_path / "peer"
     peer.write_text("one", encoding="utf-8")
     settings = {"peer_directory": [f"genai={peer}"], "prompt": "The match " * 100}
-    before = _fingerprint("bench", settings)
+    before, stopped = _fingerprint("bench", settings), _fingerprint("generate", {"stop": ["."]})
     assert _fingerprint("bench", settings) == before
     peer.write_text("two", encoding="utf-8")
     assert _fingerprint("bench", settings) != before
+    assert _fingerprint("generate", {"stop": ["."]}) == stopped
 
 
 def test_all_errors_at_once(tmp_path: Path) -> None:
