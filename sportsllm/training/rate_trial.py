@@ -36,9 +36,9 @@ def choose_rates(
 ) -> TrainConfig:
     """The settings with the highest rates that no lower ones beat in short runs; the model stays as it is.
 
-    The rates and a third of them are tried on the first batches, and a third of those again as long as that is better.
-    A step of a trial accumulates as many batches as a step of the run, or as many as leave ten steps: smaller batches
-    are noisier, which favours low rates. If a tenth of the tokens is too short for trials, the rates stay.
+    The rates and a third of them are tried on the first batches, and a third of those again until that is worse. A step
+    of a trial accumulates as many batches as a step of the run, or as many as leave ten steps: smaller batches are
+    noisier, which favours low rates. If a tenth of the tokens is too short for trials, the rates stay.
 
     Args:
         model, batches, loss, config: of the run, which has not begun.
@@ -85,7 +85,7 @@ def _try(
             for weight, before in zip(weights, start, strict=True):
                 weight.copy_(before)
                 weight.grad = None  # of a step that diverged
-        if min(scores, key=scores.__getitem__) != factor:
+        if scores[factor] > min(scores.values()):
             break
     return scores
 

@@ -118,11 +118,12 @@ def test_a_run_that_diverges_keeps_the_best_so_far(batches: PackedSequences, tmp
         train_model(fresh(), batches, diverging_at(3), CONFIG, tmp_path)
 
 
-def test_a_first_step_that_diverges_is_an_error(batches: PackedSequences, tmp_path: Path) -> None:
+def test_a_first_step_that_diverges_is_an_error_and_not_taken(batches: PackedSequences, tmp_path: Path) -> None:
     """Else the start would be called the result of a run that has done nothing."""
-    validation = Validation(scripted([3], []), reported, keep_start=True)
-    with pytest.raises(DivergedError, match="step 1"):
-        train_model(fresh(), batches, diverging_at(1), CONFIG, tmp_path, validation=validation)
+    model, validation = fresh(), Validation(scripted([3], []), reported, keep_start=True)
+    with pytest.raises(DivergedError, match="step 1: the loss of batch 0 is nan"):
+        train_model(model, batches, diverging_at(1), CONFIG, tmp_path, validation=validation)
+    assert torch.equal(weights(model), weights(fresh()))
 
 
 def test_the_best_step_survives_an_interrupt(batches: PackedSequences, tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ def test_rates_fall_as_long_as_that_is_better(
     assert again == chosen and len(moved) == len(scores), "a resumed run reads the choice"
 
 
-@pytest.mark.parametrize(("broken", "wanted"), [([2], 1 / 3), ([2, 4], 1)])
+@pytest.mark.parametrize(("broken", "wanted"), [([2], 1 / 3), ([2, 4], 1 / 9), ([2, 4, 6, 8], 1)])
 def test_a_trial_that_diverges_loses_and_leaves_no_gradient(
     batches: PackedSequences, tmp_path: Path, broken: list[int], wanted: float
 ) -> None:
@@ -183,8 +184,7 @@ def test_short_runs_keep_their_rates(batches: PackedSequences, tmp_path: Path) -
 def test_a_trial_accumulates_what_leaves_ten_steps(
     batches: PackedSequences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int, wanted: int
 ) -> None:
-    seen: list[TrainConfig] = []
-    folders: set[Path] = set()
+    seen, folders = list[TrainConfig](), set[Path]()
 
     def noted(*given: Any, **_names: Any) -> None:
         seen.append(given[3])
