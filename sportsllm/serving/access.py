@@ -129,11 +129,8 @@ class TimedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not checke
 def refusal(_request: object, error: Exception) -> Response:
     """The reply to a request that fails."""
     if isinstance(error, HTTPException):
-        error = ApiError(
-            error.status_code,
-            str(error.detail),
-            "not_found_error" if error.status_code == 404 else "invalid_request_error",
-        )
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        error = ApiError(error.status_code, str(error.detail), kind)
     elif not isinstance(error, ApiError):
         error = ApiError(500, "internal error; the server's log says more", "server_error")
     headers = {} if error.retry_s is None else {"Retry-After": str(error.retry_s)}

@@ -13,6 +13,7 @@ from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.presets import preset
 from sportsllm.settings import STEPS, TRAINING, check_optimizer_bits, check_value
 
 _LEAST_TOKENS_PER_STEP, _MOST_TOKENS_PER_STEP = 1_024, 8_192
@@ -271,8 +272,6 @@ def shape_of(name: str) -> tuple[ModelConfig, list[Path]]:
     directory = Path(name)
     if directory.is_dir():
         return load_config(directory), [directory / "config.json"]
-    from sportsllm.models.presets import preset
-
     return preset(name), []
 
 

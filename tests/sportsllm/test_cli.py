@@ -27,8 +27,6 @@ from tests.support.command_line import CommandLine
 from tests.support.disk import full_disk
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 CLI = [sys.executable, "-m", "sportsllm.cli"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -82,7 +80,11 @@ def test_json_is_one_object_and_words_go_to_stderr(cli: CommandLine, checkpoint:
     assert len([int(token) for token in out.split()]) == 3
 
 
-def test_generate_says_that_the_context_is_full(cli: CommandLine, checkpoint: Path) -> None:
+def test_generated_text_joins_its_prompt_up_to_the_end_of_the_context(
+    cli: CommandLine, checkpoint: Path, stories: Path
+) -> None:
+    told = cli.result("generate", stories, "--prompt", "Once upon a time, there", "--temperature", 0)["text"]
+    assert told.startswith(" was a little")
     endless = ("generate", checkpoint, "--temperature", 0, "--repetition-penalty", 1, "--max-new-tokens")
     (result, err), context = cli.says(*endless, 9_999), load_config(checkpoint).max_position_embeddings
     assert result["context_full"] is True and result["tokens"] == context - 1
@@ -202,11 +204,6 @@ def test_a_closed_pipe_is_no_bug(words: str, checkpoint: Path) -> None:
     script = f"set -o pipefail; {' '.join(CLI)} {words.replace('MODEL', str(checkpoint))} | true"
     piped = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=ENVIRONMENT)
     assert piped.returncode == 0 and piped.stderr == ""
-
-
-def test_generated_text_joins_its_prompt(cli: CommandLine, stories: Path) -> None:
-    arguments = ["generate", stories, "--prompt", "Once upon a time, there", "--temperature", 0, "--max-new-tokens", 4]
-    assert cli.result(*arguments)["text"].startswith(" was a little")
 
 
 @cache

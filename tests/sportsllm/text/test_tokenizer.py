@@ -63,9 +63,7 @@ def test_a_vocabulary_with_holes_prints_nothing(
     assert capfd.readouterr().out == ""
 
 
-def test_writing_a_tokenizer_hides_no_line_of_another_thread(
-    tokenizer: TextTokenizer, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_other_threads_may_print_meanwhile(tokenizer: TextTokenizer, capfd: pytest.CaptureFixture[str]) -> None:
     with ThreadPoolExecutor(1) as pool:
         printing = pool.submit(lambda: [os.write(1, b"line\n") for _ in range(2_000)])
         while not printing.done():

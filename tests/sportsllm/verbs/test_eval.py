@@ -11,7 +11,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.scoring import windows
 from sportsllm.models.rope import RopeScaling
 from sportsllm.text.tokenizer import load_tokenizer
-from tests.support.command_line import CommandLine, complains
+from tests.support.command_line import CommandLine
 from tests.support.models import tiny_model
 
 YARN4 = RopeScaling("yarn", 4.0, original_max_position_embeddings=128)
@@ -30,8 +30,7 @@ def test_fine_tuning_stretches_the_context(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine
 ) -> None:
     """Once with all weights, once with adapters; sequences are longer than the original context."""
-    for name, more in (("all", ()), ("lora", ("--lora-rank", 2))):
-        out = tmp_path / name
+    for out, more in ((tmp_path / "all", ()), (tmp_path / "lora", ("--lora-rank", 2))):
         flags = ["--rope-scaling", "yarn:4", "--sequence", 300, "--steps", 2, *SHORT, *more]
         made = cli.result("train", checkpoint, "--corpus", corpus_file, "--out", out, *flags)
         assert made["out"] == str(out)
@@ -73,20 +72,17 @@ def test_eval_reads_beyond_the_trained_length(checkpoint: Path, held_out: Path, 
             nats -= sum(float(logs[place - start - 1, ids[place]]) for place in range(scored, stop))
         # A mean over 700 float32 log-probabilities.
         assert math.log(float(str(found["perplexity"]))) == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
-    plain = cli.result("eval", checkpoint, "--text", held_out)
-    assert plain["context"] == 128
+    assert cli.result("eval", checkpoint, "--text", held_out)["context"] == 128
 
 
 def test_an_export_gets_the_longer_table(checkpoint: Path, held_out: Path, tmp_path: Path, cli: CommandLine) -> None:
-    before = (checkpoint / "config.json").read_bytes()
-    out = tmp_path / "onnx"
+    out, before = tmp_path / "onnx", (checkpoint / "config.json").read_bytes()
     flags = ["--rope-scaling", "yarn:4", "--threads", 2]
     assert cli("export", checkpoint, "--out", out, *flags)[0] == 0
     config = load_config(out)
     assert (config.max_position_embeddings, config.rope_scaling) == (512, YARN4)
     assert (checkpoint / "config.json").read_bytes() == before
-    manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["settings"]["rope_scaling"] == "yarn:4"
+    assert json.loads((out / "manifest.json").read_text())["settings"]["rope_scaling"] == "yarn:4"
     scores = [
         cli.result("eval", where, "--text", held_out, *more)["perplexity"]
         for where, more in ((out, ()), (checkpoint, ("--rope-scaling", "yarn:4")))
@@ -94,8 +90,8 @@ def test_an_export_gets_the_longer_table(checkpoint: Path, held_out: Path, tmp_p
     assert scores[0] == pytest.approx(scores[1], rel=1e-4)  # float32 in another order
     other = ["--context", 1024, "--text", held_out]
     cli.refuses(2, "reads 512 tokens; export the checkpoint with --rope-scaling yarn:8", "eval", out, *other)
-    scaled = cli("eval", out, "--text", held_out, "--rope-scaling", "yarn:2")
-    complains(scaled, 2, "is in its graph; export the checkpoint with --rope-scaling, or score")
+    scaled = ["--text", held_out, "--rope-scaling", "yarn:2"]
+    cli.refuses(2, "is in its graph; export the checkpoint with --rope-scaling, or score", "eval", out, *scaled)
     assert cli("export", checkpoint, "--out", out, *flags)[0] == 0, "up to date"
     cli.refuses(6, "exists", "export", checkpoint, "--out", out, "--rope-scaling", "yarn:2")
 
@@ -122,9 +118,7 @@ def test_errors_name_the_checkpoint_and_not_the_view(
     broken.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (broken / name).write_bytes((checkpoint / name).read_bytes())
-    result = cli("eval", broken, "--text", held_out, "--rope-scaling", "yarn:2")
-    complains(result, 3, str(broken))
+    cli.refuses(3, str(broken), "eval", broken, "--text", held_out, "--rope-scaling", "yarn:2")
     for command in ("train", "export"):
-        flags = [checkpoint]
-        result = cli(command, *flags, "--out", tmp_path / "out", "--rope-scaling", "yarn:x")
-        complains(result, 2, "--rope-scaling yarn:x: no factor; give TYPE:FACTOR")
+        flags = [checkpoint, "--out", tmp_path / "out", "--rope-scaling", "yarn:x"]
+        cli.refuses(2, "--rope-scaling yarn:x: no factor; give TYPE:FACTOR", command, *flags)

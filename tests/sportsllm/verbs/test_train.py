@@ -68,9 +68,8 @@ def test_muons_settings_and_the_fall_of_the_rate_are_recorded(
     pairs = "optimizer=muon muon_nesterov=false"
     pairs += " muon_learning_rate=0.01 min_lr_ratio=0 schedule=wsd decay_fraction=0.5 digits=single"
     flags = [word for pair in pairs.split() for word in ("--set", pair)]
-    result = run(
-        cli, *SMALL, *flags, "--steps", 2, "--batch-size", 2, "--corpus", corpus_file, "--out", tmp_path / "out"
-    )
+    flags += ["--steps", "2", "--batch-size", "2", "--corpus", str(corpus_file), "--out", str(tmp_path / "out")]
+    result = run(cli, *SMALL, *flags)
     settings = read_manifest(Path(result["out"])).settings
     assert (settings["muon_nesterov"], settings["muon_learning_rate"]) == (False, 0.01)
     assert (settings["min_lr_ratio"], settings["decay_fraction"], settings["digits"]) == (0, 0.5, "single")
@@ -123,9 +122,9 @@ def test_the_documented_set_up(cli: CommandLine, corpus_file: Path, tmp_path: Pa
 def test_the_documented_sampling(checkpoint: Path) -> None:
     """Temperature 0.7, top-k 50, top-p 0.9 and 100 new tokens, in `generate` and in a checkpoint's own file."""
     data = json.loads((checkpoint / "generation_config.json").read_text(encoding="utf-8"))
-    assert [data[name] for name in ("temperature", "top_k", "top_p", "max_new_tokens")] == [0.7, 50, 0.9, 100]
-    parameters = inspect.signature(load_command("generate")).parameters
     names = ("temperature", "top_k", "top_p", "max_new_tokens")
+    assert [data[name] for name in names] == [0.7, 50, 0.9, 100]
+    parameters = inspect.signature(load_command("generate")).parameters
     assert [parameters[name].default for name in names] == [0.7, 50, 0.9, 100]
     assert (Sampling().temperature, Sampling().top_k, Sampling().top_p) == (0.7, 50, 0.9)
 
