@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.spread import accuracy_loss, quality_loss
 from sportsllm.formats.manifest import digest
-from sportsllm.inference.decoder import Decoder, open_decoder
+from sportsllm.inference.decoder import Decoder, open_decoder, require_finite
 from sportsllm.inference.divergence import compare_documents
 from sportsllm.inference.scoring import TextScore, score_documents
 from sportsllm.results import plain
@@ -54,11 +54,17 @@ def text_quality(model: Model, teacher: Model | None, text: Sequence[Path], dist
 
 
 def score_text(model: Model, text: Sequence[Path]) -> TextScore:
-    """A model's score on the documents of some files, as `eval` computes it."""
+    """A model's score on the documents of some files, as `eval` computes it.
+
+    Raises:
+        ArtifactError: the score is not finite.
+    """
     decoder, tokenizer = model.open()
     documents = list(read_documents(text, model.reading.text_field))
     warn_if_trained_on(model.directory, documents)
-    return score_documents(decoder, tokenizer, documents, description=f"score {model.directory.name}")
+    score = score_documents(decoder, tokenizer, documents, description=f"score {model.directory.name}")
+    require_finite(score.nats, str(model.directory))
+    return score
 
 
 def compare_text(model: Model, teacher: Model, text: Sequence[Path]) -> dict[str, Any]:

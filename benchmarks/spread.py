@@ -6,8 +6,10 @@ import math
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from sportsllm.inference.scoring import LEAST_DOCUMENTS, ratio_interval
 
@@ -15,8 +17,8 @@ NOISY_HALF_WIDTH = 0.05  # an interval that reaches further than this share of i
 CONFIDENCE = 0.90
 MEDIAN_TO_MEAN = 1.1  # standard error of a median over that of a mean, for 3 to 12 correlated normal rounds
 AUTOCORRELATION = 0.5  # of consecutive rounds, which see the same clock, caches and neighbours
-_T_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)  # two-sided, 1 to 10 degrees of freedom
-_T_90_MANY = 1.796
+_T_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796)  # two-sided, 1 to 11 degrees
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 PERCENTILES = ("p50", "p90", "p95", "p99")
 
 
@@ -35,12 +37,12 @@ class Spread:
     `NOISY_HALF_WIDTH`; None for a single round, which says nothing.
     """
 
-    low: float
-    high: float
-    half_width: float | None
+    low: Finite
+    high: Finite
+    half_width: Finite | None
     noisy: bool | None
     rounds: int
-    noise: float = 0.0
+    noise: Finite = 0.0
 
 
 def spread(rounds: Sequence[float]) -> Spread:
@@ -49,6 +51,7 @@ def spread(rounds: Sequence[float]) -> Spread:
     See `reach_of`. An interval for independent rounds covers 76% at a lag-1 autocorrelation of 0.5, this one 90%, and
     94% at 0.3 (tests/benchmarks/measure/test_rounds.py).
     """
+    assert all(map(math.isfinite, rounds)), rounds
     count, middle = len(rounds), statistics.median(rounds)
     if count == 1:
         return Spread(middle, middle, None, None, 1)
@@ -67,7 +70,7 @@ def reach_of(count: int) -> float:
     round, and (n - v) / (n - 1) what s**2 shows of it on average.
     """
     v = 1 + 2 * sum((1 - lag / count) * AUTOCORRELATION**lag for lag in range(1, count))
-    t = _T_90[count - 2] if count - 2 < len(_T_90) else _T_90_MANY
+    t = _T_90[min(count, len(_T_90) + 1) - 2]  # of more rounds slightly too wide
     return MEDIAN_TO_MEAN * t * math.sqrt(v * (count - 1) / ((count - v) * count))
 
 

@@ -151,8 +151,8 @@ def _payload(what: str, code: int, stdout: str, stderr: str) -> dict[str, Any]:
         sys.stderr.write(stderr)
         raise ChildFailure(f"{what}: the process failed with exit code {code} ({last_line})")
     try:
-        payload = json.loads(stdout.strip().splitlines()[-1])
-    except (IndexError, json.JSONDecodeError):
+        payload = json.loads(stdout.strip().splitlines()[-1], parse_constant=int)  # refuses NaN and infinity
+    except (IndexError, ValueError):
         payload = None
     if not isinstance(payload, dict):
         raise ChildFailure(f"{what}: the process ended without a result")

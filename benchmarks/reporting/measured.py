@@ -22,7 +22,7 @@ from benchmarks.devices.verdict import (
     worst,
 )
 from benchmarks.labels import LIMITS
-from benchmarks.spread import Spread
+from benchmarks.spread import Finite, Spread
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, read_json, validate
 from sportsllm.inference.scoring import TaskScore
@@ -30,7 +30,8 @@ from sportsllm.models.config import ModelConfig
 
 _ADVICE = "measure again with bench --out"
 
-Figure = Annotated[float, Field(allow_inf_nan=False)] | None
+Figure = Finite | None
+_Interval = tuple[Finite, Finite] | None
 _Tokens = Annotated[str, Field(pattern=r"^[1-9]\d{0,8}$")]
 ByTokens = dict[_Tokens, Figure]
 Scored = tuple[str, ...]
@@ -41,7 +42,7 @@ Scored = tuple[str, ...]
 class Percentiles:
     """Percentiles of the time of a step, in ms."""
 
-    p50: Annotated[float, Field(allow_inf_nan=False)]
+    p50: Finite
     p90: Figure = None
     p95: Figure = None
     p99: Figure = None
@@ -154,16 +155,16 @@ class Bench:
     bits_per_byte: Figure = None
     teacher_bits_per_byte: Figure = None
     quality_loss_percent: Figure = None
-    quality_interval_percent: tuple[float, float] | None = None
+    quality_interval_percent: _Interval = None
     quality_documents: int | None = None
     tasks: dict[str, TaskScore] = field(default_factory=dict)
     teacher_tasks: dict[str, TaskScore] = field(default_factory=dict)
     accuracy_loss_points: Figure = None
-    accuracy_interval_points: tuple[float, float] | None = None
+    accuracy_interval_points: _Interval = None
     kl_nats: Figure = None
-    kl_interval_nats: tuple[float, float] | None = None
+    kl_interval_nats: _Interval = None
     top1_changed_percent: Figure = None
-    top1_changed_interval_percent: tuple[float, float] | None = None
+    top1_changed_interval_percent: _Interval = None
     budget: Budget | None = None
 
     @property

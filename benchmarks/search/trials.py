@@ -253,7 +253,7 @@ class Trials:
         return list(self._scores_of(directory)["nats"])
 
     def _scores_of(self, directory: Path) -> dict[str, Any]:
-        from sportsllm.inference.decoder import open_decoder
+        from sportsllm.inference.decoder import open_decoder, require_finite
         from sportsllm.inference.scoring import score_documents
         from sportsllm.text.documents import read_documents
         from sportsllm.text.tokenizer import load_tokenizer
@@ -266,6 +266,7 @@ class Trials:
             with logged(self.directory / LOG):
                 documents = list(read_documents([self.text]))
                 score = score_documents(decoder, tokenizer, documents, max_tokens=_SCORED_TOKENS)
+            require_finite(score.nats, str(directory))
             scores[key] = {"nats": score.documents, "bits": math.log(2) * score.bytes}
             atomic_write_text(kept, json.dumps(scores) + "\n")
         return dict(scores[key])

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 import sportsllm
 from benchmarks.bench import advice
@@ -31,7 +32,7 @@ from benchmarks.model_size import sizes, stored_format
 from benchmarks.predict.latency import Formulas, costs, predict_directory, resolve, total
 from benchmarks.reporting.bench_tables import bench_tables, describe, verdict_line, verdict_lines
 from benchmarks.reporting.measured import Bench, Budget, as_bench, as_budget, judge_bench
-from sportsllm.errors import UsageError
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.manifest import Manifest, Parent, directory_bytes
 from sportsllm.inference.scoring import LEAST_DOCUMENTS, TextScore
 from sportsllm.process_memory import peak_rss_bytes
@@ -77,6 +78,7 @@ def test_depths_and_prompts_fit_the_context() -> None:
         ("raise ValueError('broken part')", 1, "broken part"),
         ("print('{not json')", 1, "without a result"),
         ("pass", 1, "without a result"),
+        ("print('{\"peak_rss_bytes\": NaN}')", 1, "without a result"),
         ("import json; print(json.dumps({'error': 'bad file', 'exit_code': 3}))", 3, "bad file"),
     ],
 )
@@ -107,6 +109,15 @@ def test_a_damaged_model_keeps_its_own_error(tmp_path: Path, export: Path) -> No
     with pytest.raises(ChildFailure, match="damaged") as caught:
         run(tmp_path, settings={"rounds": 1})
     assert caught.value.exit_code == 3
+
+
+def test_a_model_whose_logits_overflow_has_no_score(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
+    weights = load_file(damaged / "model.safetensors")
+    weights["model.norm.weight"][:] = 3e38
+    save_file(weights, damaged / "model.safetensors")
+    with pytest.raises(ArtifactError, match=r"damaged's logits are not finite"):
+        run(damaged, text=[corpus_file])
 
 
 def test_peak_memory_is_the_childs_own() -> None:

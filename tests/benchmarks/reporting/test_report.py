@@ -291,6 +291,9 @@ def test_inputs_that_are_no_stage_are_refused(tmp_path: Path) -> None:
     other.write_text(json.dumps(bench_result("a\0b")), encoding="utf-8")
     with pytest.raises(ArtifactError, match="directory: "):
         collect([other])
+    nan = {"low": float("nan"), "high": 1.0, "half_width": None, "noisy": None, "rounds": 1}
+    with pytest.raises(ArtifactError, match=r"load_s\.low: must be a finite number.*; kl_interval_nats\.1: must be a"):
+        measured(noise={"load_s": nan}, kl_interval_nats=[0.0, float("inf")])
     with pytest.raises(UsageError, match="give stage directories"):
         collect([tmp_path / "absent"])
     with output_directory(tmp_path / "runs" / "export", Stage("export", {})):
