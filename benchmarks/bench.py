@@ -108,6 +108,8 @@ def bench(
 
     found, limits = parse_settings(settings, BENCH, TEXT, TASKS), parse_settings(limit, LIMITS, option="--limit")
     _check(out, [*(text or []), *(tasks or [])], teacher, target, on_device)
+    if against and provider != "cpu":
+        raise UsageError(f"--provider {provider}: --against measures all runtimes on the CPU; leave one of them out")
     require_directory(directory, "a checkpoint or an export")
     checks = round_checks(found.get("rounds"), found.get("most_rounds"))
     runtimes = parse_runtimes(against, directory) + ([portable_too(directory)] if kernels == BOTH else [])
@@ -153,9 +155,9 @@ def bench(
     measured = as_bench(result)
     budget = None if device is None else judge_bench(device, measured, config, on_device, predict)
     measured, result["budget"] = replace(measured, budget=budget), budget and asdict(budget)
+    print_bench(output(), measured)
     if out is not None:
         atomic_write_text(out, json.dumps(result, indent=1) + "\n")
-    print_bench(output(), measured)
     if measured.budget is None or measured.budget.verdict == "pass":
         return BenchResult(measured=measured, figures=result)
     complaint = f"{measured.directory}: {verdict_line(measured.budget, short=True)}; {advice(measured)}"

@@ -43,6 +43,7 @@ CASES: list[tuple[str, int, str]] = [
     (f"export {MODEL} --out {NEW} --threads many", USAGE, "--threads"),
     (f"generate {MODEL} --temperature hot", USAGE, "--temperature"),
     (f"bench {MODEL} --set rounds=0", USAGE, "rounds=0"),
+    (f"bench {MODEL} --provider webgpu --against genai", USAGE, "--against measures all runtimes on the CPU"),
     (f"serve {MODEL} --port many", USAGE, "--port"),
     ("fit --teacher x --target y --minutes soon", USAGE, "--minutes"),
     ("plan small --tokens many", USAGE, "many"),

@@ -72,7 +72,7 @@ def parse_runtimes(texts: Sequence[str] | None, export: Path) -> list[Runtime]:
     the interpreter that has it or its llama-bench, and settings by the runtime's own names (JSON if valid, else text).
 
     Raises:
-        UsageError: no such runtime, one without options, or a missing path.
+        UsageError: no such runtime, a name given twice, options that a runtime does not take, or a missing path.
     """
     found: dict[str, Runtime] = {}
     for text in texts or ():
@@ -85,6 +85,8 @@ def parse_runtimes(texts: Sequence[str] | None, export: Path) -> list[Runtime]:
         if not place and kind in CONVERT:
             advice = f"make one with {CONVERT[kind]}, then --against {name}=DIR"
             raise UsageError(f"--against {text}: needs a model of its own; {advice}")
+        if name in found:
+            raise UsageError(f"--against {text}: {name} is named twice; give one a label: {name}+LABEL")
         directory = Path(place) if place else export
         if not directory.exists():
             raise UsageError(f"--against {text}: {directory} not found; check the path")
@@ -118,7 +120,7 @@ def turn_depths(context: int) -> list[int]:
     after = 1 + worker.WARM_UP + worker.STEPS
     depths = [depth for depth in DEPTHS if depth + after <= context]
     if not depths:
-        raise UsageError(f"--against: a context of {context} tokens has no room for {DEPTHS[0]} and {after} more")
+        raise UsageError(f"--against, --kernels both: need a context of {DEPTHS[0] + after} tokens, not {context}")
     return depths
 
 

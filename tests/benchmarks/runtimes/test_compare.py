@@ -315,8 +315,10 @@ def test_ratios_are_to_the_best_runtime_round_by_round() -> None:
 
 
 def test_flags_are_checked_before_anything_is_measured(export: Path) -> None:
-    found = parse_runtimes([f"genai,python={sys.executable}", f"llama.cpp={export}", "genai"], export)
+    found = parse_runtimes([f"genai,python={sys.executable}", f"llama.cpp={export}"], export)
     assert [(one.name, one.directory) for one in found] == [("genai", export), ("llama.cpp", export)]
+    with pytest.raises(UsageError, match=r"genai is named twice.* genai\+LABEL"):
+        parse_runtimes([f"genai,python={sys.executable}", "genai"], export)
     assert parse_runtimes(None, export) == []
     for wrong in (
         "vllm",
@@ -334,5 +336,5 @@ def test_flags_are_checked_before_anything_is_measured(export: Path) -> None:
             parse_runtimes([wrong], export)
     assert set(INSTALL) | {"ours"} == set(RUNTIMES)
     assert (turn_depths(145), turn_depths(2048)) == ([32], [32, 512])
-    with pytest.raises(UsageError, match="144 tokens"):
+    with pytest.raises(UsageError, match="context of 145 tokens, not 144"):
         turn_depths(144)
