@@ -17,6 +17,7 @@ import psutil
 from benchmarks.devices.load import instruction_set, processor_name
 from benchmarks.devices.schema import Hardware, Kind, Quantity, SourcedText
 from benchmarks.measure.probes import measure_bandwidth, read_integer
+from sportsllm.process_memory import available_bytes
 
 WORKING_SET_BYTES = 256_000_000  # beyond most caches
 MATRIX = 1_024
@@ -72,9 +73,9 @@ def machine() -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def this_machine(threads: int | None = None) -> Hardware:
-    """Memory by psutil, bandwidth and float32 rate by numpy in a second; INT8 follows from the instruction set."""
-    threads, today, memory = threads or default_threads(), datetime.now(UTC).date(), psutil.virtual_memory()
-    working_set = min(WORKING_SET_BYTES, memory.available // 4)
+    """Free memory, bandwidth and float32 rate by numpy in a second; INT8 follows from the instruction set."""
+    threads, today, free = threads or default_threads(), datetime.now(UTC).date(), available_bytes()
+    working_set = min(WORKING_SET_BYTES, free // 4)
     bandwidth = measure_bandwidth(threads, working_set)["bandwidth_bytes_per_s"]
     real, instructions = _matmul_rate(), instruction_set()
     wide = 4 if any(name in instructions for name in DOT_PRODUCT) else 2
@@ -83,8 +84,8 @@ def this_machine(threads: int | None = None) -> Hardware:
         return Quantity(value=float(f"{value:.4g}"), unit=unit, source=source, date=today, kind=kind)
 
     return Hardware(
-        memory_total=quantity(memory.total / 1e6, "MB", "psutil"),
-        memory_usable=quantity(memory.available / 1e6, "MB", "free memory by psutil"),
+        memory_total=quantity(psutil.virtual_memory().total / 1e6, "MB", "psutil"),
+        memory_usable=quantity(free / 1e6, "MB", "free memory, within a container's limit"),
         cores=quantity(threads, "cores", "threads in use"),
         instruction_set=SourcedText(value=instructions, source="/proc/cpuinfo", date=today, kind="measured"),
         memory_bandwidth=quantity(bandwidth / 1e9, "GB/s", f"{working_set / 1e6:.0f} MB read by numpy"),

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-import psutil
 from pydantic import ValidationError
 
 from benchmarks.devices.load import load_device
@@ -40,6 +39,7 @@ from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.files import describe
 from sportsllm.models.config import ModelConfig
+from sportsllm.process_memory import available_bytes
 
 TIMEOUT_S = 300.0
 SHARE_OF_MEMORY = 0.1  # of what is free, for the float32 weights of a shape
@@ -202,8 +202,9 @@ def write_models(folder: Path, wanted: Iterable[tuple[ModelConfig, ModelFormat]]
         log(f"calibrating ONNX Runtime's operators alone: {problem}")
     log("writing small models")
     models = []
-    for number, (config, stored) in enumerate(wanted):
-        models.append(Probe(config, stored, folder / f"{number}-{config.parameters / 1e6:.0f}m-{stored.name}"))
+    for number, (config, stored) in enumerate(wanted, start=1):
+        name = f"model {number}, {config.parameters / 1e6:.0f}M parameters, {stored.name}"  # messages show it
+        models.append(Probe(config, stored, folder / name))
         with logged(folder / "log.txt"):
             export_untrained(*models[-1], inline=bool(problem))
     return models
@@ -214,7 +215,7 @@ def calibrate(threads: int, rounds: int) -> tuple[Coefficients, float]:
 
     The band is that of calibrated predictions, or of the fit itself if wider. Takes 500 MB of temporary files.
     """
-    free = psutil.virtual_memory().available
+    free = available_bytes()
     shapes = [each for each in SHAPES if 4 * each.parameters <= SHARE_OF_MEMORY * free] or SHAPES[:1]
     wanted = [(config, stored) for config in shapes for stored in FORMATS]
     wanted += [(config, INT8_CACHE) for config in shapes[:2]]
@@ -240,7 +241,7 @@ def thread_counts(most: int) -> list[int]:
 
 def read_bandwidth(counts: Sequence[int]) -> dict[int, float]:
     """Bytes a second that each number of threads reads beyond the caches, pinned, each in a fresh process."""
-    size, found = min(LARGEST_WORKING_SET_BYTES, psutil.virtual_memory().available // 4), dict[int, float]()
+    size, found = min(LARGEST_WORKING_SET_BYTES, available_bytes() // 4), dict[int, float]()
     for threads in counts:
         asked = {"threads": threads, "cpus": choose_cpus(threads), "working_set_bytes": size}
         turn = worker_turn(asked, "bandwidth", f"bandwidth of {threads} threads")

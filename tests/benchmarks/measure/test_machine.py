@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measure.machine import choose_cpus
+from benchmarks.measure.machine import choose_cpus, this_machine
 from benchmarks.measure.probes import read_sensors
 from benchmarks.measure.process import Turn, run_child
 
@@ -30,6 +30,14 @@ def test_temperature_and_clock_are_the_processors(tmp_path: Path) -> None:
     cpu = "sys/devices/system/cpu/cpu"
     write(tmp_path, {f"{cpu}{i}/cpufreq/scaling_cur_freq": khz for i, khz in enumerate((1_000_000, 2_000_000, 9))})
     assert read_sensors([0, 1], tmp_path) == {"clock_mhz": 1500.0, "temperature_c": 47.0}
+
+
+def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"memory.max": 100_000_000, "memory.stat": "anon 40000000"})
+    monkeypatch.setattr("sportsllm.process_memory._CONTAINER_LIMITS", {str(tmp_path / "memory.max"): "anon"})
+    this_machine.cache_clear()
+    assert this_machine(1).memory_usable.value == 60
+    this_machine.cache_clear()
 
 
 def test_threads_get_cores_of_their_own_and_the_strong_ones(tmp_path: Path) -> None:

@@ -146,12 +146,9 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_machine")
 def test_refusals_before_anything_is_measured(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"mine\.toml"):
-        device_commands.calibrate(tmp_path / "mine.txt")
-    with pytest.raises(UsageError, match="shipped device"):
-        device_commands.calibrate(tmp_path / "host.toml")
-    with pytest.raises(UsageError, match="use letters, digits"):
-        device_commands.calibrate(tmp_path / "--.toml")
+    for name, reason in (("mine.txt", r"mine\.toml"), ("host.toml", "shipped"), ("--.toml", "use letters, digits")):
+        with pytest.raises(UsageError, match=reason):
+            device_commands.calibrate(tmp_path / name)
     with pytest.raises(UsageError, match="toaster"):
         device_commands.calibrate(tmp_path / "mine.toml", limits_from="toaster")
     (tmp_path / "mine.toml").write_text("", encoding="utf-8")
@@ -179,6 +176,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Comma
     measured = calibrate.measure_models
 
     def on_a_known_machine(models: list[Probe], threads: int, rounds: int) -> tuple[list[Figure], float]:
+        assert models[0].directory.name == "model 1, 0M parameters, fp32"  # as messages name it
         figures, busiest = measured(models, threads, rounds)
         assert {figure.kind for figure in figures} == {"ttft", "tpot", "memory"}
         assert all(figure.value > 0 for figure in figures)
