@@ -69,10 +69,10 @@ def noise_reasons(raw: Raw) -> list[str]:
     reasons = []
     if len(speed) > 1 and deciding and not agree(deciding.values()):
         unsteady = sum(bool(interval.noisy) for interval in deciding.values())
-        reasons.append(f"{unsteady} of {len(deciding)} times and rates vary by more than {NOISY_HALF_WIDTH:.0%}")
+        reasons.append(f"{unsteady} of {len(deciding)} times vary by more than {NOISY_HALF_WIDTH:.0%}")
     if disturbed(speed):
         most = max(float(one["other_cpu_cores"]) for one in speed)
-        reasons.append(f"other programs used up to {most:.1f} of the measured cores, in half of the rounds or more")
+        reasons.append(f"other programs used up to {most:.1f} cores of the measured processors, in half of the rounds")
     if len(speed) == 1:
         reasons.append("one round is too few to tell")
     if not deciding:

@@ -155,12 +155,12 @@ def _tasks(bench: Bench) -> Table:
 
 def _figures(bench: Bench) -> Table:
     firsts = {f"first token, prompt of {prompt}": (f"ttft_ms.{prompt}", ms) for prompt, ms in bench.ttft_ms.items()}
-    peak = f"peak memory, {count(bench.peak_rss_context_tokens)} tokens"
+    peak = f"largest peak memory, {count(bench.peak_rss_context_tokens)} tokens"
     shown = [
         ("load", "load_s", bench.load_s, "s", 1.0),
         *((label, *found, "ms", 1.0) for label, found in firsts.items()),
         ("prefill", "", bench.prefill_tokens_per_s, "tokens/s", 1.0),
-        (peak, "peak_rss_bytes", bench.peak_rss_bytes, "MB", 1e6),
+        (peak, "", bench.peak_rss_bytes, "MB", 1e6),
     ]  # fmt: skip
     rows = [
         (label, with_unit(value, unit, scale), _noise(bench, key, scale))

@@ -100,32 +100,19 @@ def summary(steps: list[float], others: float | list[float] = 0.0) -> dict[str, 
     return {**summarise(raw), "raw": raw}
 
 
-def reasons(found: dict[str, Any]) -> str:
-    return "; ".join(found["noise_reasons"])
-
-
-def test_only_enough_quiet_rounds_that_agree_are_clean() -> None:
-    calm = [2.0, 2.01, 2.02, 2.0, 1.99]
-    clean = summary(calm)
-    assert clean["clean"] is True
-    assert clean["tpot_ms"]["32"]["p50"] == 2.0
-    few = summary(calm[:1])
-    assert few["clean"] is False and "one round is too few" in reasons(few)
-    busy = summary(calm, others=1.5)
-    assert busy["clean"] is False and "other programs used up to 1.5 of the measured cores" in reasons(busy)
-    wide = summary([*calm[:4], 2.4])
-    assert wide["clean"] is False and "1 of 2 times and rates vary" in reasons(wide)
-
-
-def test_the_named_reason_is_the_one_that_decided() -> None:
-    """One disturbed round is no reason; it must not be named where another one made the run unclean."""
-    calm = [2.0, 2.01, 2.02, 2.0, 1.99]
-    assert summary(calm, [0.0, 0.0, 0.0, 0.0, 1.5])["clean"] is True
-    wide = summary([*calm[:4], 2.4], [0.0, 0.0, 0.0, 0.0, 1.5])
-    assert wide["clean"] is False and "other programs" not in reasons(wide)
-    assert "1 of 2 times and rates vary" in reasons(wide)
-    busy = summary(calm, [0.0, 0.0, 0.3, 0.4, 1.5])
-    assert busy["clean"] is False and "other programs" in reasons(busy)
+def test_only_enough_quiet_rounds_that_agree_are_clean_and_what_decided_is_named() -> None:
+    """One disturbed round is no reason."""
+    calm, disturbed_once = [2.0, 2.01, 2.02, 2.0, 1.99], [0.0, 0.0, 0.0, 0.0, 1.5]
+    clean = summary(calm, disturbed_once)
+    assert clean["clean"] is True and clean["tpot_ms"]["32"]["p50"] == 2.0
+    for steps, others, reason in (
+        (calm[:1], 0.0, "one round is too few to tell"),
+        (calm, [0.0, 0.0, 0.3, 0.4, 1.5], "other programs used up to 1.5 cores of the measured processors, in"),
+        ([*calm[:4], 2.4], disturbed_once, "1 of 2 times vary by more than 5%"),
+    ):
+        found = summary(steps, others)
+        assert found["clean"] is False and len(found["noise_reasons"]) == 1
+        assert found["noise_reasons"][0].startswith(reason)
 
 
 class Slowing:
