@@ -75,7 +75,9 @@ def report(
     from benchmarks.reporting.page import csv_text, html_page, markdown, savings_line, stage_table
     from sportsllm.console import output
 
-    format = _format_of(out)
+    format = next((name for name, suffixes in _SUFFIXES.items() if out.suffix.lower() in suffixes), None)
+    if format is None:
+        raise UsageError(f"--out {out}: the suffix names no format; end it in .html, .md or .csv")
     require_new(out)
     inputs = collect(directories)
     if sample:
@@ -98,13 +100,6 @@ def report(
         candidates=sum(len(fit.candidates) for fit in inputs.fits),
         cards=written,
     )
-
-
-def _format_of(out: Path) -> str:
-    for name, suffixes in _SUFFIXES.items():
-        if out.suffix.lower() in suffixes:
-            return name
-    raise UsageError(f"--out {out}: the suffix names no format; end it in .html, .md or .csv")
 
 
 def before_and_after(

@@ -87,7 +87,8 @@ def attention_chart(attention: Mapping[str, Any], weights: Sequence[Tensor | Non
         UsageError: the page would have more cells than a browser shows.
     """
     known = [(layer, one) for layer, one in enumerate(weights) if one is not None]
-    tokens, heads = [_visible(token) for token in attention["tokens"]], sum(len(one) for _, one in known)
+    tokens = [visible_piece(token).replace(" ", "\u2423") for token in attention["tokens"]]
+    heads = sum(len(one) for _, one in known)
     if heads * len(tokens) ** 2 > _MOST_CELLS:
         raise UsageError(f"--text: {heads:,} heads of {len(tokens)} tokens are too much for a page; shorten the text")
     maps = {
@@ -120,8 +121,3 @@ def attention_chart(attention: Mapping[str, Any], weights: Sequence[Tensor | Non
     }
     caption = "Weights of each token (down) on the tokens before it and on itself (across). Each row adds up to 100%."
     return Chart("attention", "Attention", caption, {"data": [trace], "layout": layout})
-
-
-def _visible(piece: str) -> str:
-    """A token with its spaces marked and line breaks escaped."""
-    return visible_piece(piece).replace(" ", "\u2423")

@@ -161,7 +161,7 @@ def summarize(directory: Path | None, bench: Bench | None = None) -> StageSummar
         raise ArtifactError(
             f"{directory}: holds no model and no other stage's output; give directories that have one{inside}"
         )
-    manifest = manifest_of(directory)
+    manifest, metrics = manifest_of(directory), directory / "metrics.jsonl"
     config = load_config(directory) if (directory / "config.json").exists() else None
     parameters, tokens = manifest.figure("parameters"), manifest.figure("tokens")
     quality = manifest.figure("bits_per_byte") or manifest.figure("valid_bits_per_byte")
@@ -174,7 +174,7 @@ def summarize(directory: Path | None, bench: Bench | None = None) -> StageSummar
         bits_per_byte=bench.bits_per_byte if bench is not None and bench.bits_per_byte is not None else quality,
         tokens=int(tokens) if is_number(tokens) else None,
         flops=_training_flops(manifest, config) if config is not None and is_number(tokens) else None,
-        metrics=read_metrics(directory / "metrics.jsonl"),
+        metrics=[record for _, record in read_json_lines(metrics)] if metrics.exists() else [],
         manifest=manifest,
         bench=bench,
     )
@@ -193,8 +193,3 @@ def _training_flops(manifest: Manifest, config: ModelConfig) -> float | None:
             return None
         work += forward_flops_per_token(load_config(Path(teacher)), int(sequence))
     return work * (manifest.figure("tokens") or 0)
-
-
-def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics.jsonl; none if there is no such file."""
-    return [record for _, record in read_json_lines(path)] if path.exists() else []

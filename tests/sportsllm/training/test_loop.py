@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.reporting.inputs import read_metrics
 from sportsllm.errors import InterruptedRun, UsageError
+from sportsllm.files import read_json_lines
 from sportsllm.inference.scoring import TextScore
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
@@ -49,7 +49,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     assert result.steps == 6 and result.tokens == 6 * 128
     assert "resumed at step 3 of 6" in capsys.readouterr().err
     assert torch.equal(weights(other), weights(whole))
-    first, second = read_metrics(tmp_path / "a" / METRICS), read_metrics(tmp_path / "b" / METRICS)
+    first, second = ([record for _, record in read_json_lines(tmp_path / name / METRICS)] for name in "ab")
     assert [(m["step"], m["loss"]) for m in first] == [(m["step"], m["loss"]) for m in second]
 
 
@@ -61,7 +61,7 @@ def test_training_learns_and_reports(batches: PackedSequences, tmp_path: Path) -
         lambda m: seen.append(m) or 1.5, lambda _model, _tokens: TextScore(1.25 * math.log(2), 1, 1)
     )
     result = train_model(model, batches, language_model_loss, config, tmp_path, validation=validation)
-    metrics = [m for m in read_metrics(tmp_path / METRICS) if "loss" in m]
+    metrics = [m for _, m in read_json_lines(tmp_path / METRICS) if "loss" in m]
     assert metrics[-1]["loss"] < 0.9 * math.log(384) < 0.95 * metrics[0]["loss"]
     assert result.valid_bits_per_byte == pytest.approx(1.25) and len(seen) == 1
     assert result.loss == metrics[-1]["loss"]
