@@ -1,4 +1,4 @@
-"""What a report is made from: stage directories, bench results, searches and texts."""
+"""The inputs of a report: stage directories, bench results, searches and texts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class StageSummary:
-    """What the report says about one stage.
+    """One stage of the report.
 
     Attributes:
         name: of its directory.
-        command: that made it; `checkpoint` for a model that was not made here.
+        command: its command; `checkpoint` for a model that no command here made.
         tokens, flops: of its training, with the teacher's forward passes; None if it was not trained.
-        metrics: of its training.
-        bench: what `bench` measured of it.
+        metrics: records of its training.
+        bench: its result of `bench`.
     """
 
     name: str
@@ -61,7 +61,7 @@ class StageSummary:
         return ("training", *(made.paths("valid") or made.paths("corpus") or made.paths("text")))
 
     def figures(self) -> dict[str, float]:
-        """What is known of it by the names of the limits, in MB and ms, and `bits_per_byte`.
+        """Its known figures by the limits' names, in MB and ms, and `bits_per_byte`.
 
         A context with no room for a budget's depth gives the time per token at the deepest that was measured.
         """
@@ -75,7 +75,7 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class Sample:
-    """A text to show; `prompt` is the part that was given, and is not repeated in `text`."""
+    """A text to show; `text` does not repeat the given `prompt`."""
 
     heading: str
     text: str
@@ -143,7 +143,7 @@ def collect(paths: Sequence[Path]) -> Inputs:
 
 
 def summarize(directory: Path | None, bench: Bench | None = None) -> StageSummary:
-    """A finished stage or any Hugging Face checkpoint, and what was measured of it; without a directory the latter.
+    """A finished stage or any Hugging Face checkpoint with its measurement; without a directory the measurement alone.
 
     Raises:
         ArtifactError: the directory is missing or a file in it is damaged.
@@ -170,7 +170,7 @@ def summarize(directory: Path | None, bench: Bench | None = None) -> StageSummar
         command=manifest.command or "checkpoint",
         directory=str(directory),
         parameters=int(parameters) if is_number(parameters) else config.parameters if config is not None else None,
-        size_bytes=directory_bytes(directory),
+        size_bytes=directory_bytes(directory) or None,
         bits_per_byte=bench.bits_per_byte if bench is not None and bench.bits_per_byte is not None else quality,
         tokens=int(tokens) if is_number(tokens) else None,
         flops=_training_flops(manifest, config) if config is not None and is_number(tokens) else None,

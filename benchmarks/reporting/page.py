@@ -33,7 +33,7 @@ class Section:
 
 
 def sections(inputs: Inputs) -> list[Section]:
-    """Everything but the verdict and the samples; what there is nothing of is left out."""
+    """All sections but the verdict and the samples, without empty ones."""
     bench, stages = inputs.bench, inputs.stages
     found = [
         Section("Budget", [] if bench is None or bench.budget is None else [budget_table(bench.budget)]),
@@ -46,11 +46,11 @@ def sections(inputs: Inputs) -> list[Section]:
 
 
 def _headline(inputs: Inputs) -> list[str]:
-    """The verdict, what it rests on, what the last stage saves, and what was measured."""
+    """The verdict, the quality, the measured model, and what the last stage saves."""
     bench, saved = inputs.bench, savings_line(inputs.stages)
     lines = [] if bench is None else [*verdict_lines(bench), describe(bench)]
     if bench is None or bench.budget is None:
-        place = shlex.quote(inputs.stages[-1].directory if inputs.stages else "EXPORT")
+        place = shlex.quote(next((one.directory for one in reversed(inputs.stages) if one.parameters), "EXPORT"))
         command = f"bench {place} --target NAME --text HELD-OUT --teacher TEACHER --out bench.json"
         lines[:0] = ["No verdict: no budget was given", f"To get one: sportsllm-compress {command}"]
     return lines + ([] if saved is None else [f"{saved}."])
@@ -84,7 +84,7 @@ def stage_table(stages: Sequence[StageSummary]) -> Table:
 
 
 def _text_note(stages: Sequence[StageSummary]) -> str:
-    """Which rows of the stages' table compare in quality; empty if all do."""
+    """Which rows of the stages' table can be compared in quality; empty if all can."""
     groups: dict[Scored, list[int]] = {}
     for place, stage in enumerate(stages, start=1):
         if stage.scored is not None:
@@ -104,8 +104,8 @@ def _text_note(stages: Sequence[StageSummary]) -> str:
 def savings_line(stages: Sequence[StageSummary]) -> str | None:
     """What the last measured model saves against the first; None unless two were measured.
 
-    Figures that one of them lacks are left out, and so is a quality of another text, and speeds: two runs of `bench` at
-    different times are no ratio. `bench --against` gives one, with an interval.
+    Figures that one of them lacks and qualities of different texts are left out. So are speeds, since two runs of
+    `bench` at different times give no ratio; `bench --against` gives one, with an interval.
     """
     measured = [stage for stage in stages if stage.bench is not None]
     if len(measured) < 2:

@@ -298,6 +298,8 @@ def test_inputs_that_are_no_stage_are_refused(tmp_path: Path) -> None:
         collect([tmp_path / "absent"])
     with output_directory(tmp_path / "runs" / "export", Stage("export", {})):
         pass
+    text = markdown("", collect([tmp_path / "runs" / "export"]))  # a stage without a model
+    assert "0 MB" not in text and "bench EXPORT" in text
     with pytest.raises(ArtifactError, match=f"give directories that have one, such as {tmp_path / 'runs' / 'export'}$"):
         collect([tmp_path / "runs"])
     (tmp_path / "metrics.jsonl").write_text("{broken\n", encoding="utf-8")
