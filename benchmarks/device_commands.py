@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,9 @@ def calibrate(
     if name in list_devices():
         raise UsageError(f"--out {out}: {name} is a shipped device; choose another name")
     decided, started = load_device(limits_from), time.perf_counter()
-    out.parent.mkdir(parents=True, exist_ok=True)  # fail now if it cannot be written, not after minutes
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=out.parent):
+        pass  # a folder that cannot be written fails now, not after minutes
     rates = probes.read_bandwidth([threads] if threads else probes.thread_counts(default_threads()))
     threads = probes.choose_threads(rates)
     device = probes.this_device(name, threads, decided)

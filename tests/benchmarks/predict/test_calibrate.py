@@ -151,6 +151,8 @@ def test_refusals_before_anything_is_measured(tmp_path: Path) -> None:
             device_commands.calibrate(tmp_path / name)
     with pytest.raises(UsageError, match="toaster"):
         device_commands.calibrate(tmp_path / "mine.toml", limits_from="toaster")
+    with pytest.raises(OSError, match="/proc"):
+        device_commands.calibrate(Path("/proc/mine.toml"))  # a folder that nobody can write
     (tmp_path / "mine.toml").write_text("", encoding="utf-8")
     with pytest.raises(ConflictError, match="exists already"):
         device_commands.calibrate(tmp_path / "mine.toml")
@@ -160,9 +162,8 @@ def test_limits_that_cannot_hold_here(monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = reference_machine().hardware
     assert hardware is not None
     little = hardware.memory_usable.model_copy(update={"value": 100.0})
-    monkeypatch.setattr(
-        calibrate, "this_machine", lambda threads: hardware.model_copy(update={"memory_usable": little})
-    )
+    small = hardware.model_copy(update={"memory_usable": little})
+    monkeypatch.setattr(calibrate, "this_machine", lambda threads: small)
     with pytest.raises(UsageError, match=r"--limits-from rtx-3060.*peak_memory_mb 4000 is more than"):
         this_device("little", 2, load_device("rtx-3060"))
 
