@@ -56,7 +56,7 @@ def bench(
     ] = None,
     minutes: Annotated[
         float,
-        typer.Option(min=0, help="Also decode for this long, to see if speed lasts.", rich_help_panel="Measuring"),
+        typer.Option(min=0, help="Also decode for so many minutes: does the speed last?", rich_help_panel="Measuring"),
     ] = 0.0,
     against: Annotated[
         list[str] | None,
@@ -107,9 +107,7 @@ def bench(
     from sportsllm.text.documents import take_reading
 
     found, limits = parse_settings(settings, BENCH, TEXT, TASKS), parse_settings(limit, LIMITS, option="--limit")
-    _check(out, [*(text or []), *(tasks or [])], teacher, target, on_device)
-    if against and provider != "cpu":
-        raise UsageError(f"--provider {provider}: --against measures all runtimes on the CPU; leave one of them out")
+    _check(out, [*(text or []), *(tasks or [])], teacher, target, on_device, against, provider)
     require_directory(directory, "a checkpoint or an export")
     checks = round_checks(found.get("rounds"), found.get("most_rounds"))
     runtimes = parse_runtimes(against, directory) + ([portable_too(directory)] if kernels == BOTH else [])
@@ -170,18 +168,22 @@ def _check(
     teacher: Path | None,
     target: str | None,
     on_device: bool,
+    against: list[str] | None,
+    provider: str,
 ) -> None:
-    """Refuse what can be seen to be wrong before anything is opened."""
+    """Refuse options that do not go together, before anything is opened."""
     if out is not None:
         require_new(out)
     if teacher is not None and not scored:
         raise UsageError("--teacher needs --text or --tasks: quality is compared on held-out text, or in tasks")
     if on_device and target is None:
         raise UsageError("--on-device needs --target: it says that this machine is that device")
+    if against and provider != "cpu":
+        raise UsageError(f"--provider {provider}: --against measures all runtimes on the CPU; leave one of them out")
 
 
 def advice(measured: Bench) -> str:
-    """What to do about a budget that is not passed."""
+    """What to do if the budget is not passed."""
     from benchmarks.devices.verdict import QUALITIES
 
     budget, qualities = measured.budget, set(QUALITIES)

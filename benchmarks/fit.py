@@ -1,7 +1,7 @@
 """The verb `fit`: find and make the best model of a teacher that fits a device's budget.
 
-Resolve the inputs, try candidates (`benchmarks.search.rounds`), finish the winner as a recipe, fall back to the next
-one if it misses the budget, and say what was chosen and how sure that is.
+Resolve the inputs, try candidates (`benchmarks.search.rounds`), finish the winner as a recipe, or the next candidate if
+it misses the budget, and explain the choice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FitResult(Result):
         candidates: all candidates with their cuts, predicted and measured figures, and losses if tried.
         chosen: name of the finished candidate; with `dry_run`, of the candidate to try first.
         whole_teacher: whether nothing is cut.
-        band: factor by limit within which 90% of predictions are, in either direction.
+        band: by limit, the factor within which 90% of predictions lie, in either direction.
         dry_run: whether candidates were only listed.
         documents: number of held-out documents for the trials and for the final measurement.
         tokens: of the chosen's recovery; fewer than asked for if the time did not allow them.
@@ -207,15 +207,15 @@ def run_fit(
     clock.token_s = training_seconds(teacher, 1, forwards=4)  # with a teacher; the student counts as large
     where = target.provider, target.processor
     patience = min(60.0, 0.05 * clock.left())  # seconds to wait for other programs before times are measured
-    trials = Trials(source, device, out / "trials", text.choosing, effort.search_tokens, *where, patience)
+    trials = Trials(source, device, out / "trials", text.selection_split, effort.search_tokens, *where, patience)
 
     def finish(candidate: Candidate) -> dict[str, Any]:
-        made = _make(out, candidate, source, effort, target, text.reporting, clock)
+        made = _make(out, candidate, source, effort, target, text.report_split, clock)
         return {**summary(search, candidate, trials.bits_per_byte(source.teacher)), **made}
 
     ranking = run_rounds(search, trials, effort, clock)
     result = finish_best(ranking[: effort.finalists], finish, clock)
-    documents = {"trials": trials.documents(), "final": text.reported}
+    documents = {"trials": trials.documents(), "final": text.report_documents}
     found = FitResult.of({**result, "documents": documents, "seconds": round(clock.seconds, 1)})
     atomic_write_text(out / RESULT, json.dumps(found.to_json(), indent=1, default=str) + "\n")
     verdict = found.bench["budget"]["verdict"] if found.bench else "pass"
@@ -229,7 +229,7 @@ def _make(
 ) -> dict[str, Any]:
     """Finish a candidate by a recipe: on all tokens, or on as many as the time allows, in a directory of its own.
 
-    A search that is run again finishes what it began, unless it now has the time for all tokens.
+    A repeated search finishes the recipe that it began, unless it now has the time for all tokens.
     """
     from benchmarks.search.recipe import write_recipe
     from benchmarks.search.trials import BENCH_S, LOG
@@ -263,8 +263,8 @@ def finish_best(
         ranking: best first, at least one.
 
     Returns:
-        What `finish` returned of the best that was finished: by verdict, then by how far its worst limit is missed,
-        then by quality; and `gave_up`, the limits that the others fail, by name.
+        The result of the best finished candidate (by verdict, then by how far its worst limit is missed, then by
+        quality) and `gave_up`, the limits that the others fail, by name.
     """
     from sportsllm.console import log
 
@@ -294,7 +294,7 @@ def failed_limits(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def complaint(result: FitResult, tokens: int) -> str:
-    """One line about a finished model that does not pass: by how much, and what to do; `tokens` were asked for."""
+    """One line about a finished model that does not pass, and what to do; `tokens` are those of --tokens."""
     from benchmarks.reporting.bench_tables import verdict_line
     from benchmarks.reporting.measured import as_budget
 
@@ -316,15 +316,15 @@ def _warn_of_little_text(text: HeldOut) -> None:
     from sportsllm.console import log
     from sportsllm.inference.scoring import LEAST_DOCUMENTS
 
-    if min(text.chosen_by, text.reported) < LEAST_DOCUMENTS:
+    if min(text.selection_documents, text.report_documents) < LEAST_DOCUMENTS:
         log(
-            f"held-out text is short: {text.chosen_by} documents choose and {text.reported} judge; the final loss "
-            f"may differ much from the trials'; give {2 * LEAST_DOCUMENTS} or more with --valid"
+            f"held-out text is short: {text.selection_documents} documents for choices and {text.report_documents} for "
+            f"the final loss, which may differ much from the trials'; give {2 * LEAST_DOCUMENTS} or more with --valid"
         )
 
 
 def _claim(out: Path, source: Source, target: Target, effort: Effort, vocabularies: Sequence[int]) -> None:
-    """Write the search's identity into `out`, or check that the search there has the same but for the time limit."""
+    """Write the search's identity into `out`, or check that the search there has the same, --minutes aside."""
     from sportsllm.console import log
     from sportsllm.files import atomic_write_text, read_json
     from sportsllm.formats.artifact import Stage, difference

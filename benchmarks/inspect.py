@@ -1,4 +1,4 @@
-"""The verb `inspect`: a model's parts as a drawing, and what it attends to in a text."""
+"""The verb `inspect`: a drawing of a model's parts, and its attention on a text."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def inspect(
 
 
 def _page(title: str, drawing: str, charts: list[Chart]) -> str:
-    """A page of the drawing, and of the charts if there are some; a device has no library for templates."""
+    """A page of the drawing and any charts. Without charts it needs no template library, which devices lack."""
     if not charts:
         name = html.escape(title)
         head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
@@ -104,7 +104,7 @@ def _print(result: InspectResult) -> None:
     for block in result.blocks:
         lines.append(f"layers {', '.join(map(str, block['layers']))}: {block['parameters']:,} parameters each")
     if result.out is None:
-        lines.append("--out FILE.html draws it")
+        lines.append("--out FILE.html draws it" + " with its attention" * (result.attention is not None))
     if result.attention is not None and (without := result.attention["layers_without_attention"]):
         lines.append(f"layers without attention over all tokens: {', '.join(map(str, without))}")
     for line in [*lines, f"{result.out}: drawn"] if result.out else lines:

@@ -1,4 +1,4 @@
-"""How figures become text: rounding, units, bands and limits; and tables of them for console, Markdown and HTML."""
+"""Figures as text: rounding, units, bands and limits; and tables for console, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Limit:
         unit: of its values.
         label: its name in a sentence or a row.
         title: its name with unit in the head of a column.
-        note: at what it is measured.
+        note: conditions of the measurement.
     """
 
     unit: str
@@ -77,7 +77,7 @@ def count(value: int | None) -> str:
 
 
 def bits(value: float | None) -> str:
-    """Bits per byte, to the four digits that models of one text differ in."""
+    """Bits per byte with four decimals: models scored on the same text differ little."""
     return f"{value:.4f}" if is_number(value) else MISSING
 
 

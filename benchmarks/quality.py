@@ -1,4 +1,4 @@
-"""Quality of a model on held-out text and in tasks, beside its teacher's."""
+"""Quality of a model on held-out text and in tasks, compared with its teacher's."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Model(NamedTuple):
 
 
 def text_quality(model: Model, teacher: Model | None, text: Sequence[Path], distance: bool) -> dict[str, Any]:
-    """Bits per byte of the text, and the loss against the teacher with its interval; None for what is not asked for.
+    """Bits per byte of the text, and the loss against the teacher with its interval; None without text or teacher.
 
-    With `distance` also how far the model is from the teacher.
+    With `distance` also the KL divergence from the teacher and the changed top tokens.
     """
     own = score_text(model, text) if text else None
     reference = score_text(teacher, text) if teacher and text else None

@@ -1,4 +1,4 @@
-"""The verb `report`: finished stages and what was measured of them as one page, Markdown and CSV."""
+"""The verb `report`: finished stages and their measurements as one HTML page, Markdown or CSV."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def before_and_after(
 
 
 def _write_cards(stages: Sequence[StageSummary], given: Sequence[Path]) -> list[Path]:
-    """The cards of the given directories that were measured, with the results of `bench` among `given`."""
+    """Update the model cards of the measured directories with the results of `bench` among `given`."""
     from sportsllm.formats.model_card import CARD, write_card
 
     results = [path for path in given if path.suffix == ".json"]

@@ -1,4 +1,4 @@
-"""Percentiles, how far a figure moves from round to round, and a loss of quality with its interval."""
+"""Percentiles, intervals over rounds, and losses of quality with their intervals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import Field
 
 from sportsllm.inference.scoring import LEAST_DOCUMENTS, ratio_interval
 
-NOISY_HALF_WIDTH = 0.05  # an interval that reaches further than this share of its median is called noisy
+NOISY_HALF_WIDTH = 0.05  # relative to the median; a wider interval is noisy
 CONFIDENCE = 0.90
 MEDIAN_TO_MEAN = 1.1  # standard error of a median over that of a mean, for 3 to 12 correlated normal rounds
 AUTOCORRELATION = 0.5  # of consecutive rounds, which see the same clock, caches and neighbours
@@ -23,18 +23,17 @@ PERCENTILES = ("p50", "p90", "p95", "p99")
 
 
 def percentiles(samples: Sequence[float]) -> dict[str, float]:
-    """Those at 50, 90, 95 and 99%, keyed "p50" and so on."""
+    """The 50th, 90th, 95th and 99th percentiles, keyed "p50" and so on."""
     return dict(zip(PERCENTILES, np.percentile(samples, [int(name[1:]) for name in PERCENTILES]).tolist(), strict=True))
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How far a figure moves when the same thing is measured again in fresh processes.
+    """The interval of a figure that several fresh processes measured.
 
-    `low` to `high` holds the median of all such processes with probability `CONFIDENCE` or more; both are the only
-    figure for a single round. `half_width` is the interval's reach as a share of the median, None for a single round.
-    `noise` is a round's standard deviation as a share of the median. `noisy` says whether `half_width` exceeds
-    `NOISY_HALF_WIDTH`; None for a single round, which says nothing.
+    `low` to `high` holds the median of all such processes with probability `CONFIDENCE` or more. `half_width` and
+    `noise`, a round's standard deviation, are relative to the median. `noisy` says whether `half_width` exceeds
+    `NOISY_HALF_WIDTH`. A single round has no interval: `low` and `high` are its figure, `half_width` and `noisy` None.
     """
 
     low: Finite
@@ -46,10 +45,10 @@ class Spread:
 
 
 def spread(rounds: Sequence[float]) -> Spread:
-    """The interval around the median of the rounds' figures, at least one.
+    """The interval around the median of the figures of one round or more.
 
-    See `reach_of`. An interval for independent rounds covers 76% at a lag-1 autocorrelation of 0.5, this one 90%, and
-    94% at 0.3 (tests/benchmarks/measure/test_rounds.py).
+    See `reach_of`. It covers 90% at a lag-1 autocorrelation of 0.5 and 94% at 0.3, an interval for independent rounds
+    76% at 0.5 (tests/benchmarks/measure/test_rounds.py).
     """
     assert all(map(math.isfinite, rounds)), rounds
     count, middle = len(rounds), statistics.median(rounds)
@@ -62,7 +61,7 @@ def spread(rounds: Sequence[float]) -> Spread:
 
 
 def reach_of(count: int) -> float:
-    """How far the interval of two or more rounds reaches, in standard deviations s of a round:
+    """Half-width of the interval of two or more rounds, in standard deviations s of a round:
 
         MEDIAN_TO_MEAN * t * sqrt(v * (n - 1) / ((n - v) * n)),  v = 1 + 2 * sum over k < n of (1 - k / n) * r**k
 
@@ -75,10 +74,10 @@ def reach_of(count: int) -> float:
 
 
 def agree(spreads: Collection[Spread]) -> bool:
-    """Whether the figures of one run are steady together.
+    """Whether the figures of one run agree from round to round.
 
-    Their noise is pooled, which knows it better than five rounds of one figure do: at 2% of noise each of five figures
-    is called steady nine times in ten, but all five only two times in three. No figure may reach twice as far.
+    Their noise is pooled, since five rounds of one figure estimate it badly: with 2% of noise, each of five figures
+    alone is steady nine times in ten, but all five only two times in three. No half-width may be twice the bound.
     """
     if not spreads or any(each.noisy is None for each in spreads):
         return False

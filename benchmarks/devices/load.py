@@ -1,4 +1,4 @@
-"""Device files: those shipped here or a user's own by path are read, written and recognised as this machine."""
+"""Read and write device files, shipped ones or a user's own, and recognise this machine."""
 
 from __future__ import annotations
 

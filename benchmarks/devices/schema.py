@@ -46,7 +46,7 @@ class Strict(BaseModel):
 
 
 class Quantity(Strict):
-    """A number that somebody can check: `kind` says whether it is specified, measured or estimated."""
+    """A number with its evidence; `kind` says whether it is specified, measured or estimated."""
 
     value: float
     unit: Text

@@ -2,7 +2,7 @@
 
 A verdict has three states. A limit is kept (`pass`) or missed (`fail`) only if the whole interval of its figure is on
 one side of it: the confidence interval of a measurement, the band of a prediction. Otherwise, and if there is no
-figure, it is `uncertain`: unknown never passes.
+figure, it is `uncertain`: an unknown figure never passes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LimitVerdict:
     """One limit of a budget and the figure that is held to it.
 
     `value`, `source` ("measured" or "predicted") and the interval from `low` to `high` are None if unknown; `reason`
-    says why a figure that is there decides nothing.
+    says why a known figure decides nothing.
     """
 
     name: str
@@ -112,8 +112,7 @@ def worst(limits: Iterable[LimitVerdict]) -> Verdict:
 
 
 def misses(figures: Figures, device: Device) -> dict[str, float]:
-    """The limits that the values themselves miss, with value / limit, to rank models by. A value equal to its limit
-    keeps it."""
+    """The limits that values exceed, with value / limit, to rank models; intervals and bands do not count."""
     found = {}
     for name, limit in device.limits.given().items():
         value = figures.get(name)

@@ -1,7 +1,7 @@
 """A model's parts as HTML: boxes in rows along the residual stream, from token ids to logits.
 
-All of it follows from what the kinds of attention and feed-forward say of themselves (`sportsllm/models/kinds.py`), so
-a new kind needs nothing here. Imports no torch and no templates, so that a device draws too.
+It follows from the descriptions of attention and feed-forward kinds (`sportsllm/models/kinds.py`), so a new kind needs
+no code here. Imports no torch and no templates, so that a device draws too.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ def _rows(kind: Described) -> list[Row]:
 
 
 def _matrix(name: str, matrix: Matrix, times: int) -> Part:
-    numbers, note = matrix.numel + matrix.bias * matrix.rows, "with bias" if matrix.bias else ""
+    parameters, note = matrix.numel + matrix.bias * matrix.rows, "with bias" if matrix.bias else ""
     called = name if times > 1 else matrix.name
-    return Part(called, "matrix", sizes(matrix.rows, matrix.columns), numbers, times, note)
+    return Part(called, "matrix", sizes(matrix.rows, matrix.columns), parameters, times, note)
 
 
 def _tensor(item: Activation) -> Part:
@@ -158,21 +158,21 @@ def draw_model(config: ModelConfig) -> str:
         layers = [layer for layer, own in enumerate(types) if own == kind]
         seen = f", the last {config.sliding_window:,} tokens" if kind == SLIDING else ""
         lines.append(f"<p>attention: {kind}{seen}, layers {_ranges(layers)}</p>")
-    lines += ["<p>attention and feed-forward of a layer read the same</p>"] * config.parallel_residual
+    lines += ["<p>attention and feed-forward of a layer run in parallel</p>"] * config.parallel_residual
     lines += ["<p>token ids: T</p>", _row(drawing.before), *map(_block, drawing.blocks), _row(drawing.after)]
     lines += [f"<p>logits: {sizes('T', config.vocab_size)}</p>", _STYLE_AND_LEGEND.read_text(encoding="utf-8")]
     return "\n".join([*lines, "</div>"])
 
 
 def _block(block: Block) -> str:
-    count, each = len(block.layers), f"{block.parameters:,} parameters"
+    count, size = len(block.layers), f"{block.parameters:,} parameters"
     called = f"layer {block.layers[0]}" if count == 1 else f"layers {_ranges(block.layers)}, drawn once"
     together = f" each, {count * block.parameters:,} together" if count > 1 else ""
-    lines = [f'<div class="block"><h3>{called}: {each}{together}</h3>']
-    for half in block.sublayers:
-        active = f", {half.active:,} for a token" if half.active != half.parameters else ""
-        lines.append(f"<h4>{half.name}: {half.kind}, {half.parameters:,} parameters{active}</h4>")
-        lines += [*map(_row, half.rows), '<p class="sum">added to the residual stream</p>']
+    lines = [f'<div class="block"><h3>{called}: {size}{together}</h3>']
+    for each in block.sublayers:
+        active = f", {each.active:,} for a token" if each.active != each.parameters else ""
+        lines.append(f"<h4>{each.name}: {each.kind}, {each.parameters:,} parameters{active}</h4>")
+        lines += [*map(_row, each.rows), '<p class="sum">added to the residual stream</p>']
     return "\n".join([*lines, "</div>"])
 
 

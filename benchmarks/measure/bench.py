@@ -1,7 +1,7 @@
 """Measure a model directory on this machine, each figure in `ROUNDS` or more fresh processes.
 
-A figure is the median of the rounds, its noise the interval they cover. Prompt and decode figures leave tokenizing and
-sampling out, as llama-bench does.
+A figure is the median of the rounds, and its noise the interval around it. Tokenizing and sampling are not timed, as in
+llama-bench.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def run_bench(
     """Measure a directory: speed and bandwidth in turns, then memory and `minutes` of decoding.
 
     Returns:
-        Figures in ms, bytes and tokens per second, `settings`, what every worker was told, `raw`, every sample of every
-        round, and the `machine`.
+        Figures in ms, bytes and tokens per second; `settings` of the workers; `raw`, every sample of every round; and
+        the `machine`.
 
     Raises:
         ArtifactError: the directory is damaged.
-        UsageError: a prompt or `minutes` that the context has no room for.
+        UsageError: the context has no room for a prompt or for `minutes`.
         ChildFailure: a measuring process crashed, hung or was killed.
     """
     timeout_s = timeout_s or DEFAULT_TIMEOUT_S

@@ -36,7 +36,7 @@ def choose_cpus(threads: int, allowed: Collection[int] | None = None, folder: Pa
     """Ascending numbers of `threads` logical processors, one a core while cores last, the strongest first.
 
     Two threads on one core share its arithmetic, and the scheduler moves threads between strong and weak cores.
-    `allowed` are those this process may use, the system's answer where None. None if the system pins no process.
+    `allowed` are those that this process may use; None asks the system. Returns None if the system pins no process.
     """
     if allowed is None:
         if not hasattr(os, "sched_getaffinity"):

@@ -1,4 +1,4 @@
-"""From the rounds' raw samples to figures: the median of the rounds, the interval they cover, the bandwidth's bound."""
+"""Figures of the rounds' raw samples: medians with their intervals, and the bandwidth bound."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def nested(figures: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _deciding(raw: Raw) -> dict[str, Spread]:
-    """The figures that must be steady for a run to count as clean: first tokens and median steps."""
+    """The figures that must agree if a run is to be clean: first tokens and median steps."""
     return {
         name: spread(values)
         for name, values in rounds_by_name(raw).items()
@@ -59,7 +59,7 @@ def _deciding(raw: Raw) -> dict[str, Spread]:
 
 
 def is_steady(raw: Raw) -> bool:
-    """Whether the deciding figures are steady together."""
+    """Whether the deciding figures agree."""
     return agree(_deciding(raw).values())
 
 

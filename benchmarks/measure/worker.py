@@ -36,14 +36,14 @@ STABLE_WITHIN = 0.10  # warm-up ends when the last three times agree this well
 WARM_UP_CALLS, WARM_UP_S = 8, 1.5
 LONGEST_S = 4.0  # a slow model gets fewer repeats rather than more time than this for one figure
 LEAST_STEPS, MOST_SWEEPS = 16, 4
-FOLLOWED, MOST_TURNS = 128, 5  # tokens of each kind of text, with and without prompt lookup
+FOLLOWED, MOST_TURNS = 128, 5  # tokens of a text, and turns with and without prompt lookup
 WINDOWS, LEAST_WINDOW_S, MOST_WINDOW_S = 30, 1.0, 30.0  # of a sustained run
 Specification = Mapping[str, Any]
 StepSweeps = list[list[float]]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print what the JSON argument asks for, or the reason why not."""
+    """Print the result that the JSON argument asks for, or an error."""
     result_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not end up in the result
     asked = json.loads(arguments[0])
@@ -88,9 +88,9 @@ def measure_sustained(asked: Specification) -> dict[str, Any]:
 
 
 def measure_texts(asked: Specification) -> dict[str, Any]:
-    """Load, then `time_text` of each kind: a match report again, the one behind it, and the model's own text.
+    """Load, then `time_text` of a repeated match report, of the next report, and of the model's own text.
 
-    All are as long as the own text, which a slow model ends after `longest_text_s`; none in a very short context.
+    All have the length of the model's own text, which ends after `longest_text_s`. A very short context has no texts.
     """
     from sportsllm.simulator import simulate
     from sportsllm.text.tokenizer import load_tokenizer
@@ -212,7 +212,7 @@ class Follower:
 
     Attributes:
         exact_rows: tokens that it lets prompt lookup read at once; 1 switches that off.
-        passes, proposed: passes behind the prompt, and the proposed tokens that these read.
+        passes, proposed: passes after the prompt, and the proposed tokens that they read.
     """
 
     def __init__(self, decoder: Verifier, text: Sequence[int], exact_rows: int) -> None:
@@ -244,7 +244,7 @@ class Follower:
 
 
 def time_text(decoder: Verifier, prompt: Sequence[int], text: Sequence[int], asked: Specification) -> dict[str, Any]:
-    """Speed of writing `text` with and without prompt lookup, in turns, and what became of the proposals."""
+    """Speed of writing `text` with and without prompt lookup, in turns, and how many proposals were accepted."""
     speeds: dict[int, list[float]] = {decoder.exact_rows: [], 1: []}
     started, made = time.perf_counter(), len(text) - 1  # the prompt's pass gives the first token
     while not speeds[1] or (len(speeds[1]) < MOST_TURNS and time.perf_counter() - started < asked["seconds_per_text"]):

@@ -5,8 +5,8 @@ fresh processes. The fit minimises
 
     sum of ln(predicted / measured)^2  +  RIDGE * sum of ln(coefficient / start)^2
 
-over the formulas of `benchmarks.predict.latency`, so that a factor counts alike wherever it is, and what the
-measurements do not tell stays where this machine's figures put it.
+over the formulas of `benchmarks.predict.latency`. Logarithms weigh errors by their factor. Coefficients that the
+measurements do not determine stay near this machine's figures.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class Probe(NamedTuple):
 
 
 def measure_models(models: Sequence[Probe], threads: int, rounds: int) -> tuple[list[Figure], float]:
-    """Every figure of every model, the median of the rounds, and the most cores that other programs used beside one.
+    """Every figure of every model, the median of the rounds, and the most cores that other programs used meanwhile.
 
-    Each round goes through the models in an order of its own: a machine that is slow for a while is so for all alike.
+    Each round measures the models in another order, so that a slow phase of the machine affects all of them.
     """
     host, busiest = load_device("host"), 0.0
     seen: dict[tuple[Probe, str], list[float]] = {}
@@ -196,7 +196,7 @@ def export_untrained(
 
 
 def write_models(folder: Path, wanted: Iterable[tuple[ModelConfig, ModelFormat]]) -> list[Probe]:
-    """An export with random weights of each shape and format, run by what an export would be run by here."""
+    """Export random weights of each shape and format, with this program's kernels if they run here."""
     problem = problem_of(VERSION)
     if problem:
         log(f"calibrating ONNX Runtime's operators alone: {problem}")
@@ -211,7 +211,7 @@ def write_models(folder: Path, wanted: Iterable[tuple[ModelConfig, ModelFormat]]
 
 
 def calibrate(threads: int, rounds: int) -> tuple[Coefficients, float]:
-    """This machine's coefficients, and the most cores that other programs used beside the measurements.
+    """This machine's coefficients, and the most cores that other programs used meanwhile.
 
     The band is that of calibrated predictions, or of the fit itself if wider. Takes 500 MB of temporary files.
     """

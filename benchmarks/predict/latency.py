@@ -3,11 +3,11 @@
     time per token = weight bytes / bandwidth + MACs / (row share * arithmetic)
                      + cache bytes / (cache share * bandwidth) + attention MACs / (attention share * fp32)
                      + a pass's time + layers * a layer's time
-    first token    = sum over pieces of 128 tokens of (MACs / (prompt share * arithmetic)
+    first token    = sum over chunks of 128 tokens of (MACs / (prompt share * arithmetic)
                      + attention MACs / (prompt attention share * fp32)
                      + activation bytes / (elementwise share * bandwidth) + a pass's time + layers * a layer's time)
                      + the head, and matrices that go token by token, as in the time per token
-    peak memory    = the runtime's + weight bytes * copies + cache + activations of one piece
+    peak memory    = the runtime's + weight bytes * copies + cache + activations of one chunk
 
 The coefficients (`benchmarks.devices.schema.Coefficients`) are a device's own, measured by `devices calibrate`, or its
 hardware's figures. Arithmetic is `int8` for packed weights and `fp32` for others. The shares are constants of a kind of
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -45,7 +45,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.memory import kv_cache_bytes_per_token, state_bytes
 
 PROMPT_TOKENS, DEPTHS = 512, (32, 512, 1_024)
-PREFILL_CHUNK_TOKENS = 128  # pieces in which `export.runtime.decoder` reads a prompt
+PREFILL_CHUNK_TOKENS = 128  # of a prompt, as `export.runtime.decoder` reads it
 P95_OVER_P50 = 1.25  # slow steps beside median ones: an estimate. The shipped limits allow 1.3 to 1.7
 GROWING_COPIES = 3  # buffers of a growing cache (standard operators): the kept one, past and present
 KNOWN_BYTES = "bytes"  # a term of memory that needs no coefficient
@@ -58,7 +58,7 @@ Arithmetic = Literal["fp32_gop_per_s", "int8_gop_per_s"]
 
 @dataclass(frozen=True)
 class Shares:
-    """What a runtime reaches of a processor's bandwidth and arithmetic, by the format of the weights or the cache.
+    """Shares of a processor's bandwidth and arithmetic that a runtime reaches, by format of the weights or the cache.
 
     `row` and `prompt` are shares of the arithmetic with one row and with many, `copies` the memory that weights take as
     a multiple of their bytes in the file. In multiples of a layer's time, `whole_pass` is what a pass takes beside its
@@ -201,7 +201,9 @@ class Formulas:
         terms, (layers, head) = defaultdict[str, float](float), self._groups()
         self._multiply_a_row(terms, head)
         self._multiply_a_row(terms, layers, prompt * alone)
-        for new, end in pieces(prompt):
+        for start in range(0, prompt, PREFILL_CHUNK_TOKENS):
+            end = min(start + PREFILL_CHUNK_TOKENS, prompt)
+            new = end - start
             together = new * (active_share(config) - alone) * layers.macs
             terms[_arithmetic(layers)] += together / shares.prompt[layers.weight_format]
             # Scores of each new token with all so far, masked ones too, and their product with the values.
@@ -255,13 +257,6 @@ class Formulas:
 def _arithmetic(group: WeightGroup) -> Arithmetic:
     """What prices products with weights: on a GPU those in float16 run on the cores that multiply int8."""
     return "fp32_gop_per_s" if group.weight_format == "fp32" else "int8_gop_per_s"
-
-
-def pieces(tokens: int) -> Iterator[tuple[int, int]]:
-    """New tokens of each piece of a prompt, and all tokens up to its end."""
-    for start in range(0, tokens, PREFILL_CHUNK_TOKENS):
-        end = min(start + PREFILL_CHUNK_TOKENS, tokens)
-        yield end - start, end
 
 
 def total(terms: Terms, cost: Mapping[str, float]) -> float:

@@ -1,4 +1,4 @@
-"""A result of `bench` in words: the tables and lines that the console, the report's page and its Markdown share."""
+"""A result of `bench` as tables and lines, for the console and for the report's page and Markdown."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WINDOW = {
 
 
 def print_bench(console: Console, bench: Bench) -> None:
-    """What was measured, whether the run counts, quality and budget."""
+    """Print the measurements, whether the run is clean, quality and budget."""
     console.print(describe(bench))
     if bench.placement is not None:
         console.print(str(bench.placement.get("line", "")))
@@ -63,7 +63,7 @@ def describe(bench: Bench) -> str:
 
 
 def verdict_lines(bench: Bench) -> list[str]:
-    """The verdict on the budget, the change of quality with its interval, and a loud line if the run does not count."""
+    """The verdict on the budget, the change of quality with its interval, and a line if the run is noisy."""
     lines = [] if bench.budget is None else [verdict_line(bench.budget)]
     if (percent := bench.quality_loss_percent) is not None:
         ends, documents = bench.quality_interval_percent, f"{count(bench.quality_documents)} documents"
@@ -79,7 +79,7 @@ def verdict_lines(bench: Bench) -> list[str]:
 
 
 def verdict_line(budget: Budget, short: bool = False) -> str:
-    """The verdict in one line: which target, what fails, what is open and, unless it is to be short, why."""
+    """The verdict in one line: target, failed limits, open limits and, unless `short`, the reason."""
     failed = [
         f"{LIMITS[limit.name].label.lower()} {number(limit.value)} of {number(limit.limit)} {limit.unit}"
         for limit in budget.limits

@@ -1,4 +1,4 @@
-"""Charts as plotly figures in plain JSON, which need no plotly to describe, and the page that shows them.
+"""Charts as plotly figures in plain JSON, made without plotly, and the page that shows them.
 
 Colors are names ("theme:ink", "theme:c0"), which the page replaces by those of its light, dark or printed form.
 The page loads nothing: plotly's script is inside it, and its content security policy forbids the network.

@@ -1,4 +1,4 @@
-"""A result of `bench` as a typed record: from a file, or as it was just measured."""
+"""A result of `bench` as a typed record, from a file or just measured."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Bench:
-    """The figures of a result that are shown: ms, s, bytes and tokens per second, None or empty if not measured."""
+    """The figures of a result that are shown, in ms, s, bytes and tokens per second; None or empty if not measured."""
 
     directory: Annotated[str, Field(pattern=r"^[^\x00]*$")]
     tpot_ms: dict[_Tokens, Percentiles]
@@ -173,8 +173,8 @@ class Bench:
         return None if self.bits_per_byte is None else ("bench", *(self.text_digests or self.text or ()))
 
     def figures(self, prompt: int | None, depth: int | None) -> dict[str, float | None]:
-        """What was measured by the limits' names, in MB and ms: the first token after `prompt` others, the next one
-        after `depth`; None if the context is too short for one."""
+        """Measured figures by the limits' names, in MB and ms: the first token after a prompt of `prompt` tokens, the
+        time per token at `depth`; None if the context is too short."""
         times = self.tpot_ms.get(str(depth))
         return {
             "file_mb": None if self.file_bytes is None else self.file_bytes / 1e6,
@@ -188,7 +188,7 @@ class Bench:
     def intervals(self, prompt: int | None, depth: int | None) -> dict[str, tuple[float, float] | None]:
         """Confidence intervals of the same figures, None if one round or too little text gives none.
 
-        Memory is a maximum of few processes that agree within a percent: it counts as it is, as the file's size does.
+        Memory has none: it is the maximum of few processes, which agree within a percent.
         """
         keys = {"ttft_ms": f"ttft_ms.{prompt}"}
         keys |= {f"tpot_{name}_ms": f"tpot_ms.{depth}.{name}" for name in ("p50", "p95")}
@@ -208,7 +208,7 @@ def as_bench(data: Mapping[str, Any], where: object = "bench") -> Bench:
         raise ArtifactError(f"{where}: is not a result of `bench`; write one with bench --out")
     bench = validate(Bench, data, where, _ADVICE)
     if bench.budget is not None and any(limit.name not in LIMITS for limit in bench.budget.limits):
-        raise ArtifactError(f"{where}: has a limit that is not known; {_ADVICE}")
+        raise ArtifactError(f"{where}: has an unknown limit; {_ADVICE}")
     return bench
 
 
@@ -224,7 +224,7 @@ def judge_bench(
     on_device: bool,
     predict: Callable[[Device], Predicted] | None = None,
 ) -> Budget:
-    """Hold a result to a budget: by the measurement on the device itself, else by the prediction.
+    """Judge a result by a budget: by the measurement on the device itself, else by the prediction.
 
     Args:
         device, on_device: the budget, and whether this machine is it, recognised or not.

@@ -15,8 +15,8 @@ from benchmarks.reporting.measured import Scored
 
 _AXES = {"file_mb": ("Quality and size", "MB"), "tpot_p50_ms": ("Quality and speed", "ms per token")}
 _STATES = {True: ("inside", "theme:good"), False: ("outside", "theme:bad"), None: ("undecided", "theme:quiet")}
-_OUTLIER = 1.25  # a model this much worse than the best is left to the caption, so that the others stay apart
-_FAR = 2.0  # a limit so many times the largest of the figures is left to the caption too
+_OUTLIER = 1.25  # a model this much worse than the best is only in the caption, so that the others stay apart
+_FAR = 2.0  # a limit this many times the largest figure is only in the caption
 _MOST_POINTS = 400  # of a curve
 
 
@@ -59,7 +59,7 @@ def pareto_front(points: Iterable[tuple[float, ...]]) -> list[tuple[float, ...]]
 
 
 def commonest(scored: Iterable[Scored | None]) -> Scored | None:
-    """What two or more qualities of `bench` are of, which reads the whole text; else what most are of."""
+    """The text of most qualities; that of two or more by `bench`, which reads the whole text, has precedence."""
     counts = Counter(one for one in scored if one is not None)
     return max(counts, key=lambda one: (counts[one] > 1 and one[0] == "bench", counts[one]), default=None)
 
@@ -147,7 +147,7 @@ def _chart(points: Sequence[Point], axis: str, box: Box, others: bool) -> Chart:
     caption += ["Models scored on other text are left out."] if others else []
     caption += ["Numbers are those of the tables."]
     caption += ["Nothing shown beats the points on the dotted front."] if len(front) > 1 else []
-    caption += ["Hollow points lie at predicted places."] if any(axis in point.predicted for point in points) else []
+    caption += ["Hollow points are predicted."] if any(axis in point.predicted for point in points) else []
     if axis in box.limits:
         caption.append(f"The box is the budget of {box.target}; inside and outside mean all of its limits.")
     if above := [point for point in points if point not in near]:

@@ -1,6 +1,6 @@
 """`bench --against`: other runtimes on the same weights, in turns with ours: A B C A B C, each turn a fresh process.
 
-A runtime that is not installed gets a line that says how to install it, one that fails its reason; neither a number.
+A runtime that is not installed or that fails gets a line with the reason instead of figures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sportsllm.models.config import ModelConfig
 
 DEPTHS = (32, 512)
 MEMORY = "peak_rss_bytes"
-TOO_SHORT = f"ttft_ms.{DEPTHS[0]}"  # so short that one disturbance counts: never the reason for another round
+TOO_SHORT = f"ttft_ms.{DEPTHS[0]}"  # a single disturbance shows in it, so it never asks for further rounds
 METRICS = {"generated_tokens_per_s": max, "ttft_ms": min, MEMORY: min}  # which of two values is better
 INSTALL = {
     "genai": "pip install onnxruntime-genai",
@@ -35,19 +35,19 @@ INSTALL = {
     OTHER: "pip install sportsllm-compress",
 }
 _GGUF = "export CHECKPOINT --format gguf --dtype q4_0"
-CONVERT = {  # what makes a model for the runtimes that cannot read our export
+CONVERT = {  # commands that make a model for runtimes that cannot read our export
     "openvino": "optimum-cli export openvino --model CHECKPOINT --weight-format int4 DIR",
     "llama.cpp": _GGUF,
     "ik_llama.cpp": _GGUF,
     OTHER: "export",
 }
 WITH_OPTIONS = ("openvino", "llama.cpp", "ik_llama.cpp")
-"""Take settings when they open a model; the others keep theirs beside it."""
+"""Runtimes that take settings when they open a model; the others keep theirs in its directory."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime to measure, with a label, `openvino+128`, if it takes part several times; see `parse_runtimes`."""
+    """A runtime to measure; with a label, `openvino+128`, if it takes part several times. See `parse_runtimes`."""
 
     name: str
     python: str
@@ -61,7 +61,7 @@ class Runtime:
 
 
 def portable_too(directory: Path) -> Runtime:
-    """This program's runtime with ONNX Runtime's operators, to be measured beside its own kernels."""
+    """This program's runtime with ONNX Runtime's operators, to compare with its own kernels."""
     return Runtime(f"{OURS}+portable", sys.executable, directory, {"kernels": "portable"})
 
 

@@ -148,7 +148,7 @@ class LlamaCpp(Engine):
 
 
 class IkLlamaCpp(Engine):
-    """ik_llama.cpp by inner classes of ik-llama-cpp-python, whose own loop chooses tokens one number at a time."""
+    """ik_llama.cpp by inner classes of ik-llama-cpp-python, whose own loop samples value by value in Python."""
 
     def __init__(self, path: Path, context: int, threads: int, **options: Any) -> None:
         from ik_llama_cpp import IkLlama

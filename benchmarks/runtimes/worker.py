@@ -1,7 +1,8 @@
 """One turn of one runtime, run as a file by its own interpreter: `PYTHON worker.py '{"kind": "genai", ...}'`.
 
-Standard library and the runtime only: nothing of this project's environment may reach a runtime's own, maybe of an
-older Python. All runtimes do the same work: greedy tokens after prompts of random ids, all new, since some cache them.
+Imports the standard library and the runtime only: its environment may have an older Python, and must not see packages
+of this project's. All runtimes do the same work: greedy tokens after prompts of random ids, new ones each time, since
+some runtimes cache prompts.
 """
 
 from __future__ import annotations

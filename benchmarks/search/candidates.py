@@ -1,7 +1,7 @@
-"""The models that a teacher could become: for each way to cut it and each format the largest inside the budget.
+"""Candidates: for each way to cut a teacher and each weight format, the largest model within the budget.
 
-Ways are what a person would try: nothing cut, one dimension alone, all widths evenly, a smaller vocabulary. No estimate
-of quality is made: which candidate is best, trials tell.
+Ways are nothing, one dimension alone, all widths evenly, and a smaller vocabulary. Quality is not estimated: trials
+decide which candidate is best.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EXPERT_SHARES = (2, 4)  # half and a quarter of the experts
 
 @dataclass(frozen=True)
 class Size:
-    """What pruning leaves: dimensions and a number of tokens."""
+    """Dimensions and vocabulary size after pruning."""
 
     shape: Shape
     vocab_size: int
@@ -48,13 +48,13 @@ class Size:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One model that could be made.
+    """A model that the search may make.
 
     Attributes:
-        way: what is cut, one of the names of `ways` or another search's.
-        size, format: how large it is and how it is stored.
-        parameters: their number.
-        predicted: known figures on the device, by the limits' names.
+        way: what is cut: a name of `ways`, or `mixed`.
+        size, format: its dimensions and its weight format.
+        parameters: number of parameters.
+        predicted: predicted figures on the device, by the limits' names.
         bound_by: the limits that the next larger model of its way misses.
         closed_to: loaders that cannot open it.
     """
@@ -98,8 +98,8 @@ def candidate_of(way: str, size: Size, format: ModelFormat, teacher: ModelConfig
 
 
 def formats(teacher: ModelConfig, processor: str = "cpu") -> list[ModelFormat]:
-    """What candidates are stored in, finest first: dense, INT8 and INT4 in blocks of 64, and the smallest
-    INT4, each with the caches of the processor. A GPU computes in float16."""
+    """Weight formats of candidates, finest first: dense, INT8 and INT4 in blocks of 64, and the smallest INT4, each
+    with the caches of the processor. A GPU computes in float16."""
     smallest = min(
         (ModelFormat("int4", block_size, head_bits=4) for block_size in BLOCK_SIZES),
         key=lambda each: (file_bytes(teacher, each), each.block_size),

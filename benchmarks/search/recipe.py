@@ -1,4 +1,4 @@
-"""What a search starts from, the settings of the commands that make a candidate, and the winner's recipe."""
+"""The inputs of a search, the settings of the commands that make a candidate, and the winner's recipe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.search.candidates import Candidate
 
 _SEQUENCE = 512
-_CUT_SAMPLES = 64  # more gain nothing that is left after a brief recovery
+_CUT_SAMPLES = 64  # a brief recovery makes up for what more would gain
 _SHARE_OF_TEACHER = 0.05
 _UNKNOWN_TOKENS = 1_000_000
 _QAD_SHARE = 0.2  # of the recovery's tokens
@@ -29,18 +29,18 @@ _QAD_SHARE = 0.2  # of the recovery's tokens
 
 @dataclass(frozen=True)
 class Source:
-    """What a search starts from.
+    """The inputs of a search.
 
     Attributes:
         teacher: an unquantized checkpoint.
         corpus: training text; part of it is held out and decides between finalists.
-        calibration: text that statistics are taken from.
+        calibration: calibration text.
         valid: held-out text, half of it for choices and half for the result; without it a part of the corpus.
         threads: CPU threads of every command; all cores if None.
         seed: of everything random.
         settings: further flags of every training, such as `batch_size`.
         reading: of all text.
-        samples: pieces of calibration text that every cut is made by; `prune` chooses if None.
+        samples: calibration samples of every cut; `prune` chooses if None.
     """
 
     teacher: Path
@@ -54,7 +54,7 @@ class Source:
     samples: int | None = None
 
     def held_out(self) -> dict[str, Any]:
-        """The flag that names held-out text, where there is some."""
+        """The option that names held-out text, if there is any."""
         return {"valid": list(self.valid)} if self.valid else {}
 
     def training(self) -> dict[str, Any]:
@@ -69,35 +69,34 @@ class Source:
 
     @property
     def sequence(self) -> int:
-        """Tokens of one piece of text."""
+        """Tokens of a sequence."""
         return min(int(self.settings.get("sequence") or _SEQUENCE), load_config(self.teacher).max_position_embeddings)
 
 
 def with_samples(source: Source) -> Source:
-    """The source with as many pieces of calibration text as a cut gains from, for trials and the result alike."""
+    """The source with a number of calibration samples, at most `_CUT_SAMPLES`, the same for trials and the result."""
     from sportsllm.inference.calibration import calibration_samples
     from sportsllm.text.documents import left_out
     from sportsllm.text.tokenizer import load_tokenizer
 
     config = load_config(source.teacher)
-    words = load_tokenizer(source.teacher, config, source.reading)
-    text = source.calibration, left_out(source.valid, source.teacher), words, config
-    pieces = calibration_samples(*text, None, source.sequence, checkpoints=[source.teacher])
-    return replace(source, samples=min(_CUT_SAMPLES, len(pieces)))
+    tokenizer = load_tokenizer(source.teacher, config, source.reading)
+    text = source.calibration, left_out(source.valid, source.teacher), tokenizer, config
+    samples = calibration_samples(*text, None, source.sequence, checkpoints=[source.teacher])
+    return replace(source, samples=min(_CUT_SAMPLES, len(samples)))
 
 
 class HeldOut(NamedTuple):
-    """Two parts of the text that is never trained on, as files: a search chooses by one, its result is reported on the
-    other. And how many documents they have."""
+    """Files of held-out text, one for choices and one for the reported quality, and their numbers of documents."""
 
-    choosing: Path
-    reporting: Path
-    chosen_by: int
-    reported: int
+    selection_split: Path
+    report_split: Path
+    selection_documents: int
+    report_documents: int
 
 
 def held_out_text(source: Source, directory: Path) -> HeldOut:
-    """Write the parts of `source.valid`, or of what every training from the corpus holds out by hash.
+    """Write both halves of `source.valid`, or of the documents that trainings on the corpus hold out by hash.
 
     Raises:
         ArtifactError: the corpus is empty or a single document.
@@ -107,7 +106,7 @@ def held_out_text(source: Source, directory: Path) -> HeldOut:
 
     known, field = held_out_files(source.teacher), source.reading.text_field
     parts = load_corpus(source.corpus, source.valid, known, field, [source.teacher]).parts()
-    paths = directory / "choosing.jsonl", directory / "reporting.jsonl"
+    paths = directory / "selection.jsonl", directory / "report.jsonl"
     for path, documents in zip(paths, parts, strict=True):
         atomic_write_text(path, "".join(json.dumps({"text": text}) + "\n" for text in documents))
     return HeldOut(*paths, *map(len, parts))
@@ -115,13 +114,13 @@ def held_out_text(source: Source, directory: Path) -> HeldOut:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much work a search may be.
+    """The work that a search may do.
 
     Attributes:
         tokens: of the winner's recovery.
         search_tokens: of a candidate's brief recovery.
         finalists: candidates that are recovered for longer.
-        minutes: for the whole of it; None for no limit.
+        minutes: for the whole search; None for no limit.
     """
 
     tokens: int
@@ -131,15 +130,15 @@ class Effort:
 
     @property
     def longer_tokens(self) -> int:
-        """Of the recovery between the brief one and the winner's."""
+        """Tokens of the recovery between the brief one and the winner's."""
         return min(self.tokens, 3 * self.search_tokens)
 
 
 @dataclass(frozen=True)
 class Target:
-    """The device that the model is for: a name or a file, limits that replace its own, and whether this machine is it.
+    """The target device: a name or a file, limits that replace its own, and whether this machine is the device.
 
-    What is timed and finished runs on `provider`, on its `processor`.
+    Candidates are timed on `provider`, which runs on `processor`.
     """
 
     device: str
@@ -158,7 +157,7 @@ def vocabulary_stages(
         "out": cut,
         "calibration": list(source.calibration),
         "vocab_size": vocab_size,
-        **source.held_out(),  # which the tokens are not counted in
+        **source.held_out(),  # tokens are not counted in it
         **_rare(source.reading.record()),
     }
     train = {"checkpoint": cut, "out": tuned, "tokens": tokens, **_training(source, {}, TRAINING)}
@@ -204,7 +203,7 @@ def quantize_settings(
 
 
 def _training(source: Source, rare: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Arguments of a training: options by name, `settings` what is rare, and of the rest those of `names`."""
+    """Arguments of a training: options by name, and `settings`, the rare ones and those in `names`."""
     training = source.training()
     rare |= {name: training.pop(name) for name in names if name in training}
     return training | _rare(rare | source.reading.record())
@@ -215,7 +214,7 @@ def _rare(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def qad_tokens(format: ModelFormat, tokens: int) -> int | None:
-    """Of training the rounded model: at 4 bits rounding costs enough to be trained away."""
+    """Tokens to train the rounded model on: at 4 bits, training removes enough of the damage."""
     return max(1, round(_QAD_SHARE * tokens)) if format.precision == "int4" else None
 
 
@@ -295,7 +294,7 @@ def _stages(
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as TOML has them: paths are strings, and what is not set is left out."""
+    """Settings for TOML: paths as strings, without those that are None."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What a search found, as fit.json has it and as `fit` prints it."""
+"""The result of a search, for fit.json and for the console."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _FIGURES = ("file_mb", "tpot_p50_ms")
 
 
 def summary(search: Search, chosen: Candidate, teacher_bits_per_byte: float | None = None) -> dict[str, Any]:
-    """The result's part about the search: every candidate that was considered, the tried ones first.
+    """The search's part of the result: every candidate, the tried ones first.
 
-    If measurements decide, predictions are the corrected ones. Losses are percent of the teacher's bits per byte, on
-    the text that the search chose by.
+    If measurements decide, predictions are corrected by them. Losses are percent of the teacher's bits per byte, on
+    the selection split.
     """
     considered = {one.name: one for one in [*search.ranking(), chosen, *search.found.values()]}
     records = []
@@ -60,7 +60,7 @@ def summary(search: Search, chosen: Candidate, teacher_bits_per_byte: float | No
 
 
 def print_fit(console: Console, result: Mapping[str, Any]) -> None:
-    """What was chosen, what it costs, what was next best and why not; a dry run shows every candidate."""
+    """Print the best candidates, or all in a dry run, the choice, and the finished model's loss and verdict."""
     chosen = next(one for one in result["candidates"] if one["name"] == result["chosen"])
     others = [one for one in result["candidates"] if one is not chosen]
     titles = [LIMITS[name].title for name in _FIGURES]
@@ -103,17 +103,17 @@ def _cells(one: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
 
 
 def _choice(result: Mapping[str, Any], chosen: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
-    """Why the winner won, and what was next best and why not."""
+    """Why the winner was chosen, and not the next best."""
     name = chosen["name"]
     if result.get("dry_run"):
         return f"Nothing was tried. A search would try {'all of them' if others else 'it'}, {name} first."
     cut = "; nothing is cut" if result["whole_teacher"] else ""
-    bound = f"; more misses {', '.join(chosen['bound_by'])}" if chosen["bound_by"] else ""
+    bound = f"; a larger one misses {', '.join(chosen['bound_by'])}" if chosen["bound_by"] else ""
     rivals = [one for one in others if one["tried_tokens"] is not None and one["within"]]
     if gave_up := result.get("gave_up"):
         missed = "; ".join(f"{other} missed {', '.join(limits)}" for other, limits in gave_up.items())
         failed = result["bench"]["budget"]["verdict"] == "fail"
-        why = "it misses the budget by least" if failed else "the best that keeps to the budget once finished"
+        why = "it misses the budget by least" if failed else "the best finished model within the budget"
         return f"Chosen: {name}{cut}: {why} ({missed})."
     if not rivals:
         return f"Chosen: {name}{cut}{bound}: nothing else was tried."
@@ -123,12 +123,12 @@ def _choice(result: Mapping[str, Any], chosen: Mapping[str, Any], others: Sequen
         why = f"expected to lose {behind:.1f} points more"
     else:
         opened = f", and opens in {', '.join(best['closed_to'])} too" if best["closed_to"] else ""
-        why = f"as good within {EQUAL_PERCENT:g} points; the chosen one is faster or smaller{opened}"
+        why = f"equal within {EQUAL_PERCENT:g} points; the chosen one is faster or smaller{opened}"
     return f"Chosen: {name}{cut}{bound}. Next best: {best['name']}, {why}."
 
 
 def _foretold(chosen: Mapping[str, Any], bench: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    """The loss after the winner's trials and as measured at the end, with how far either may differ on other text."""
+    """The winner's loss after its trials and as finished, each with its interval."""
     loss, documents = bench["quality_loss_percent"], result["documents"]
     found = "not measured" if loss is None else f"measured {loss:+.1f}%{_interval(bench['quality_interval_percent'])}"
     tried = (
@@ -140,8 +140,7 @@ def _foretold(chosen: Mapping[str, Any], bench: Mapping[str, Any], result: Mappi
         )
     )
     return (
-        f"Loss of bits per byte against the teacher: {tried}{found} on {documents['final']} others that were "
-        "not used for choices"
+        f"Loss of bits per byte against the teacher: {tried}{found} on {documents['final']} others that no choice used"
     )
 
 

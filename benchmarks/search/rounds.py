@@ -44,17 +44,17 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.memory import usual_cache
 
 EQUAL_PERCENT = 0.3
-"""Losses this close count as equal, and the faster model goes first: scoring a short text is not surer."""
+"""Losses this close count as equal, and the faster model goes first: a short text does not tell them apart."""
 _TIMES = ("ttft_ms", "tpot_p50_ms", "tpot_p95_ms")
 _DECAY = 0.3  # a cut's loss falls with recovery's tokens to this power: 0.25 to 0.35 on teachers of 1M parameters
-_LARGER = 1.05  # a model in a coarser format must have as many times the parameters
-_TIMINGS = 3  # of ever smaller models of a way, before it is given up
+_LARGER = 1.05  # times the parameters of finer formats, for a model in a coarser format
+_TIMINGS = 3  # of ever smaller models of a way before it is given up
 _MIXED, _VALUES, _MIXED_SHARE = 2, 6, 0.1  # mixed cuts to try, values of a dimension, share of the time to find them
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What a trial measured: losses after a recovery on `tokens`; `longer` if it was also trained as rounded."""
+    """Losses of a trial after a recovery on `tokens`; `longer` if it was also trained as rounded."""
 
     tokens: int
     losses: Losses
@@ -63,19 +63,19 @@ class Tried:
 
 @dataclass
 class Search:
-    """What is known of the candidates.
+    """The candidates and what is known of them.
 
     Attributes:
         teacher: the full model's config.
         device: whose limits count.
-        decides: what is measured here decides, since this machine is the device.
+        decides: measurements decide, since this machine is the device.
         formats: finest first.
         ways: sizes by the name of the way, largest first.
         tokens: of the winner's recovery.
         found: the candidates so far, by name.
         timed: figures by the limits' names, of the candidates that were timed.
-        busy: names of those whose times were measured beside other programs and are not used.
-        tried: what was measured of those that were recovered and rounded, by name.
+        busy: names of those whose times are not used, since other programs ran meanwhile.
+        tried: trials of those that were recovered and rounded, by name.
     """
 
     teacher: ModelConfig
@@ -91,7 +91,7 @@ class Search:
     _ratios: list[tuple[ModelFormat, dict[str, float]]] = field(default_factory=list)
 
     def figures(self, candidate: Candidate) -> Mapping[str, float | None]:
-        """A candidate's figures: measured if that decides, else predicted, corrected by what was measured."""
+        """A candidate's figures: measured if that decides, else predicted and corrected by measurements of others."""
         if not self.decides or not self._ratios:
             return candidate.predicted
         if candidate.name in self.timed:
@@ -107,7 +107,7 @@ class Search:
     def record(self, candidate: Candidate, figures: Mapping[str, float | None], busy: bool = False) -> None:
         """Store a candidate's measured figures; they correct the predictions of its format.
 
-        Times that were measured beside other programs (`busy`) are left out: predictions stand for them.
+        Times that were measured while other programs ran (`busy`) are replaced by predictions.
         """
         if busy:
             self.busy.add(candidate.name)
@@ -118,7 +118,7 @@ class Search:
         self._ratios.append((candidate.format, ratios))
 
     def missed(self, candidate: Candidate, sure: bool) -> dict[str, float]:
-        """The limits that a candidate misses; `sure` asks for the whole band of its predictions."""
+        """The limits that a candidate misses; with `sure`, those that its prediction band reaches beyond."""
         figures = self.figures(candidate)
         if sure and not self.decides:
             band = limit_band(self.device)
@@ -136,10 +136,10 @@ class Search:
         return None
 
     def plain(self, sure: bool) -> list[Candidate]:
-        """Of each way the largest models inside, `ANCHORS` before others, by turns, least rounded last.
+        """The largest models of each way within the limits: `ANCHORS` first, the ways in turns, finest formats last.
 
-        In a coarser format only one that is larger than those in finer ones, and a cut only in formats that are too
-        large for the whole teacher, which is there in every format that it fits in.
+        A coarser format counts only if its model is larger than in finer formats. The teacher is cut only in formats
+        in which the whole teacher does not fit.
         """
         whole = [one for format in self.formats if (one := self.largest(WHOLE, format, sure))]
         fitting = {one.format for one in whole}
@@ -162,7 +162,7 @@ class Search:
         return replace(format, cache=cache)
 
     def nearest(self) -> tuple[Candidate, dict[str, float]]:
-        """Of all sizes of all ways, the one whose worst limit is missed by least, and the limits it misses."""
+        """The candidate whose worst limit is missed by least, and the limits that it misses."""
         every = (
             candidate_of(way, size, format, self.teacher, self.device)
             for (way, sizes), format in product(self.ways.items(), self.formats)
@@ -185,20 +185,20 @@ class Search:
         return list(widest_shapes(self.teacher, fits, experts=counts if counts != [0] else (), most=_VALUES))
 
     def small_enough(self) -> dict[str, Tried]:
-        """Those that were tried and whose exported files, if there are any, keep to the limit."""
+        """The tried candidates whose exported files, if there are any, keep to the limit."""
         limit = self.device.limits.file_mb
         return {name: tried for name, tried in self.tried.items() if (tried.losses.file_mb or 0.0) <= limit}
 
     def expected(self, candidate: Candidate) -> float:
-        """Loss at the end of the recovery, in percent: a cut's part of it falls with the tokens that are left."""
+        """Loss at the end of the recovery, in percent: the part of a cut falls with further tokens."""
         tried, whole = self.tried[candidate.name], Shape.of(self.teacher)
         cut = 0.0 if candidate.size.shape == whole else max(0.0, tried.losses.recovered)
         return tried.losses.rounded - cut + cut * math.pow(tried.tokens / self.tokens, _DECAY)
 
     def ranking(self) -> list[Candidate]:
-        """Those that were tried: the ones recovered for longer first, then by expected loss; equal ones the fastest.
+        """The tried candidates: those recovered for longer first, then by expected loss, of equal ones the fastest.
 
-        Those whose exported files exceed the limit are left out, unless all do.
+        Candidates whose exported files exceed the limit are left out, unless all do.
         """
         compared = [self.found[name] for name in self.small_enough() or self.tried]
         equal = min(map(self.expected, compared), default=0.0) + EQUAL_PERCENT
@@ -251,7 +251,7 @@ def run_rounds(search: Search, trials: Trials, effort: Effort, clock: Clock) -> 
 def try_plain(search: Search, trials: Trials, effort: Effort, clock: Clock, sure: bool = False) -> None:
     """Try the largest model of each way and format, the whole teacher first.
 
-    If that loses nothing, only further formats that lose nothing either can be better: faster.
+    If that loses nothing, only a faster format that loses nothing either can be better.
     """
     if search.decides and not search.plain(sure):  # the prediction may be too strict
         nearest, _ = search.nearest()
@@ -271,7 +271,7 @@ def try_plain(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
 
 
 def try_mixed(search: Search, trials: Trials, effort: Effort, clock: Clock, sure: bool = False) -> None:
-    """Try what the shape search of `prune` finds best right after the cut, in the format of the best cut so far."""
+    """Try the best shapes of `prune`'s search right after the cut, in the format of the best cut so far."""
     best = next((one for one in search.ranking() if one.way != WHOLE), None)
     if best is None:
         return
@@ -293,7 +293,7 @@ def try_mixed(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
 def try_longer(search: Search, trials: Trials, effort: Effort, clock: Clock) -> None:
     """Recover the best for longer and train them as rounded, if there is more than one.
 
-    The best export so far is one of them, whatever the others are expected to gain by more tokens.
+    The best export so far is one of them, however much more tokens are expected to gain for others.
     """
     best, tried = search.ranking()[: effort.finalists], search.small_enough() or search.tried
     if len(best) < 2 or _good_enough(search):
@@ -329,13 +329,13 @@ def _digits(value: float, count: int) -> str:
 
 
 def _good_enough(search: Search) -> bool:
-    """Whether the whole teacher loses no more than counts as equal: nothing that is cut can be better."""
+    """Whether the whole teacher's loss counts as none, so that no cut can be better."""
     whole = [name for name in search.small_enough() if search.found[name].way == WHOLE]
     return any(search.tried[name].losses.rounded <= EQUAL_PERCENT for name in whole)
 
 
 def _finish_seconds(clock: Clock, effort: Effort) -> float:
-    """What finishing a winner is expected to take, by the trials so far."""
+    """Expected seconds to finish a winner, by the trials so far."""
     return clock.expected("trial", effort.tokens) + BENCH_S
 
 

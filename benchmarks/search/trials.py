@@ -1,8 +1,6 @@
-"""Trying candidates out on the teacher: cuts with brief recoveries, rounding, exports that are scored and timed here,
-and the time that this may take.
+"""Try candidates: cut the teacher and recover briefly, round, export, score and time, within a time limit.
 
-The commands themselves make everything, each thing in a directory that is kept, so that a search that is run again
-resumes where it stopped.
+The commands make everything in directories that are kept, so that a repeated search resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -51,10 +49,10 @@ _ATTEMPTS = 3  # measurements of an export
 
 
 class Clock:
-    """The time that `--minutes` leaves: a step starts only if it is expected to end in time, by others of its kind.
+    """The time limit `--minutes`: a step starts only if earlier steps of its kind suggest that it ends in time.
 
     Attributes:
-        token_s: predicted time of a token of recovery, which counts until one was measured.
+        token_s: predicted seconds of a token of recovery, used until a recovery was measured.
     """
 
     token_s = 0.0
@@ -63,7 +61,7 @@ class Clock:
         self._now, self._start = now, now()
         self._limit = math.inf if minutes is None else 60 * minutes
         self._seen: dict[str, list[tuple[float, float]]] = {}
-        self._refused: set[str] = set()  # said once
+        self._refused: set[str] = set()  # each is logged once
 
     @property
     def seconds(self) -> float:
@@ -82,7 +80,7 @@ class Clock:
         self._seen.setdefault(kind, []).append((work, self._now() - started))
 
     def expected(self, kind: str, work: float = 1.0) -> float:
-        """Seconds of a step: on the line through the shortest and the longest of its kind.
+        """Expected seconds of a step: on the line through the shortest and the longest of its kind.
 
         If none was measured, a trial is predicted from a rounding and the recovery's tokens; the rest counts as 0.
         """
@@ -96,7 +94,7 @@ class Clock:
         return max(seconds for _, seconds in seen) * max(1.0, work / most)
 
     def allows(self, what: str, kind: str, work: float = 1.0, keep: float = 0.0) -> bool:
-        """Whether a step is expected to end in time, with `keep` seconds left for what must follow; else says so."""
+        """Whether a step is expected to end in time, with `keep` seconds left for the finish; else logs that."""
         needed = _MARGIN * (self.expected(kind, work) + keep)
         if self.left() > max(0.0, needed):
             return True
@@ -104,7 +102,7 @@ class Clock:
         if what in self._refused:
             return False
         self._refused.add(what)
-        log(f"no time for {what}, which needs about {needed / 60:.1f} minutes with the finish; {left:.1f} are left")
+        log(f"no time for {what}: it needs about {needed / 60:.1f} minutes with the finish, and {left:.1f} are left")
         return False
 
     def affordable(self, kind: str, work: int, least: int, keep: float = 0.0) -> int:
@@ -136,7 +134,7 @@ class Losses(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Measured figures by the limits' names; `busy` if other programs ran meanwhile, however long they were awaited."""
+    """Measured figures by the limits' names; `busy` if other programs still ran after the wait for them."""
 
     figures: dict[str, float | None]
     busy: bool
@@ -144,16 +142,16 @@ class Timed(NamedTuple):
 
 @dataclass(eq=False)
 class Trials:
-    """Tries candidates out under `directory`.
+    """Trials of candidates, kept under `directory`.
 
     Attributes:
         source: teacher and text.
         device: whose budget counts.
-        directory: of everything made on the way, and of log.txt, where the commands' lines go.
+        directory: of everything that trials make, and of log.txt, the output of the commands.
         text: held-out documents that everything is scored on.
         tuning_tokens: of the training that a cut vocabulary needs.
         provider, processor: what exports are timed on.
-        patience_s: how long a measurement waits for other programs to end, until one has waited in vain.
+        patience_s: how long a measurement waits for other programs; 0 after the first wait in vain.
     """
 
     source: Source
@@ -195,7 +193,7 @@ class Trials:
         return found
 
     def losses(self, candidate: Candidate, tokens: int, trained: bool) -> Losses:
-        """What a candidate costs after `tokens` of recovery, rounded with calibration text and exported.
+        """Losses of a candidate after `tokens` of recovery, rounded with calibration text and exported.
 
         `trained` says whether the rounded model is trained too, as the winner is.
         """
@@ -213,7 +211,7 @@ class Trials:
     def timed(self, candidate: Candidate) -> Timed:
         """Figures by the limits' names, measured here on an export of the candidate's shape with random weights.
 
-        A measurement beside other programs is repeated once they end, or given up as busy.
+        A measurement while other programs run is repeated once they end, else it counts as busy.
         """
         directory = self.directory / "timed" / candidate.name
         if not (directory / "export" / "config.json").exists():  # the last file
@@ -235,9 +233,9 @@ class Trials:
                 return Timed(figures, busy=False)
             log(f"{candidate.name}: other programs used {cores:.1f} cores while it was timed")
             if not wait_for_quiet(self.patience_s, choose_cpus(self.source.threads or default_threads())):
-                self.patience_s = 0.0  # the next ones are timed once, so that a busy machine takes no time from trials
+                self.patience_s = 0.0  # the next candidates are timed once: waiting would take time from trials
                 break
-        log(f"{candidate.name}: the machine stays busy, so its times are not used; predicted ones stand in")
+        log(f"{candidate.name}: the machine stays busy; predicted times are used instead of the measured ones")
         return Timed(figures, busy=True)
 
     def bits_per_byte(self, directory: Path) -> float:
@@ -249,7 +247,7 @@ class Trials:
         return len(self._score(self.source.teacher))
 
     def _score(self, directory: Path) -> list[float]:
-        """Nats of each document, by a checkpoint or an export."""
+        """Nats of each document for a checkpoint or an export."""
         return list(self._scores_of(directory)["nats"])
 
     def _scores_of(self, directory: Path) -> dict[str, Any]:

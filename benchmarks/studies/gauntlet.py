@@ -1,4 +1,4 @@
-"""What defaults give on several teachers: the table of recipes/gauntlet.toml.
+"""What the defaults reach on several teachers: the table of recipes/gauntlet.toml.
 
     python -m benchmarks.studies.gauntlet runs/gauntlet --out benchmarks/results/gauntlet
 

@@ -41,7 +41,7 @@ COLUMNS = ("teacher", "start", "method", "learning_rate", "tokens", "seconds", "
            "processor", "date")  # fmt: skip
 _SEQUENCE, _BATCH, _REPORT_TOKENS = 512, 4, 65_536
 Student = tuple[Path, Callable[[Path], object]]
-"""A student before its distillation, and what makes the distilled one in a directory."""
+"""A student before its distillation, and the command that distils it into a directory."""
 
 
 def train_plainly(teacher: Path, student: Path, documents: list[str], rate: float, tokens: int, out: Path) -> None:

@@ -123,7 +123,7 @@ def test_what_cannot_be_shown_is_refused_in_a_line(
 
     refused(2, "end it in .html", "small", "--out", tmp_path / "x.svg")
     refused(2, "small is a preset; give a checkpoint", "small", "--text", TEXT)
-    refused(2, f"a map shows between 1 and {MOST_TOKENS - 1}", checkpoint, "--text", "goal " * 80)
+    refused(2, f"a map shows 1 to {MOST_TOKENS - 1}", checkpoint, "--text", "goal " * 80)
     refused(2, "--text has 0 tokens", checkpoint, "--text", "")
     refused(2, "--text is not valid UTF-8", checkpoint, "--text", "\udcff")
     with pytest.raises(UsageError, match=r"5,120 heads of 64 tokens are too much for a page"):

@@ -17,7 +17,6 @@ from benchmarks.predict.latency import (
     SHARES,
     Formulas,
     costs,
-    pieces,
     predict,
     predict_directory,
     predict_figures,
@@ -86,21 +85,20 @@ def test_time_per_token_by_hand() -> None:
 
 
 def test_first_token_by_hand() -> None:
-    """300 tokens are pieces of 128, 128 and 44, which see 128, 256 and 300 tokens."""
+    """300 tokens are chunks of 128, 128 and 44, which see 128, 256 and 300 tokens."""
     seen = 128 * 128 + 128 * 256 + 44 * 300
     products = 300 * MACS / (0.42 * 500e9) + seen * ATTENTION_MACS / (0.4 * 150e9)
     activations = 4 * 300 * 12 * ACTIVATIONS / (0.25 * 50e9)
     expected = 1_000 * (products + activations + 3 * LAYERS_S + HEAD_S)
     assert PREFILL_CHUNK_TOKENS == PREFILL_CHUNK  # the runtime's
-    assert list(pieces(300)) == [(128, 128), (128, 256), (44, 300)]
     assert ttft_ms(SMALL, DEVICE, INT4, 300) == pytest.approx(expected, rel=1e-9)
 
 
 def test_memory_by_hand() -> None:
     tables, graph = 4 * 2_048 * 64, 4_000 + 12 * 5_000
     expected = 70e6 + 1.1 * (1.3 * LAYER_BYTES + 1.28 * HEAD_BYTES) + tables + graph
-    for depth, piece in ((1_024, 128), (100, 100)):
-        activations = 4 * piece * ACTIVATIONS + 4 * 16_000
+    for depth, chunk in ((1_024, 128), (100, 100)):
+        activations = 4 * chunk * ACTIVATIONS + 4 * 16_000
         found = peak_memory_bytes(SMALL, DEVICE, INT4, depth)
         assert found == pytest.approx(expected + depth * CACHE_BYTES + activations, rel=1e-9)
 

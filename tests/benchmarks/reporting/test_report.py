@@ -139,7 +139,7 @@ def test_text_stays_text() -> None:
 def test_missing_parts_are_left_out(parts: str) -> None:
     stages = {
         "stages": [stage("only", 10, None)],
-        "bare stage": [StageSummary("bare", "checkpoint", "runs/bare stage")],
+        "bare stage": [StageSummary("bare", "checkpoint", "runs/bare stage", 1)],
     }
     samples = [Sample("a", "b")] if parts == "samples" else []
     html, page = page_of("T", Inputs(stages.get(parts, []), measured() if parts == "bench" else None, samples))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from benchmarks.report import before_and_after
-from benchmarks.reporting.charts import Chart
 from benchmarks.reporting.fits import fit_tables
 from benchmarks.reporting.inputs import Inputs, StageSummary, collect, summarize
 from benchmarks.reporting.measured import as_bench
@@ -42,10 +41,6 @@ def summary(name: str, size: int, bits: float, ms: float, verdict: str = "uncert
     return StageSummary(name, "export", name, 1, size, bits, bench=as_bench(benched(size, bits, ms, verdict)))
 
 
-def drawn(chart: Chart) -> dict[str, Any]:
-    return chart.figure
-
-
 def test_the_front_is_what_no_point_beats_in_everything() -> None:
     points = [(float(a * 7 % 11), float(a * 5 % 13), float(a * 3 % 7)) for a in range(1, 40)] + [(0.0, 0.0, 6.0)] * 2
     best = set()
@@ -71,13 +66,13 @@ def test_the_box_and_the_points_inside_it() -> None:
     # `bad` has no verdict, but 1.2 is more than 10% above the teacher's 1.0; `dominated` has 4 of 3 MB.
     assert [point.inside for point in trade_off_points(inputs)] == [False, True, False, False, False]
     size, speed = trade_off_charts(inputs)
-    joined = drawn(size)["data"][0]
+    joined = size.figure["data"][0]
     assert list(zip(joined["x"], joined["y"], strict=True)) == [(1.0, 1.2), (2.0, 1.05), (5.0, 1.0)]
-    (box,) = drawn(size)["layout"]["shapes"]
+    (box,) = size.figure["layout"]["shapes"]
     assert (box["x1"], box["y1"]) == (3.0, pytest.approx(1.1))
-    assert drawn(speed)["layout"]["shapes"][0]["xref"] == "paper"  # this budget has no time per token
+    assert speed.figure["layout"]["shapes"][0]["xref"] == "paper"  # this budget has no time per token
     assert "Above the plot: 5, at 3.0000 or more" in size.caption
-    shown = [text for trace in drawn(size)["data"][1:] for text in trace["text"]]
+    shown = [text for trace in size.figure["data"][1:] for text in trace["text"]]
     assert sorted(shown) == ["1", "2", "3", "4", "5"]
 
 
@@ -86,7 +81,7 @@ def test_points_far_inside_a_budget_fill_the_plot() -> None:
     sizes = [400_000, 410_000, 420_000, 420_000, 440_000, 600_000]
     stages = [summary(str(n), size, 1.01 + 0.002 * (n % 3), 1.0) for n, size in enumerate(sizes)]
     chart = trade_off_charts(Inputs(stages, stages[0].bench))[0]
-    layout = drawn(chart)["layout"]
+    layout = chart.figure["layout"]
     assert "3 MB lies to the right" in chart.caption and "1.1000 bits per byte lies above" in chart.caption
     assert 10 ** layout["xaxis"]["range"][1] < 1 and layout["yaxis"]["range"][1] < 1.05, (
         "the limits do not stretch the axes"
@@ -120,12 +115,12 @@ def test_a_search_becomes_a_table_and_points(tmp_path: Path) -> None:
     assert "1 more, all predicted, are in fit.json" in table.caption
     (size,) = trade_off_charts(read())  # one candidate alone has a time
     # Candidates follow the one finished model, which has no quality, as 2 and 3.
-    assert sorted(text for trace in drawn(size)["data"] for text in trace.get("text", ())) == ["2", "3"]
+    assert sorted(text for trace in size.figure["data"] for text in trace.get("text", ())) == ["2", "3"]
     data["bench"] = benched(1_000_000, 1.35, 2.0) | {"directory": "fit/a/export", "file_bytes": 1_000_000}
     inputs = read()  # its finished model is a stage, and gives the verdict and the teacher's 1.0
     assert [(one.name, one.bits_per_byte) for one in inputs.stages] == [("export", 1.35)]
     assert inputs.bench == as_bench(benched(1_000_000, 1.35, 2.0) | {"directory": "fit/a/export", "file_bytes": 1e6})
-    joined = drawn(trade_off_charts(inputs)[0])["data"][0]
+    joined = trade_off_charts(inputs)[0].figure["data"][0]
     assert joined["name"] == "front" and joined["x"] == [1.5, 2.0]  # not bench's text
     (fit / "fit.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ArtifactError, match="not a result of `fit`"):
@@ -169,7 +164,7 @@ def test_the_load_of_the_busiest_expert_is_a_multiple_of_an_even_one() -> None:
     dense = replace(summary("dense", 1, 1.0, 1.0), metrics=[{"tokens": 1, "loss": 3.0}, {"tokens": 2, "loss": 2.0}])
     charts = training_charts([dense, mixed, replace(mixed, name="again")])
     assert [chart.identifier for chart in charts] == ["loss", "busiest-expert"]
-    (trace,) = drawn(charts[1])["data"]
+    (trace,) = charts[1].figure["data"]
     assert (trace["x"], trace["y"]) == ([100, 200], [1.8, 1.5])
     for damaged in ([], [0.5, 0.5], [["x"]], [[]], "0.5"):
         broken = [{"tokens": place, "expert_shares": damaged} for place in range(3)]
@@ -180,10 +175,10 @@ def test_curves_skip_what_is_not_finite_and_thinned_ones_keep_their_ends() -> No
     losses = (3.0, float("nan"), 2.0, float("inf"), 1.0)
     metrics = [{"tokens": n, "loss": value} for n, value in enumerate(losses)]
     (loss,) = training_charts([StageSummary("a", "train", "a", metrics=metrics)])
-    assert drawn(loss)["data"][0]["y"] == [3.0, 2.0, 1.0]
+    assert loss.figure["data"][0]["y"] == [3.0, 2.0, 1.0]
     assert json.loads(json.dumps(loss.figure, allow_nan=False)) == loss.figure
     metrics = [{"tokens": n, "loss": 1000.0 - n} for n in range(1, 804)]
-    (curve,) = drawn(training_charts([StageSummary("a", "train", "a", metrics=metrics)])[0])["data"]
+    (curve,) = training_charts([StageSummary("a", "train", "a", metrics=metrics)])[0].figure["data"]
     assert (curve["x"][0], curve["x"][-1], curve["y"][-1]) == (1, 803, 197.0)
     assert len(curve["x"]) < 803 and curve["x"] == sorted(set(curve["x"]))
 
