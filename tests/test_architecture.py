@@ -77,7 +77,7 @@ MOST_LINES = {
     "sportsllm": 19_230,
     "compress": 7_585,
     "export": 6_440,
-    "benchmarks": 9_215,
+    "benchmarks": 9_213,
     "tests": 24_976,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
