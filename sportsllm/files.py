@@ -137,6 +137,12 @@ def atomic_write_text(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def visible_files(folder: Path) -> list[Path]:
+    """All files of a folder in sorted order. Hidden ones are other programs' (.git, .cache, macOS' ._name)."""
+    found = [item for item in sorted(folder.rglob("*")) if item.is_file()]
+    return [item for item in found if not any(part.startswith(".") for part in item.relative_to(folder).parts)]
+
+
 def require_new(path: Path, option: str = "--out") -> None:
     """Refuse to replace a file.
 

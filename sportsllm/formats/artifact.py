@@ -159,8 +159,9 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
             raise
         _publish(partial, out)
     finally:
+        with suppress(PermissionError):  # Windows keeps an open file
+            Path(lock.lock_file).unlink(missing_ok=True)  # before the release: afterwards it may be another run's
         lock.release()
-        Path(lock.lock_file).unlink(missing_ok=True)
 
 
 def partial_directory(out: Path) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from sportsllm.errors import ArtifactError
-from sportsllm.files import JsonObject, atomic_write_text, clip, read_json, validate
+from sportsllm.files import JsonObject, atomic_write_text, clip, read_json, validate, visible_files
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
@@ -117,7 +117,7 @@ def file_sha256(path: Path) -> str:
 
 
 def digest(path: Path) -> str:
-    """Digest of an input: a file's SHA-256, or for a directory that of its names and contents.
+    """Digest of an input: a file's SHA-256, or for a directory that of the names and contents of its visible files.
 
     A finished directory is identified by its manifest, so large weights are not read again, and by the first content
     of its files: writing its model card again does not make it another input.
@@ -132,8 +132,7 @@ def digest(path: Path) -> str:
     if (path / MANIFEST).exists():
         files = {name: entry.first_sha256 or entry.sha256 for name, entry in read_manifest(path).files.items()}
     else:
-        found = [item for item in sorted(path.rglob("*")) if item.is_file() and not item.name.startswith(".")]
-        files = {str(item.relative_to(path)): file_sha256(item) for item in found}
+        files = {str(item.relative_to(path)): file_sha256(item) for item in visible_files(path)}
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 

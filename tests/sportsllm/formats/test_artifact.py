@@ -41,6 +41,8 @@ def test_same_inputs_are_up_to_date_and_others_conflict(tmp_path: Path) -> None:
     (tmp_path / "mine" / "thesis.doc").write_text("x", encoding="utf-8")
     with pytest.raises(ConflictError, match="not made by this command"):
         finished_manifest(tmp_path / "mine", Stage("train", {}))
+    with pytest.raises(UsageError, match="name a new directory"):
+        finished_manifest(Path(), Stage("train", {}))
     (tmp_path / "out" / "file.txt").unlink()
     with pytest.raises(ArtifactError, match=r"file\.txt is missing; move .*out away"):
         finished_manifest(tmp_path / "out", Stage("train", {"steps": 1}))
@@ -54,6 +56,10 @@ def test_a_changed_input_changes_the_fingerprint_and_a_group_does_not(tmp_path: 
     make(other, Stage("train", {}), "two")
     assert Stage("prune", {}, [other]).fingerprint() != before
     assert Stage("data sample", {}, [source]).fingerprint() == Stage("sample", {}, [source]).fingerprint()
+    (cloned := tmp_path / "cloned" / ".git").mkdir(parents=True)
+    empty = digest(cloned.parent)
+    (cloned / "index").write_text("x", encoding="utf-8")
+    assert digest(cloned.parent) == empty
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -95,6 +101,14 @@ def test_another_run_holds_the_output(tmp_path: Path) -> None:
         output_directory(out, Stage("train", {})),
     ):
         pass
+
+
+def test_a_run_that_ends_leaves_the_lock_of_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, release = FileLock(tmp_path / "out.partial.lock"), FileLock.release
+    with monkeypatch.context() as patched, output_directory(tmp_path / "out", Stage("train", {})):
+        patched.setattr(FileLock, "release", lambda own: (release(own), lock.acquire(timeout=0)))
+    assert Path(lock.lock_file).exists()
+    lock.release()
 
 
 def test_verify_finds_every_kind_of_damage(tmp_path: Path) -> None:
@@ -143,11 +157,6 @@ def test_an_input_that_goes_away_during_the_run_loses_nothing(tmp_path: Path) ->
         expected = digest(source)
         source.unlink()
     assert read_manifest(tmp_path / "out").parents[0].sha256 == expected
-
-
-def test_a_folder_without_a_name() -> None:
-    with pytest.raises(UsageError, match="name a new directory"), output_directory(Path(), Stage("train", {})):
-        pass
 
 
 def test_browser_graphs_beside_safetensors_do_not_count(tmp_path: Path) -> None:
