@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from sportsllm.console import log, log_once
 from sportsllm.errors import ArtifactError, UsageError, did_you_mean
-from sportsllm.files import JsonObject, clip, parse_json
+from sportsllm.files import JsonObject, clip, parse_json, visible_files
 from sportsllm.formats.manifest import Manifest, manifest_of
 from sportsllm.settings import TEXT
 from sportsllm.text.conversations import FIELDS, Document, chat_field, plain_text, read_conversation
@@ -102,9 +102,7 @@ def _fields(path: Path) -> Iterator[Iterable[str]]:
         with suppress(pyarrow.ArrowException, OSError):  # a damaged file is refused when it is read
             yield pyarrow.parquet.read_schema(path).names
     elif _kind(path) == ".jsonl":
-        for line in filter(str.strip, _decoded(path)):
-            record = parse_json(line.removeprefix("\ufeff"), path, "fix or delete the line")
-            yield record if isinstance(record, dict) else ()
+        yield from (record if isinstance(record, dict) else () for _, record in _records(path))
 
 
 class Chunk(NamedTuple):
@@ -133,7 +131,7 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
         if path.is_dir() and (path / "manifest.json").exists() and (path / "train.jsonl").exists():
             files.append(path / "train.jsonl")  # written by `data simulate`: the rest is held out
         elif path.is_dir():
-            found = [item for item in _files(path) if _kind(item) and item.stem.lower() not in _NO_TEXT]
+            found = [item for item in visible_files(path) if _kind(item) and item.stem.lower() not in _NO_TEXT]
             if not found:
                 raise ArtifactError(f"{path}: holds no {', '.join(_SUFFIXES)} file (or .gz of one)")
             files += found
@@ -151,14 +149,8 @@ def log_files(paths: Sequence[Path]) -> None:
     for path in paths:
         if path.is_dir():
             read = corpus_files([path])
-            left = [item for item in _files(path) if item not in read]
+            left = [item for item in visible_files(path) if item not in read]
             log(f"{path}: reading {_names(read, path)}" + (f"; not reading {_names(left, path)}" if left else ""))
-
-
-def _files(folder: Path) -> list[Path]:
-    """All files but hidden ones, which are other programs' (macOS' ._name, .ipynb_checkpoints)."""
-    found = [item for item in sorted(folder.rglob("*")) if item.is_file()]
-    return [item for item in found if not any(part.startswith(".") for part in item.relative_to(folder).parts)]
 
 
 def _names(files: Sequence[Path], folder: Path) -> str:
@@ -280,21 +272,25 @@ def place_to_cut(text: str, place: int) -> int:
     return max(text.rfind(space, place - 1_000, place) + 1 for space in "\n ") or place
 
 
-def _jsonl(path: Path, asked: str) -> Iterator[Document]:
+def _records(path: Path) -> Iterator[tuple[str, Any]]:
+    """The values of a .jsonl file's lines, each with its place for errors."""
     for number, line in enumerate(_decoded(path), start=1):
         if line.strip():
-            record = parse_json(
-                line.removeprefix("\ufeff"), where := f"{path}: line {number}", "fix or delete the line"
-            )
-            names = list(record) if isinstance(record, dict) else []
-            field = _field_of(names, path, asked)
-            document = _document(record, field, where, path) if names else None
-            if document is None:
-                others = f"; it has {clip(', '.join(names))}, of which --text-field NAME takes one" if names else ""
-                if field in names:
-                    others = f" but {clip(json.dumps(record[field]))}; correct or delete the line"
-                raise ArtifactError(f"{where} has no {field!r} string{others}")
-            yield document
+            where = f"{path}: line {number}"
+            yield where, parse_json(line.removeprefix("\ufeff"), where, "fix or delete the line")
+
+
+def _jsonl(path: Path, asked: str) -> Iterator[Document]:
+    for where, record in _records(path):
+        names = list(record) if isinstance(record, dict) else []
+        field = _field_of(names, path, asked)
+        document = _document(record, field, where, path) if names else None
+        if document is None:
+            others = f"; it has {clip(', '.join(names))}, of which --text-field NAME takes one" if names else ""
+            if field in names:
+                others = f" but {clip(json.dumps(record[field]))}; correct or delete the line"
+            raise ArtifactError(f"{where} has no {field!r} string{others}")
+        yield document
 
 
 def _parquet(path: Path, field: str) -> Iterator[Document]:

@@ -1,6 +1,5 @@
 """Chat templates against those of `transformers`."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.text import chat
 from sportsllm.text.chat import ChatRenderer, Messages, render_chat, render_chats
 from sportsllm.text.tokenizer import load_tokenizer
+from tests.support.checkpoint_files import edit_json
 
 CHATML = """{%- if not messages -%}
     {{ raise_exception('nothing was said') }}
@@ -36,9 +36,7 @@ MESSAGES = [
 
 def with_template(source: Path, target: Path, template: object) -> Path:
     shutil.copytree(source, target)
-    path = target / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) | {"chat_template": template}
-    path.write_text(json.dumps(settings), encoding="utf-8")
+    edit_json(target / "tokenizer_config.json", chat_template=template)
     return target
 
 

@@ -18,6 +18,7 @@ from sportsllm.text.documents import Reading, read_documents
 from sportsllm.text.packing import IGNORE, PackedSequences
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 from sportsllm.text.tokens import tokenize
+from tests.support.checkpoint_files import edit_json
 
 # Each format as its publisher documents it, with marks around what the model writes.
 TEMPLATES = {
@@ -92,8 +93,7 @@ def instruct(source: Path, target: Path, special: list[str], template: str) -> P
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(target / "tokenizer.json"))
-    path = target / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}), encoding="utf-8")
+    edit_json(target / "tokenizer_config.json", chat_template=template)
     return target
 
 

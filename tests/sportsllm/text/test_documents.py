@@ -37,6 +37,7 @@ from sportsllm.text.split import (
     warn_if_trained_on,
 )
 from sportsllm.verbs.train import train
+from tests.support.checkpoint_files import one_line
 
 
 def test_every_kind_of_file_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,10 +83,8 @@ def test_long_plain_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path: Path)
 def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(ArtifactError, match=message) as caught:
+    with one_line(f"{re.escape(str(path))}.*{message}"):
         list(read_documents([path]))
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_every_record_has_the_field_that_was_asked_for_or_text(
@@ -112,6 +111,9 @@ def test_a_field_that_no_record_has_is_refused_with_the_fields_that_are_there(tm
     said = "text_field=mesages: no record has such a field; the fields are messages, source, text, body; did you mean"
     with pytest.raises(UsageError, match=re.escape(f"{said} messages?")):
         check_field([plain, rows, mixed], "mesages")
+    mixed.write_text('{"text": "one"}\n{oops\n', encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"d\.jsonl: line 2: not valid JSON"):
+        check_field([mixed], "body")
 
 
 @pytest.mark.parametrize(("values", "kind"), [([1, 2], "int64"), ([b"one"], "binary"), ([None, ["one"]], "list")])
@@ -146,9 +148,8 @@ def test_split_depends_on_the_text_alone(tmp_path: Path) -> None:
     split = split_documents(index_documents([write(tmp_path / "all.jsonl", texts)]))
     assert not set(split.train) & set(split.held_out)
     assert 0.01 < len(split.held_out) / 4_000 < 0.03  # 0.02 +- 4.5 standard deviations
-    assert set(split_documents(index_documents([write(tmp_path / "back.jsonl", texts[::-1])])).held_out) == set(
-        split.held_out
-    )
+    back = index_documents([write(tmp_path / "back.jsonl", texts[::-1])])
+    assert set(split_documents(back).held_out) == set(split.held_out)
     draws = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64 for text in split.held_out]
     assert max(draws) < 0.02
 
@@ -278,21 +279,14 @@ def test_the_first_held_out_documents_come_from_all_files() -> None:
         assert 20 < sum(text.startswith("second") for text in side[:100]) < 80
 
 
-def test_what_checkpoints_hold_out_is_left_out_and_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    own, theirs, further = (tmp_path / name for name in ("own.txt", "theirs.txt", "further.txt"))
-    for path in (own, theirs, further):
-        path.write_text("text", encoding="utf-8")
-    named = {
-        ("teacher", "valid"): [str(theirs), str(tmp_path / "gone.txt")],
-        ("start", "valid"): [str(own)],
-        ("start", HELD_OUT): [str(own), str(theirs), str(further)],
-    }
-    monkeypatch.setattr(
-        documents,
-        "manifest_of",
-        lambda made: Manifest(settings={key: paths for (name, key), paths in named.items() if name == made.name}),
-    )
+def test_what_checkpoints_hold_out_is_left_out_and_recorded(tmp_path: Path) -> None:
+    own, theirs, further = (write(tmp_path / f"{name}.jsonl", ["text"]) for name in ("own", "theirs", "further"))
     teacher, start = tmp_path / "teacher", tmp_path / "start"
+    taught = {"valid": [str(theirs), str(tmp_path / "gone.txt")]}
+    started = {"valid": [str(own)], HELD_OUT: [str(own), str(theirs), str(further)]}
+    for model, settings in ((teacher, taught), (start, started)):
+        model.mkdir()
+        Manifest(settings=settings).write(model)
     assert held_out_files(teacher) == [theirs]
     assert left_out([], teacher) == (theirs,) and left_out([own], teacher, start) == (own, theirs, further)
     assert held_out_setting([], [theirs]) == {HELD_OUT: [str(theirs)]}
@@ -319,11 +313,7 @@ def test_what_a_small_corpus_held_out_stays_held_out(count: int, drawn: int, tmp
     assert list(first.held_out) == last and first.train
     model = model_of(tmp_path / "model", first)
     again = load_corpus([small], [], checkpoints=[model])
-    assert (list(again.train), list(again.held_out), again.sides) == (
-        list(first.train),
-        list(first.held_out),
-        first.sides,
-    )
+    assert list(again.train) == list(first.train) and list(again.held_out) == last and again.sides == first.sides
     for further in (others[1_000:1_005], others[1_000:1_400], by_hash[10:20]):
         files = [small, write(tmp_path / "further.jsonl", further)]
         split = load_corpus(files, [], checkpoints=[model])

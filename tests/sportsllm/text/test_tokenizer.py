@@ -180,9 +180,8 @@ def test_pieces_of_sentencepiece(stories: Path) -> None:
 
 def test_a_stream_goes_on_after_bytes_that_are_no_character(stories: Path) -> None:
     tokenizer = load_tokenizer(stories, load_config(stories))
-    assert "".join(tokenizer.decode_stream([214, 151, 209, 168, 228], [193, 178, 238, 135, 403, 407])).endswith(
-        " Once upon"
-    )
+    pieces = tokenizer.decode_stream([214, 151, 209, 168, 228], [193, 178, 238, 135, 403, 407])
+    assert "".join(pieces).endswith(" Once upon")
 
 
 def test_digits_are_grouped_or_single_and_transformers_reads_both_alike(texts: list[str], tmp_path: Path) -> None:
