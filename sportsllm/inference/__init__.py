@@ -1,3 +1,3 @@
-"""Using a model: the decoder protocol, sampling, scoring; one code for PyTorch and ONNX. Imports models,
-storage and text.
+"""Using a model, in PyTorch or ONNX: the decoder protocol, sampling, scoring, calibration samples. Imports models,
+formats and text.
 """

@@ -1,3 +1,1 @@
-"""Text and tokens: documents, the held-out split, tokenizer, packed batches, calibration samples. Imports
-models and storage.
-"""
+"""Text and tokens: documents, the held-out split, tokenizer, packed batches. Imports models and formats."""

@@ -140,7 +140,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
     its = ARCHITECTURES[name := architecture(file)]
     own = {key.removeprefix(f"{name}.") for key in file.metadata if key.startswith(f"{name}.")}
     if unknown := sorted(own - _READ - {its.epsilon, *its.keys} - _IGNORED):
-        raise file.error(f"{name}.{unknown[0]} is not known, so that the model may compute something else; refuse")
+        raise file.error(f"{name}.{unknown[0]} is not known and may matter; use the original checkpoint")
     values: dict[str, Any] = {field: file.value(f"{name}.{key}", int) for key, field in _SIZES.items()}
     routed = bool(file.value_or(0, f"{name}.expert_count", int))
     if routed and name not in ("llama", "qwen3moe"):

@@ -53,8 +53,8 @@ def write_tokenizer(file: GGUFFile, directory: Path) -> None:
         raise file.error(f"tokenizer {kind!r} is not supported; use gpt2 (byte-level BPE) or llama (SentencePiece BPE)")
     tokens = file.value(f"{PREFIX}tokens", list)
     types = file.value_or(None, f"{PREFIX}token_type", list) or [TokenType.NORMAL] * len(tokens)
-    if len(set(tokens)) != len(tokens) or len(types) != len(tokens):
-        raise file.error(f"{PREFIX}tokens: a token is there twice, or has no type; convert the model again")
+    if set(map(type, tokens)) != {str} or len(set(tokens)) != len(tokens) or len(types) != len(tokens):
+        raise file.error(f"{PREFIX}tokens: a token is there twice, has no type, or is no text; convert the model again")
     # A converter fills up rows that no token belongs to.
     vocabulary = {t: i for i, t in enumerate(tokens) if not (types[i] == TokenType.UNUSED and t == f"[PAD{i}]")}
     tokenizer = _byte_level(file, vocabulary) if kind == "gpt2" else _sentencepiece(file, vocabulary, types)
@@ -107,7 +107,7 @@ def _byte_level(file: GGUFFile, vocabulary: Mapping[str, int]) -> Tokenizer:
     if name is None or name not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         raise file.error(f"pre-tokenizer {name!r} ({PREFIX}pre) is not known; known are {known}")
-    merges = [tuple(merge.split(" ")) for merge in file.value(f"{PREFIX}merges", list)]
+    merges = [tuple(str(merge).split(" ")) for merge in file.value(f"{PREFIX}merges", list)]
     wrong = next((m for m in merges if len(m) != 2 or not {*m, "".join(m)} <= vocabulary.keys()), None)
     if wrong is not None:
         raise file.error(f"{PREFIX}merges: {' '.join(wrong)!r} is no merge of two tokens into one; convert again")
@@ -128,7 +128,7 @@ def _sentencepiece(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequenc
     scores = file.value(f"{PREFIX}scores", list)
     lacking = [byte for byte in range(256) if f"<0x{byte:02X}>" not in vocabulary]
     unknown = file.value_or(0, f"{PREFIX}unknown_token_id", int)
-    if lacking or len(scores) != len(types) or unknown not in vocabulary.values():
+    if lacking or set(map(type, scores)) != {float} or len(scores) != len(types) or unknown not in vocabulary.values():
         raise file.error("tokenizer 'llama' lacks byte tokens, scores or an unknown token; convert the model again")
     plain = {token for token, number in vocabulary.items() if types[number] == TokenType.NORMAL}
     pairs = [

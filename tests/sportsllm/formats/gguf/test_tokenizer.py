@@ -164,10 +164,13 @@ def test_special_tokens_and_template(tokenizer_directory: Path, tmp_path: Path) 
         ({"pre": None}, "pre-tokenizer None"),
         ({"merges": None}, "tokenizer.ggml.merges is missing"),
         ({"merges": ["never seen"]}, "'never seen' is no merge"),
+        ({"merges": [1]}, "'1' is no merge"),
         ({"token_type": [1]}, "has no type"),
+        ({"tokens": [*range(384)]}, "is no text"),
         ({"eos_token_id": 9999}, "eos_token_id is 9999"),
         ({"model": "llama"}, "tokenizer.ggml.scores is missing"),
         ({"model": "llama", "scores": [0.0] * 384}, "lacks byte tokens"),
+        (sentencepiece("ab") | {"scores": ["0"] * 261}, "lacks byte tokens, scores"),
     ],
 )
 def test_what_cannot_be_read_right_is_refused_by_name(
