@@ -157,6 +157,7 @@ WITH_EXPERTS = {
         MISTRAL,
         architecture="MixtralForCausalLM",
         read=_read_mixtral,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
         only=MISTRAL.only | {"router_jitter_noise": (0.0, None)},
         fixed={"mlp_kind": "experts"},
         write=_write_mixtral,

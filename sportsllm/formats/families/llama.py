@@ -98,11 +98,19 @@ LLAMA_LIKE = {
     ),
     "qwen3": QWEN3,
     "mistral": MISTRAL,
-    "smollm3": replace(LLAMA, architecture="SmolLM3ForCausalLM", read=_read_smollm3, ties=True, write=_write_smollm3),
+    "smollm3": replace(
+        LLAMA,
+        architecture="SmolLM3ForCausalLM",
+        read=_read_smollm3,
+        defaults={"rope_theta": 2e6},
+        ties=True,
+        write=_write_smollm3,
+    ),
     # Norms behind sublayers instead of before, and of all query and key heads together.
     "olmo2": replace(
         LLAMA,
         architecture="Olmo2ForCausalLM",
+        defaults={"rms_norm_eps": 1e-5},
         fixed={"qk_norm": True, "joint_qk_norm": True, "input_norms": False, "output_norms": True},
         unwritten=("mlp_bias",),
     ),
@@ -120,6 +128,7 @@ LLAMA_LIKE = {
         MISTRAL,
         architecture="Phi3ForCausalLM",
         read=_read_phi3,
+        defaults={"rms_norm_eps": 1e-5},
         ignored=("resid_pdrop", "embd_pdrop"),
         write=lambda config: None,
     ),

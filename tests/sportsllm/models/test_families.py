@@ -55,6 +55,14 @@ def test_logits_are_theirs_and_again_theirs_when_saved(name: str, tmp_path: Path
     assert ours.config.parameters == sum(parameter.numel() for parameter in peer.parameters()) + biases - unread
 
 
+def test_an_absent_epsilon_or_rotary_base_is_that_of_transformers() -> None:
+    for name, config in (families.PLAIN | families.CONFIGS).items():
+        given, usual = config.to_dict(), type(config)().to_dict()
+        absent = [key for key in given if "_eps" in key or key in ("rope_theta", "rotary_emb_base")]
+        short = {key: value for key, value in given.items() if key not in absent or value != usual[key]}
+        assert config_from_hf(short) == config_from_hf(given), name
+
+
 def test_deepseek_v2_scales_its_scores_as_published(tmp_path: Path) -> None:
     """DeepSeek's code multiplies scores by the square of mscale_all_dim's factor; transformers 4.57 does not."""
     peer = families.save("deepseek-v2-yarn", tmp_path)
