@@ -6,7 +6,6 @@ Every tensor is checked for name, shape and type.
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,7 +22,7 @@ from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, write_json
 from sportsllm.formats.huggingface import load_config, to_hf
-from sportsllm.formats.layouts import parts_of, to_layout
+from sportsllm.formats.layouts import parts_of
 from sportsllm.formats.packed import QUANT_METHOD
 from sportsllm.formats.packed_modules import QuantizedEmbedding, QuantizedLinear, read_packed
 from sportsllm.formats.safetensors import WEIGHTS, StreamedTensors, TensorFiles, check_shape
@@ -273,20 +272,16 @@ def write_checkpoint(
     directory: Path, config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], tokenizer_from: Path | None = None
 ) -> None:
     """Write an unquantized checkpoint's float32 tensors one after the other, in the order of `parameters`."""
-    kind = to_hf(config)["model_type"]
-    parts = parts_of(kind, config)
-    stored = {item.name: torch.empty(item.shape, device="meta") for item in parameters(config)}
-    if parts:
-        stored = to_layout(kind, config, stored)
-    file = StreamedTensors(directory / WEIGHTS, {name: (t.dtype, tuple(t.shape)) for name, t in stored.items()})
-    counts, waiting = Counter(part.stored for part in parts.values()), dict[str, list[Tensor]]()
+    parts = parts_of(to_hf(config)["model_type"], config)
+    joined, waiting = dict[str, list[Tensor]](), dict[str, list[Tensor]]()
+    for item in parameters(config):
+        joined.setdefault(parts[item.name].stored, []).append(torch.empty(item.shape, device="meta"))
+    shapes = {part.stored: tuple(part.join(joined[part.stored]).shape) for part in parts.values()}
+    file = StreamedTensors(directory / WEIGHTS, {name: (torch.float32, shape) for name, shape in shapes.items()})
     for name, tensor in tensors:
-        if not parts:
-            file[name] = tensor
-            continue
         part = parts[name]
         waiting.setdefault(part.stored, []).append(tensor)
-        if len(waiting[part.stored]) == counts[part.stored]:
+        if len(waiting[part.stored]) == len(joined[part.stored]):
             file[part.stored] = part.join(waiting.pop(part.stored))
     write_config(directory, config, tokenizer_from)
 

@@ -46,14 +46,13 @@ def parts_of(
     stored: Container[str] = (),
     config_json: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Part]:
-    """By the model's names its tensors in the files of a model type; empty if they are as in the model.
+    """By the model's names its tensors in the files of a model type.
 
     `stored` are the names in the files, if there are any: GPT-2's may lack the first part. `config_json` is the
     files' own, with the factors that Granite's weights are read with.
     """
-    if model_type not in LAYOUTS:
-        return {}
-    layout = partial(_granite, config_json) if model_type == "granite" else LAYOUTS[model_type]
+    layout = LAYOUTS.get(model_type, lambda _, name: Part(name))
+    layout = partial(_granite, config_json) if model_type == "granite" else layout
     parts = {item.name: layout(config, item.name) for item in parameters(config)}
     for name, part in parts.items():
         bare = part.stored.removeprefix(_GPT2_PREFIX)
@@ -68,15 +67,6 @@ _BUFFERS = {"gpt2": (".attn.bias", ".attn.masked_bias"), "gpt_neox": (".attentio
 def is_buffer(model_type: str, name: str) -> bool:
     """Whether a stored tensor is a constant that early versions of GPT-2 and GPT-NeoX wrote: the causal mask."""
     return name.endswith(_BUFFERS.get(model_type, ()))
-
-
-def to_layout(model_type: str, config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The model's tensors as the files of a model type hold them."""
-    parts, joined = parts_of(model_type, config), dict[str, list[Tensor]]()
-    for name, part in parts.items():
-        joined.setdefault(part.stored, []).append(tensors[name])
-    joins = {part.stored: part.join for part in parts.values()}
-    return {name: joins[name](found).contiguous() for name, found in joined.items()}
 
 
 def _layer(name: str) -> tuple[str, str]:

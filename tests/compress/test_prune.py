@@ -28,6 +28,7 @@ from sportsllm.formats.manifest import read_manifest
 from sportsllm.formats.safetensors import INDEX, WEIGHTS
 from sportsllm.models.config import Experts
 from sportsllm.training import loop
+from tests.support.checkpoint_files import edit_json
 from tests.support.disk import full_disk
 from tests.support.models import saved, tiny_config, tiny_model
 from tests.support.pretend_gpu import DEVICE, pretended_gpu
@@ -117,9 +118,7 @@ def test_quantized_input_and_empty_calibration_are_refused(
     with pytest.raises(ArtifactError, match="no calibration text"):
         run(tmp_path / "out", layers=1, calibration=[tmp_path / "empty.txt"])
     run.checkpoint = shutil.copytree(run.checkpoint, tmp_path / "quantized")
-    config = json.loads((run.checkpoint / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = {"quant_method": "sportsllm-nbits"}
-    (run.checkpoint / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    edit_json(run.checkpoint / "config.json", quantization_config={"quant_method": "sportsllm-nbits"})
     with pytest.raises(ArtifactError, match="is quantized; prune the unquantized"):
         run(tmp_path / "out", layers=1)
     model = tiny_model()

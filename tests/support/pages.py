@@ -1,6 +1,5 @@
 """Runs the shell blocks and programs that a page shows, as they stand."""
 
-import json
 import math
 import os
 import re
@@ -9,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.checkpoint_files import edit_json
 from tests.support.forked import program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,8 +42,7 @@ def chat_model(checkpoint: Path, out: Path, turn: str = "{{ message.content }}")
     """A copy of a checkpoint with a chat template."""
     shutil.copytree(checkpoint, out)
     template = f"{{% for message in messages %}}{turn}\n{{% endfor %}}"
-    config = out / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+    edit_json(out / "tokenizer_config.json", chat_template=template)
     return out
 
 

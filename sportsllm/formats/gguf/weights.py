@@ -29,8 +29,7 @@ _ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()
 def gguf_names(kind: str, config: ModelConfig) -> dict[str, str]:
     """By a parameter's name in the model its tensor in a GGUF file, which GPT-2's query, key and value share."""
     its = ARCHITECTURES[kind]
-    parts = parts_of(its.layout or its.family, config)
-    stored = {item.name: parts[item.name].stored if parts else item.name for item in parameters(config)}
+    stored = {name: part.stored for name, part in parts_of(its.layout or its.family, config).items()}
     return {name: found for name in stored if (found := gguf_name(kind, config, stored[name])) is not None}
 
 
@@ -89,14 +88,15 @@ class GGUFTensors(Mapping[str, Tensor]):
         its = ARCHITECTURES[kind]
         self._parts = parts_of(its.layout or its.family, config, config_json=factors)
         self._parameters, self._stored = {item.name: item for item in parameters(config)}, dict[str, str]()
-        for parameter in self._parameters:
-            part = self._parts.get(parameter)
-            name = gguf_name(kind, config, parameter if part is None else part.stored)
+        for parameter, part in self._parts.items():
+            name = gguf_name(kind, config, part.stored)
             if name is None or name not in file.tensors:
                 raise file.error(f"tensor {name!r} is missing; convert the model again")
             self._stored[parameter] = name
         if unused := set(file.tensors) - {ROPE_FACTORS, *self._stored.values()}:
-            raise file.error(f"tensor {sorted(unused)[0]!r} belongs to no part of a {kind} model; refuse")
+            raise file.error(
+                f"tensor {sorted(unused)[0]!r} belongs to no part of a {kind} model; use the original checkpoint"
+            )
         self._file = replace(file, metadata={})  # the vocabulary takes more memory than all names
 
     def __getitem__(self, name: str) -> Tensor:
@@ -105,13 +105,13 @@ class GGUFTensors(Mapping[str, Tensor]):
         Raises:
             ArtifactError: its tensor is of another shape or not finite.
         """
-        parameter, part, stored = self._parameters[name], self._parts.get(name), self._stored[name]
+        parameter, part, stored = self._parameters[name], self._parts[name], self._stored[name]
         kind, config, number = self._kind, self._config, _EXPERT.search(name)
         tensor = _dense(self._file, stored, (int(number[1]), config.chosen_experts.count) if number else None)
         try:  # Gemma's norms are 1 + weight already
-            if kind in ("phi3", "granite") and part is not None:
+            if kind in ("phi3", "granite"):
                 tensor = part.read(tensor)  # its rows of a fused matrix, or multiplied
-            elif kind in ("gpt2", "gptneox") and part is not None and parameter.role in ("matrix", "bias"):
+            elif kind in ("gpt2", "gptneox") and parameter.role in ("matrix", "bias"):
                 # Matrices lie as (outputs, inputs) here, unlike in Hugging Face's files.
                 tensor = part.read(tensor.T if tensor.ndim == 2 else tensor)
         except UnlikeTensor as error:

@@ -104,17 +104,13 @@ def test_scores_that_are_no_numbers_are_refused(tokenizer_directory: Path, tmp_p
         cli.refuses(3, "nats per token has no perplexity", "eval", tmp_path / "large", "--text", text, *more)
 
 
-def test_documents_with_nothing_to_score_give_no_interval() -> None:
+def test_documents_with_nothing_to_score_give_no_interval_or_no_score(checkpoint: Path) -> None:
     over, under = [3.0, 2.0, 4.0, 3.0] * 5, [2, 2, 3, 2] * 5
     wanted = ratio_interval(over, under)
     assert wanted is not None and ratio_interval([*over, 0.0], [*under, 0]) == wanted
     assert ratio_interval([*over[:5], *[0.0] * 15], [*under[:5], *[0] * 15]) is None
-
-
-def test_nothing_to_score(checkpoint: Path) -> None:
-    decoder = open_decoder(checkpoint)
     with pytest.raises(ArtifactError, match="empty"):
-        score_documents(decoder, load_tokenizer(checkpoint), [])
+        score_documents(open_decoder(checkpoint), load_tokenizer(checkpoint), [])
 
 
 @pytest.mark.parametrize("line", ["oops", '{"question": "q", "choices": ["a"], "answer": 0}', '{"question": "q"}'])
