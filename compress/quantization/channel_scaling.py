@@ -44,8 +44,10 @@ def scale_block(
     """
     normed = HIDDEN if model.input_norms else None
     groups = [group for group in input_groups(model) if group[0].column_unit == normed or group[0].scale_source]
-    firsts = [group[0] for group in groups]
-    squares_K = _squares(block, firsts, states_BTD[:_BALANCE_SAMPLES], rope)
+    firsts = [group[0].name for group in groups]
+    with summed({name: (block.get_submodule(name), input_squares) for name in firsts}) as squares_K:
+        for x_BTD in states_BTD[:_BALANCE_SAMPLES]:
+            block(x_BTD, first_positions(rope, x_BTD))
     for group in groups:
         linears = [cast(nn.Linear, block.get_submodule(matrix.name)) for matrix in group]
         first, rows_K = group[0], source_rows(model, group[0]).to(linears[0].weight.device)
@@ -54,14 +56,6 @@ def scale_block(
         for linear in linears:
             linear.weight.data = linear.weight * scale_K
         _divide(block, first, scale_K, rows_K)
-
-
-def _squares(block: Block, readers: Sequence[Matrix], states_BTD: Sequence[Tensor], rope: Rope) -> dict[str, Tensor]:
-    """By a matrix's name (K,) the sum of x^2 of its inputs."""
-    with summed({matrix.name: (block.get_submodule(matrix.name), input_squares) for matrix in readers}) as found:
-        for x_BTD in states_BTD:
-            block(x_BTD, first_positions(rope, x_BTD))
-    return found
 
 
 def balanced_scale(
@@ -76,7 +70,9 @@ def balanced_scale(
 
 def _log_size(squares_K: Tensor, rows_K: Tensor) -> Tensor:
     """Logarithm of the root mean square of columns, those that share a row of the source together."""
-    shared_K = _shared(squares_K, rows_K)
+    count_R = torch.bincount(rows_K)
+    sums_R = squares_K.new_zeros(len(count_R)).index_add_(0, rows_K, squares_K)
+    shared_K = (sums_R / count_R)[rows_K]
     return 0.5 * shared_K.clamp(min=max(1e-8 * float(shared_K.mean()), 1e-30)).log()
 
 
@@ -95,13 +91,6 @@ def source_rows(model: ModelConfig, reader: Matrix) -> Tensor:
     assert unit.group == source.row_unit, f"{reader.name} reads {source.name}, whose units do not group its own"
     members = unit.count // units[source.row_unit].count
     return torch.arange(source.rows).view(-1, 1, unit.size).expand(-1, members, -1).reshape(-1)
-
-
-def _shared(value_K: Tensor, rows_K: Tensor) -> Tensor:
-    """The mean over all columns that share a row of the source."""
-    count_R = torch.bincount(rows_K)
-    sums_R = value_K.new_zeros(len(count_R)).index_add_(0, rows_K, value_K)
-    return (sums_R / count_R)[rows_K]
 
 
 def _divide(block: Block, reader: Matrix, scale_K: Tensor, rows_K: Tensor) -> None:
