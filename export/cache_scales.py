@@ -120,7 +120,7 @@ def cache_scales(checkpoint: Path, text: CalibrationText) -> CacheScales:
     """
     model = StoredModel(TensorFiles(checkpoint), config := load_config(checkpoint))
     check_names(model.tensors, config)
-    samples = text.found(checkpoint).read(checkpoint, config, SAMPLES)
+    samples = text.read(checkpoint, config, SAMPLES)
     states = list(model.first_states(model.table(EMBEDDING), samples))
     return measure_scales(config, map(model.block, range(config.num_hidden_layers)), states)
 

@@ -190,7 +190,7 @@ def _write_graph(
         half=request.half,
         in_half=request.in_half,
         half_cache=request.cache == "fp16" and not request.in_half,
-        scales=cache_scales(checkpoint, request.given) if request.cache == "int8" else None,
+        scales=cache_scales(checkpoint, request.text) if request.cache == "int8" else None,
         inline=request.inline,
         wide_inputs=wide_inputs,
     )

@@ -48,8 +48,8 @@ class ExportRequest:
 
     @cached_property
     def text(self) -> CalibrationText:
-        """Calibration text: what is given or, to round matrices by, the checkpoint's training text."""
-        return self.given if self.mix is None else self.given.found(self.checkpoint)
+        """Calibration text: what is given or, to round matrices or a cache by, the checkpoint's training text."""
+        return self.given if self.mix is None and self.kv_cache != "int8" else self.given.found(self.checkpoint)
 
     @property
     def half(self) -> bool:

@@ -1,5 +1,6 @@
 """The scales of an INT8 cache, and exports that have one, read by the runtime and by loaders of other habits."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from export.parity.comparison import EXACT_INT8_CACHE
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.session import open_session
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.files import write_json
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.models.layers import KVCache
 from sportsllm.text.tokenizer import load_tokenizer
@@ -48,12 +50,13 @@ def test_silent_channels_keep_a_scale_above_zero() -> None:
         measured_scales(model, [])
 
 
-def test_the_command_measures_on_text(checkpoint: Path, exported: Path, corpus_file: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"threads": 1, "kv_cache": "int8", "calibration": [corpus_file]}
-    result = sportsllm.export(checkpoint, out=tmp_path / "out", settings=["samples=8"], **options)
+def test_the_command_reads_training_text(checkpoint: Path, exported: Path, corpus_file: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(checkpoint, tmp_path / "in"))
+    write_json(source / "manifest.json", {"format": 1, "files": {}, "settings": {"corpus": [str(corpus_file)]}})
+    result = sportsllm.export(source, out=tmp_path / "out", threads=1, kv_cache="int8", settings=["samples=8"])
     assert result.kv_cache == "int8" and result.parity["passed"]
     made = read_manifest(tmp_path / "out").settings
-    assert made["kv_cache"] == "int8" and made["samples"] == 8
+    assert made["kv_cache"] == "int8" and made["samples"] == 8 and made["calibration"] == [str(corpus_file)]
     plain = OnnxDecoder(tmp_path / "out", 1).logits([5, 6, 7, 8])
     full = OnnxDecoder(exported, 1).logits([5, 6, 7, 8])
     assert 0 < np.abs(plain - full).max() < 0.1 * full.std()
