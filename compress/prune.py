@@ -126,6 +126,7 @@ def prune(
     from compress.distillation.starts import plan_training
     from compress.distillation.student import StudentText
     from compress.pruning.job import Calibration, PruneJob
+    from compress.pruning.scores import load_scores
     from compress.pruning.search import choose_shape
     from sportsllm.processors import use_processor
     from sportsllm.text.documents import recorded_text, take_reading
@@ -135,7 +136,7 @@ def prune(
     reading = take_reading(given, checkpoint)
     if recover is None:
         names = [] if corpus is None else ["--corpus"]
-        names += [f"--set {name}" for name in given if name not in PRUNING]
+        names += [f"--set {name}" for name in given if name not in ("samples", "scores")]
         if names:
             also = ", or give --calibration" if corpus else ""
             raise UsageError(f"options of --recover: {', '.join(names)}; add --recover TOKENS{also}, or leave them out")
@@ -153,6 +154,8 @@ def prune(
         raise UsageError("--valid scores a recovery or a smaller vocabulary: add --recover or --vocab-size, or omit it")
     scores = Path(given["scores"]) if "scores" in given else None
     job = PruneJob(checkpoint, text, given.get("samples"), scores, recovery, experts, reading)
+    if scores is not None:
+        load_scores(scores, job.model_config())  # refused before the calibration
     read = None if recovery is None else cache(partial(StudentText.read, recovery, out))
     work = Calibration(job, out.parent, text=read)
     shape, found = choose_shape(work, target, out, partial(_recovered, work))

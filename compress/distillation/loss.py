@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from compress.distillation.teacher import teacher_logits
 from sportsllm import processes
+from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
@@ -128,6 +129,8 @@ class DistillationConfig:
         for name, setting in DISTILLATION.items():
             if (value := getattr(self, name)) is not None:
                 check_value(f"{name}={value}", value, setting)
+        if self.signals is not None and not self.kl_weight:
+            raise UsageError("signals are read for the KL divergence, but kl_weight is 0; leave one of them out")
 
     @property
     def asks_the_teacher(self) -> bool:

@@ -126,12 +126,11 @@ def load_scores(path: Path, config: ModelConfig) -> Scores:
     wanted |= {f"{name}.{layer}": (count,) for (name, layer), count in counts.items()}
     try:
         tensors = load_file(str(file))
-        found = {name: tuple(tensors[name].shape) for name in wanted}
-    except (SafetensorError, OSError, KeyError) as error:
+    except (SafetensorError, OSError) as error:
         message = f"{file}: holds no importance scores ({error}); make them with prune --calibration"
         raise ArtifactError(message) from None
-    if found != wanted:
-        raise ArtifactError(f"{file}: scores of a model of another shape; make them from this one with --calibration")
+    if wanted != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+        raise ArtifactError(f"{file}: not scores of a model of this shape; make them from it with prune --calibration")
     per_unit = {(name, layer): tensors[f"{name}.{layer}"] for name, layer in counts}
     directions = Directions(*(tensors[f"directions.{name}"] for name in Directions._fields))
     return Scores(directions, per_unit, tensors["layer_distance"])

@@ -72,9 +72,9 @@ def test_the_result_is_an_ordinary_checkpoint_whose_scores_give_it_again(run: Pr
         patch.setattr(jobs, "measure_scores", None)  # what is known is not measured
         run(tmp_path / "again", {"scores": tmp_path / "out"}, intermediate=64, layers=1)
     assert weights(tmp_path / "out") == weights(tmp_path / "again")
-    with pytest.raises(ArtifactError, match="another shape"):
+    with pytest.raises(ArtifactError, match="not scores of a model of this shape"):
         load_scores(tmp_path / "out", tiny_config(intermediate_size=64))
-    with pytest.raises(ArtifactError, match="no importance scores"):
+    with pytest.raises(ArtifactError, match="holds no importance scores"):
         load_scores(run.corpus, tiny_config())
 
 
@@ -136,8 +136,6 @@ def test_quantized_input_and_empty_calibration_are_refused(
         ({"params": 1.0}, "nothing is cut"),
         ({"params": 0.5, "search": 10}, "--search needs"),
         ({"layers": 1, "search": 0}, "--search needs"),
-        ({"params": 0.5, "device": "cuda"}, "--device cuda: this PyTorch finds no CUDA GPU"),
-        ({"params": 0.5, "settings": {"sample": "4"}}, "there is no 'sample'; did you mean samples"),
         ({"params": 0.5, "settings": {"kl_weight": 1}}, "options of --recover: --set kl_weight"),
     ],
 )
