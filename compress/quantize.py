@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -138,7 +139,7 @@ def quantize(
     recovery = None
     if qad is not None:  # the full-precision checkpoint is the teacher
         run = Run(Start.QUANTIZED, load_config(checkpoint))
-        recovery = plan_training(run, checkpoint, qad, taught, corpus, valid, seed, reading)
+        recovery = partial(plan_training, run, checkpoint, qad, taught, corpus, valid, seed, reading)
     result = quantize_checkpoint(
         checkpoint,
         out,
@@ -161,7 +162,7 @@ def quantize_checkpoint(
     *,
     text: CalibrationText | None = None,
     budget: SizeBudget | None = None,
-    recovery: StudentTraining | None = None,
+    recovery: Callable[[], StudentTraining] | None = None,
     resume: bool = False,
 ) -> QuantizeResult:
     """Quantize a checkpoint directory into a new one.
@@ -170,10 +171,10 @@ def quantize_checkpoint(
         checkpoint: an unquantized checkpoint, or a bitsandbytes one, which is rounded a second time.
         method: see `compress.quantization.config.resolve_method`.
         budget: mix 4 and 8 bits to this size; its default counts only for methods that read text.
-        recovery: quantization-aware training, see `compress.quantization.qad`.
+        recovery: plans quantization-aware training (`compress.quantization.qad`), after all else is checked.
 
     Raises:
-        UsageError: an unknown method, or calibration text for a method that reads none.
+        UsageError: an unknown method, or text for a method that reads none.
         ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
     from compress.distillation.student import RunDirectory
@@ -192,26 +193,29 @@ def quantize_checkpoint(
 
     config, text = config or QuantizationConfig(), text or CalibrationText()
     plan = plan_quantization(checkpoint, config, method, text, budget)
+    if plan.text is None and text.valid and recovery is None:
+        raise UsageError(f"--valid: --method {plan.method} reads no text; leave it out, or add --qad TOKENS")
     settings, parents, cache, seed = plan.settings() | text.reading.record(), [checkpoint], None, None
     parents += [*plan.text.files, *plan.text.valid] if plan.text else []
-    if recovery is not None:
-        cache, seed = recovery.prepare(plan.model), recovery.config.seed
-        settings |= recovery.recovery_settings()
-        parents += recovery.inputs()
+    training = None if recovery is None else recovery()
+    if training is not None:
+        cache, seed = training.prepare(plan.model), training.config.seed
+        settings |= training.recovery_settings()
+        parents += training.inputs()
     stage = Stage("quantize", settings, parents, seed=seed)
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
-        rounded, groups = round_weights(plan, directory, keep_originals=recovery is not None)
+        rounded, groups = round_weights(plan, directory, keep_originals=training is not None)
         packed = rounded.packed
         write_config(directory, plan.model, checkpoint, packed.record(plan.method))
         results: dict[str, Any] = {}
-        if recovery is not None:
-            run = RunDirectory(directory, stage.fingerprint(), resume)
-            results = train_rounded(plan, rounded, recovery, cache, run)
         if (packed_before := bitsandbytes_kind(checkpoint)) is not None:
             error = None if METHODS[plan.method] else packed.relative_change(TensorFiles(checkpoint))
             results |= {"regridded_from": packed_before, "regrid_relative_error": error}
+        if training is not None:
+            run = RunDirectory(directory, stage.fingerprint(), resume)
+            results |= train_rounded(plan, rounded, training, cache, run)
         record = config.record()
         return {
             **results,

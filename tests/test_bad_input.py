@@ -61,11 +61,7 @@ CASES: list[tuple[str, int, str]] = [
     (f"train --model huge --corpus {TEXT} --out {NEW}", USAGE, "choose one of small, small-32k"),
     (f"train --model tiny-300k --corpus {TEXT} --out {NEW} --set warmpu=3", USAGE, "did you mean warmup"),
     (f"bench {MODEL} --target raspberry-pi-6", USAGE, "did you mean raspberry-pi-5?"),
-    (
-        f"fit --teacher {MODEL} --target raspbery-pi-5 --corpus {TEXT} --out {NEW}",
-        USAGE,
-        "did you mean raspberry-pi-5?",
-    ),
+    (f"fit --teacher {MODEL} --target raspbery-pi-5 --corpus {TEXT} --out {NEW}", USAGE, "mean raspberry-pi-5?"),
     ("plan small --target raspbery-pi-5", USAGE, "did you mean raspberry-pi-5?"),
     ("inspect smalll", USAGE, "is no directory and no shape; did you mean small?"),
     ("devices show raspbery-pi-5", USAGE, "did you mean raspberry-pi-5?"),
@@ -73,26 +69,14 @@ CASES: list[tuple[str, int, str]] = [
     (f"export {MODEL} --out {NEW} --format onxn", USAGE, "onnx"),
     (f"export {MODEL} --out {NEW} --dtype q4_k_m", USAGE, "it needs --format gguf"),
     (f"export {MODEL} --out {NEW} --format gguf --dtype bf16", USAGE, "--dtype 'bf16'"),
-    (
-        f"distill --teacher {MODEL} --student {MODEL} --kl-weight often --corpus {TEXT} --out {NEW}",
-        USAGE,
-        "--kl-weight: must be a number",
-    ),
+    (f"distill --teacher {MODEL} --student {MODEL} --kl-weight often", USAGE, "--kl-weight: must be a number"),
     (f"prune {MODEL} --out {NEW} --params 0.5 --set try_rates=maybe --calibration {TEXT}", USAGE, "true or false"),
     (f"distill --teacher {MODEL} --set kl_weight=1", USAGE, "use the option --kl-weight instead"),
-    (
-        f"train {MODEL} --steps 1 --learning-rate -1 --corpus {TEXT}",
-        USAGE,
-        "--learning-rate is -1.0; it must be above 0",
-    ),
+    (f"train {MODEL} --steps 1 --learning-rate -1", USAGE, "--learning-rate is -1.0; it must be above 0"),
     # values of the wrong size, by the name that was typed
     (f"generate {MODEL} --top-p 3", USAGE, "--top-p is 3.0; it must be in (0, 1]"),
     (f"train --model tiny-300k --vocab-size 99 --corpus {TEXT} --out {NEW}", USAGE, "--vocab-size is 99; 256 bytes"),
-    (
-        f"train --model tiny-300k --set kv_heads=3 --corpus {TEXT} --out {NEW}",
-        USAGE,
-        "--set kv_heads=3: heads 2 is not",
-    ),
+    (f"train --model tiny-300k --set kv_heads=3 --corpus {TEXT}", USAGE, "--set kv_heads=3: heads 2 is not"),
     (f"train --model tiny-300k --batch-size 1.5 --corpus {TEXT}", USAGE, "--batch-size: must be a whole number ("),
     ("plan small --set group_size=48", USAGE, "--set group_size is 48; use one of 16, 32"),
     ("plan small --set cache_tokens=5000", USAGE, "--set cache_tokens=5000 is more than the context"),
@@ -118,6 +102,12 @@ CASES: list[tuple[str, int, str]] = [
     (f"train --model tiny-300k --corpus {TEXT} --out {NEW} --steps 1 --tokens 5", USAGE, "--tokens"),
     (f"prune {MODEL} --out {NEW} --params 0.5 --size-mb 1 --calibration {TEXT}", USAGE, "--size-mb, not both"),
     (f"quantize {MODEL} --out {NEW} --bits 4 --size-mb 1 --set bits_per_weight=5", USAGE, "not both"),
+    (f"quantize {MODEL} --out {NEW} --method rtn --qad 1k --corpus {TEXT} --calibration {TEXT}", USAGE, "rtn uses no"),
+    (f"quantize {MODEL} --out {NEW} --method rtn --valid {TEXT}", USAGE, "--valid: --method rtn reads no text"),
+    (f"quantize {MODEL} --out {NEW} --qad 1k --corpus {TEXT} --set sequence=999", USAGE, "--sequence is 999"),
+    (f"quantize {MODEL} --out {NEW} --qad 1k", USAGE, "no training text is known; give --corpus"),
+    (f"prune {MODEL} --out {NEW} --layers 1 --set finalists=2", USAGE, "options of --recover: --set finalists"),
+    (f"prune {MODEL} --out {NEW} --layers 1 --set scores={TEXT} --calibration {TEXT}", ARTIFACT, "no importance score"),
     (f"quantize {MODEL} --out {NEW} --device cuda", USAGE, "--device cuda: this PyTorch finds no CUDA GPU"),
     (f"export {MODEL} --out {NEW} --format gguf --kv-cache int8", USAGE, "--kv-cache"),
     # nothing asked for
@@ -160,6 +150,7 @@ def test_bad_input_ends_in_one_line(
     assert found == code, err
     assert len(errors) == 1 and named in errors[0] and len(errors[0]) <= LONGEST, err
     assert "Traceback" not in err and not out.strip()
+    assert code == CONFLICT or ("training from" not in err and "calibration on" not in err), "refused first"
     assert not (tmp_path / "new").exists()
 
 

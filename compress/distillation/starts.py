@@ -65,15 +65,14 @@ def plan_training(
 ) -> StudentTraining:
     """The training of a student by the options and settings of a verb, by name; text not given is the teacher's own."""
     lengths = {name: value for name, value in given.items() if name in TRAINING or name in STEPS or name == "steps"}
-    config = settings.train_config(run, tokens, lengths, seed=seed)
     taught = pick(given, DISTILLATION)
     if given.get("signals") is not None:
         taught["signals"] = Path(given["signals"])
     return StudentTraining(
         teacher=teacher,
-        config=config,
         corpus=tuple(corpus or recorded_text(teacher, "corpus")),
         valid=tuple(valid or ([] if corpus else recorded_text(teacher, "valid"))),
+        config=settings.train_config(run, tokens, lengths, seed=seed),  # after the text, since it prints the settings
         distillation=distillation_config(run.start, teacher, taught),
         extra_holdouts=extra_holdouts,
         reading=reading,

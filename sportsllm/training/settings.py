@@ -184,6 +184,7 @@ def train_config(
     if run.adapters and config.optimizer == "muon":
         raise UsageError("--set optimizer=muon trains whole matrices, not the factors of adapters; use adamw")
     _check_effect(config, given)
+    check_sequence(config.sequence, run.model)
     if config.pipeline > 1 and not staged:
         raise UsageError(f"--set pipeline={config.pipeline}: only train has stages; leave it out")
     if config.steps:

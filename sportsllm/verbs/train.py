@@ -106,7 +106,7 @@ def train(
     from sportsllm.text.tokenizer import load_tokenizer
     from sportsllm.text.tokenizer_training import check_vocabulary
     from sportsllm.training.base_model import check_format, load_start, log_cost, new_model, train_base_model
-    from sportsllm.training.settings import DOCUMENTED_DROPOUT, Run, Start, check_sequence, shape_of, train_config
+    from sportsllm.training.settings import DOCUMENTED_DROPOUT, Run, Start, shape_of, train_config
 
     check_format(checkpoint, chat_template, lora_rank is not None)
     use_processor(threads, device)
@@ -129,7 +129,6 @@ def train(
     run = Run(Start.RANDOM if checkpoint is None else Start.TRAINED, shape, lora_rank is not None)
     config = train_config(run, tokens, pick(found, TRAINING) | given, seed=seed, staged=True)
     log_cost(shape, config)
-    check_sequence(config.sequence, shape)
     training, held_out = (corpus, valid or []) if corpus else _default_text(checkpoint, valid)
     unread = left_out(held_out, *checkpoints)
     record = {

@@ -110,8 +110,9 @@ def test_only_the_layers_and_the_last_norm_are_trained() -> None:
 def test_the_stage_recovers_quality_and_stays_on_the_grid(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     config = TrainConfig(steps=60, batch_size=2, accumulation=1, sequence=64, learning_rate=1e-3, warmup=2)
     recovery = StudentTraining(checkpoint, config, (corpus_file,), (), DistillationConfig())
-    results = quantize_checkpoint(checkpoint, tmp_path / "out", QuantizationConfig(4, 64, 32), "rtn", recovery=recovery)
-    plain = quantize_checkpoint(checkpoint, tmp_path / "rtn", QuantizationConfig(4, 64, 32), "rtn")
+    grid = QuantizationConfig(4, 64, 32)
+    results = quantize_checkpoint(checkpoint, tmp_path / "out", grid, "rtn", recovery=lambda: recovery)
+    plain = quantize_checkpoint(checkpoint, tmp_path / "rtn", grid, "rtn")
     assert results.tokens == 60 * 128 and results.size_bytes == plain.size_bytes
     full, rounded, trained = (load_checkpoint(path) for path in (checkpoint, tmp_path / "rtn", tmp_path / "out"))
     words = load_tokenizer(checkpoint, full.config)

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import sportsllm
+from compress.distillation.loss import DistillationConfig
+from compress.distillation.student import StudentTraining
 from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from sportsllm.formats.bitsandbytes import companions, read_dense
@@ -21,6 +23,7 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config, packed_by_bitsandbytes
 from sportsllm.formats.safetensors import WEIGHTS, TensorFiles
 from sportsllm.inference.calibration import CalibrationText
+from sportsllm.training.settings import TrainConfig
 from tests.support.bnb_models import KINDS, dense_model, dequantize, pack_linears, quantization, save, with_numbers_of
 from tests.support.checkpoint_files import edit_json, edit_tensors, refused
 from tests.support.command_line import CommandLine
@@ -174,11 +177,10 @@ def test_other_methods_stay_refused(packed: Path, tmp_path: Path, value: Any) ->
 
 
 def test_quantize_says_that_it_rounds_again_and_what_that_costs(
-    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: CommandLine
+    packed: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: CommandLine
 ) -> None:
-    result = quantize_checkpoint(
-        checkpoint=packed, out=tmp_path / "out", config=QuantizationConfig(4, 32, 8), method="rtn"
-    )
+    grid = QuantizationConfig(4, 32, 8)
+    result = quantize_checkpoint(packed, tmp_path / "out", grid, "rtn")
     assert "stored its matrices as NF4; they are rounded again" in capsys.readouterr().err
     stored, model = TensorFiles(packed), load_checkpoint(tmp_path / "out")
     names = [name for name in stored if name.startswith("model.layers.") and name.endswith("_proj.weight")]
@@ -190,10 +192,14 @@ def test_quantize_says_that_it_rounds_again_and_what_that_costs(
     recorded = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     assert recorded["quant_method"] == "sportsllm-nbits" and "load_in_4bit" not in recorded
     # Eight bits hold what four held.
-    eight = quantize_checkpoint(
-        checkpoint=packed, out=tmp_path / "eight", config=QuantizationConfig(8, 32, 8), method="rtn"
-    )
+    eight = quantize_checkpoint(packed, tmp_path / "eight", QuantizationConfig(8, 32, 8), "rtn")
     assert eight.regrid_relative_error < 0.01
+    # What training changes afterwards is no error of rounding.
+    steps = TrainConfig(steps=2, batch_size=2, accumulation=1, sequence=32, learning_rate=0.01, warmup=0)
+    training = StudentTraining(packed, steps, (corpus_file,), distillation=DistillationConfig(kl_weight=0))
+    trained = quantize_checkpoint(packed, tmp_path / "qad", grid, "rtn", recovery=lambda: training)
+    assert trained.valid_bits_per_byte < trained.bits_per_byte_before_recovery
+    assert trained.regrid_relative_error == result.regrid_relative_error
     assert cli("quantize", tmp_path / "out", "--out", tmp_path / "again")[0] == 3
 
 

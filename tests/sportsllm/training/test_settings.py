@@ -81,7 +81,7 @@ def test_everything_can_be_overridden() -> None:
     assert (config.batch_size, config.accumulation, config.sequence) == (3, 2, 128)
     assert (config.learning_rate, config.warmup, config.min_lr_ratio, config.decay_fraction) == (0.5, 7, 0.0, 0.5)
     assert config.validate_every == 2 and config.steps == -(-10_000 // (3 * 2 * 128))
-    assert train_config(SMALL, 10_000, {"sequence": 2_048}).tokens_per_step == 2_048
+    assert train_config(Run(Start.PRUNED, LARGE), 10_000, {"sequence": 2_048}).tokens_per_step == 2_048
     assert train_config(Run(Start.RANDOM, TINY), 8_000_000, {"batch_size": 1}).accumulation == 16
     assert train_config(SMALL, 8_000_000, {"accumulation": 1}).batch_size == 4
     with pytest.raises(UsageError, match="give --steps or --tokens"):
