@@ -15,6 +15,7 @@ from benchmarks.devices.verdict import known
 from benchmarks.model_size import ModelFormat, file_bytes
 from benchmarks.predict.latency import predict_figures
 from compress.pruning.shapes import Shape, head_counts, hidden_sizes, shape_for_share, widths
+from export.graph.decoder import CACHE_KINDS, check_kinds, computes_in_half
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.memory import BLOCK_SIZES, usual_cache
@@ -99,7 +100,15 @@ def candidate_of(way: str, size: Size, format: ModelFormat, teacher: ModelConfig
 
 def formats(teacher: ModelConfig, processor: str = "cpu") -> list[ModelFormat]:
     """Weight formats of candidates, finest first: dense, INT8 and INT4 in blocks of 64, and the smallest INT4, each
-    with the caches of the processor. A GPU computes in float16."""
+    with the caches that exports have. A GPU computes in float16.
+
+    Raises:
+        UsageError: an export has no graph of this kind of model, or none in float16 for a GPU.
+    """
+    check_kinds(teacher)
+    if processor != "cpu" and not computes_in_half(teacher):
+        raise UsageError("--provider: GPUs compute in float16, and this kind of model has no such graph; leave it out")
+    caches = ["int8"] if teacher.attention_kind in CACHE_KINDS["int8"] else []
     smallest = min(
         (ModelFormat("int4", block_size, head_bits=4) for block_size in BLOCK_SIZES),
         key=lambda each: (file_bytes(teacher, each), each.block_size),
@@ -110,7 +119,7 @@ def formats(teacher: ModelConfig, processor: str = "cpu") -> list[ModelFormat]:
     return [
         replace(each, cache=cache)
         for each in (ModelFormat("fp32"), int8, int4, smallest)
-        for cache in (usual_cache(teacher, each.quantized), "int8")
+        for cache in (usual_cache(teacher, each.quantized), *caches)
     ]
 
 

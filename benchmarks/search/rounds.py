@@ -218,7 +218,7 @@ def start_search(
     """Enumerate what the search may try.
 
     Raises:
-        GateError: by prediction nothing fits, and nothing measured here can say otherwise.
+        GateError: by prediction nothing fits, and nothing is measured here.
     """
     decides = target.on_device or is_this_machine(device, target.processor)
     device = device.model_copy(update={"coefficients": resolve(device)})  # once, not for each candidate

@@ -31,18 +31,14 @@ from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, InterruptedRun, UsageError
 from sportsllm.formats.huggingface import load_config, to_hf
 from sportsllm.formats.manifest import directory_bytes, manifest_of
-from sportsllm.models.config import Experts, ModelConfig
+from sportsllm.models.config import Experts, ModelConfig, Selection
 from sportsllm.models.presets import preset
 from sportsllm.verbs.run import RunResult, load_recipe
 from tests.support.models import tiny_config
 
-TEACHER = tiny_config(
-    num_hidden_layers=4,
-    intermediate_size=256,
-    hidden_size=128,
-    num_attention_heads=8,
-    max_position_embeddings=1_024,  # room for the tokens that limits speak of
-)
+TEACHER = tiny_config(  # with room for the tokens that limits speak of
+    num_hidden_layers=4, intermediate_size=256, hidden_size=128, num_attention_heads=8, max_position_embeddings=1_024,
+)  # fmt: skip
 
 
 def with_limits(name: str = "laptop-x86", **limits: float) -> Device:
@@ -134,6 +130,10 @@ def test_a_budget_that_only_a_shorter_cache_can_meet_gets_one() -> None:
     peaks = [candidate_of("", size, each, teacher, device).predicted["peak_memory_mb"] for each in float_caches]
     planned = started(with_limits(device.name, peak_memory_mb=min(peaks) - 1), teacher).plain(False)
     assert {one.format.cache for one in planned if one.way == WHOLE} == {"int8"}
+    selected = teacher.with_changes(attention_kind="selected", selection=Selection(512, heads=4, parts=2, pairs=16))
+    assert {each.cache for each in formats(selected)} == {"fp32"}  # no export has a smaller one
+    with pytest.raises(UsageError, match="GPUs compute in float16"):
+        formats(selected, "gpu")
 
 
 def test_nothing_fits_names_the_nearest_miss_and_what_to_relax() -> None:
