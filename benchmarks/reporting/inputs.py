@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.labels import BUDGET_DEPTH, is_number
 from benchmarks.model_size import forward_flops_per_token, training_flops_per_token
 from benchmarks.reporting.fits import FIT_FILE, Fit, read_fit
-from benchmarks.reporting.measured import Bench, Scored, read_bench
+from benchmarks.reporting.measured import Bench, Scored, as_bench
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import read_json, read_json_lines
@@ -114,10 +114,11 @@ def collect(paths: Sequence[Path]) -> Inputs:
             benches.append((path.name, fits[-1].bench))
         elif path.is_dir():
             directories.setdefault(path.resolve(), path)
-        elif path.suffix == ".json" and _OF_OTHERS & (other := read_json(path)).keys() and "tpot_ms" not in other:
-            log(f"{path}: skipped, since it is no result of `bench`")
-        elif path.suffix == ".json":
-            benches.append((path.stem, read_bench(path)))
+        elif path.suffix == ".json" and path.is_file():
+            if _OF_OTHERS & (data := read_json(path)).keys() and "tpot_ms" not in data:
+                log(f"{path}: skipped, since it is no result of `bench`")
+            else:
+                benches.append((path.stem, as_bench(data, path)))
         elif path.suffix in (".txt", ".md") and path.is_file():
             samples.append(Sample(path.stem, path.read_text(encoding="utf-8", errors="replace")))
         else:

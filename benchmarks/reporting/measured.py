@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -24,7 +23,7 @@ from benchmarks.devices.verdict import (
 from benchmarks.labels import LIMITS
 from benchmarks.spread import Finite, Spread
 from sportsllm.errors import ArtifactError
-from sportsllm.files import JsonObject, read_json, validate
+from sportsllm.files import JsonObject, validate
 from sportsllm.inference.scoring import TaskScore
 from sportsllm.models.config import ModelConfig
 
@@ -254,8 +253,3 @@ def judge_bench(
         measured_here=measured,
         efficiency=None if predicted is None else dict(predicted.made_with),
     )
-
-
-def read_bench(path: Path) -> Bench:
-    """A file that `bench --out` wrote."""
-    return as_bench(read_json(path), path)

@@ -294,8 +294,9 @@ def test_inputs_that_are_no_stage_are_refused(tmp_path: Path) -> None:
     nan = {"low": float("nan"), "high": 1.0, "half_width": None, "noisy": None, "rounds": 1}
     with pytest.raises(ArtifactError, match=r"load_s\.low: must be a finite number.*; kl_interval_nats\.1: must be a"):
         measured(noise={"load_s": nan}, kl_interval_nats=[0.0, float("inf")])
-    with pytest.raises(UsageError, match="give stage directories"):
-        collect([tmp_path / "absent"])
+    for absent in ("absent", "absent.json"):
+        with pytest.raises(UsageError, match="give stage directories"):
+            collect([tmp_path / absent])
     with output_directory(tmp_path / "runs" / "export", Stage("export", {})):
         pass
     text = markdown("", collect([tmp_path / "runs" / "export"]))  # a stage without a model
