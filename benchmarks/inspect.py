@@ -103,9 +103,8 @@ def _print(result: InspectResult) -> None:
     lines = [f"{result.model}: {result.parameters:,} parameters"]
     for block in result.blocks:
         lines.append(f"layers {', '.join(map(str, block['layers']))}: {block['parameters']:,} parameters each")
-    if result.out is None:
-        lines.append("--out FILE.html draws it" + " with its attention" * (result.attention is not None))
     if result.attention is not None and (without := result.attention["layers_without_attention"]):
         lines.append(f"layers without attention over all tokens: {', '.join(map(str, without))}")
-    for line in [*lines, f"{result.out}: drawn"] if result.out else lines:
+    drawing = "--out FILE.html draws it" + " with its attention" * (result.attention is not None)
+    for line in [*lines, f"{result.out}: drawn" if result.out else drawing]:
         output().print(line)

@@ -62,11 +62,6 @@ def chart(identifier: str, title: str, caption: str, data: list[Plot], x: Plot, 
     return Chart(identifier, title, caption, {"data": data, "layout": {**axes, "height": _HEIGHT, **layout}})
 
 
-def color(index: int) -> str:
-    """The theme's name of a line's color."""
-    return f"theme:c{index % len(COLORS)}"
-
-
 def render_page(template: str, charts: Sequence[Chart], **values: Any) -> str:
     """A self-contained HTML page from a template in benchmarks/templates, its charts and other values."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.labels import bits, is_number
-from benchmarks.reporting.charts import Chart, Plot, chart, color
+from benchmarks.reporting.charts import COLORS, Chart, Plot, chart
 from benchmarks.reporting.inputs import Inputs, Record, StageSummary
 from benchmarks.reporting.measured import Scored
 
@@ -253,7 +253,7 @@ def training_charts(stages: Sequence[StageSummary]) -> list[Chart]:
                     "y": list(ys),
                     "mode": "lines+markers" if len(points) < 30 else "lines",
                     "marker": {"size": 5},
-                    "line": {"color": color(index), "width": 2},
+                    "line": {"color": f"theme:c{index % len(COLORS)}", "width": 2},
                     "hovertemplate": "%{x:,} tokens: %{y:.4f}",
                 }
             )
