@@ -75,9 +75,9 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 19_225,
-    "compress": 7_585,
+    "compress": 7_582,
     "export": 6_440,
-    "benchmarks": 9_213,
+    "benchmarks": 9_211,
     "tests": 24_975,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
