@@ -132,7 +132,7 @@ def _message(item: JsonObject, where: str) -> _Message:
         raise ArtifactError(f"{where} has content of the kind {clip(repr(kind))}; only text is read, delete the row")
     reasoning, weight = item.get("reasoning_content") or "", item.get("weight")
     if not isinstance(reasoning, str):
-        raise ArtifactError(f"{where} has reasoning_content that is no text; correct or delete the row")
+        raise ArtifactError(f"{where} has reasoning_content that is not a string; correct or delete the row")
     if weight not in (None, 0, 1):
         raise ArtifactError(f"{where} has the weight {clip(repr(weight))}; use 0 or 1")
     return _Message(role, "".join(map(str, texts)), reasoning, weight != 0)

@@ -197,7 +197,7 @@ class TextTokenizer:
         return text or self._tokenizer.id_to_token(token) or ""
 
     def piece_bytes(self, token: int) -> bytes:
-        """UTF-8 of `piece`; of a token that is a part of a character its own bytes."""
+        """UTF-8 of `piece`; if the token is a part of a character, its own bytes."""
         text, spelled = self.piece(token), self._tokenizer.id_to_token(token) or ""
         if "\ufffd" not in text:
             return text.encode()
@@ -274,6 +274,8 @@ def read_tokenizer(path: Path, rows: int | None = None) -> Tokenizer:
         tokenizer = Tokenizer.from_str(text)
         ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
         tokenizer.decode(ids)
+        if not tokenizer.get_vocab_size():
+            raise ValueError("it has no tokens")
     except BaseException as error:  # the library raises plain Exception for faults of the file, and panics
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

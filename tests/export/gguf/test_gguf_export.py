@@ -205,6 +205,7 @@ def test_tokenizers_that_gguf_cannot_say_are_refused(checkpoint: Path, tmp_path:
         ),
         ({"model": None}, "not a readable tokenizer"),
         ({"model": {**data["model"], "merges": [3]}}, "not a readable tokenizer"),
+        ({"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}, "it has no tokens"),
         ({"model": {**data["model"], "byte_fallback": True}}, "not SentencePiece's"),
         ({"model": {**data["model"], "byte_fallback": True}, **sentencepiece}, "no unknown token"),
     ):
