@@ -44,7 +44,7 @@ _PACKED = ("_packed", "_scale", "_zero_point")
 class StoredBlock(nn.Module):
     """A layer that is read from its files whenever it runs; `change`, if set, is applied to what is read.
 
-    `scratch` is the directory for what is computed of the layers, if they are changed.
+    `scratch` is the directory for results of the layers, if they are changed.
     """
 
     def __init__(self, read: Callable[[], Block], scratch: Path | None = None) -> None:

@@ -225,7 +225,7 @@ def _weight_files(directory: Path) -> list[Path]:
         names = sorted(set(validate(_Index, read_json(index), index).weight_map.values()))
         for name in names or ["no shard"]:
             if Path(name).name != name or len(name) > _LONGEST_NAME:
-                raise ArtifactError(f"{index}: {clip(name)} is no file of the directory; copy it again")
+                raise ArtifactError(f"{index}: {clip(name)} is not a file in the directory; copy it again")
             if not (directory / name).is_file():
                 raise ArtifactError(f"{index}: {clip(name)} is missing; copy the directory again")
         return [directory / name for name in names]

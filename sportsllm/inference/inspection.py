@@ -78,12 +78,12 @@ def attention_weights(model: SportsLLM, ids: Sequence[int]) -> list[Tensor | Non
 
 
 def entropy_bits(weights_HTL: Tensor) -> Tensor:
-    """For each head the mean entropy of a token's weights, (H,): 0 if each looks at a single token."""
+    """For each head the mean entropy of a token's weights, (H,): 0 if each attends to a single token."""
     nats_H: Tensor = torch.special.entr(weights_HTL).sum(-1).mean(-1)
     return nats_H / math.log(2)
 
 
 def distance_tokens(weights_HTT: Tensor) -> Tensor:
-    """For each head how many tokens back it looks, (H,): the weighted mean, then the mean over tokens."""
+    """For each head how many tokens back it attends, (H,): the weighted mean, then the mean over tokens."""
     places = torch.arange(weights_HTT.shape[-1], dtype=weights_HTT.dtype)
     return (weights_HTT * (places[:, None] - places)).sum(-1).mean(-1)

@@ -45,10 +45,10 @@ def check_field(name: str, value: object, declared: str) -> None:
             fits = fits and abs(value) <= sys.float_info.max  # type: ignore[operator, arg-type]
             words = "a finite number"
         case "str":
-            fits, words = isinstance(value, str), "a text"
+            fits, words = isinstance(value, str), "a string"
         case "tuple[str, ...]":
             fits = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
-            words = "a list of texts"
+            words = "a list of strings"
         case _:  # a record, which checks itself
             return
     if not fits:

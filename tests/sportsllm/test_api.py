@@ -122,7 +122,7 @@ def test_commands_are_functions_with_typed_results_that_take_strings_as_paths() 
         ({"max_new_tokens": 1.5}, "max_new_tokens: must be a whole number, not 1.5"),
         ({"threads": -1}, "threads: must be at least 1, not -1"),
         ({"top_p": "much"}, "top_p: must be a number"),
-        ({"prompt": None}, "prompt: must be a text, not None"),
+        ({"prompt": None}, "prompt: must be a string, not None"),
         ({"prompt_file": 5}, "prompt_file: must be a path"),
     ],
 )

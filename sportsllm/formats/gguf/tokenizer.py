@@ -54,7 +54,7 @@ def write_tokenizer(file: GGUFFile, directory: Path) -> None:
     tokens = file.value(f"{PREFIX}tokens", list)
     types = file.value_or(None, f"{PREFIX}token_type", list) or [TokenType.NORMAL] * len(tokens)
     if set(map(type, tokens)) != {str} or len(set(tokens)) != len(tokens) or len(types) != len(tokens):
-        raise file.error(f"{PREFIX}tokens: a token is there twice, has no type, or is no text; convert the model again")
+        raise file.error(f"{PREFIX}tokens: a token is not a string, is there twice, or has no type; convert it again")
     # A converter fills up rows that no token belongs to.
     vocabulary = {t: i for i, t in enumerate(tokens) if not (types[i] == TokenType.UNUSED and t == f"[PAD{i}]")}
     tokenizer = _byte_level(file, vocabulary) if kind == "gpt2" else _sentencepiece(file, vocabulary, types)

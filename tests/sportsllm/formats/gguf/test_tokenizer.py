@@ -166,7 +166,7 @@ def test_special_tokens_and_template(tokenizer_directory: Path, tmp_path: Path) 
         ({"merges": ["never seen"]}, "'never seen' is no merge"),
         ({"merges": [1]}, "'1' is no merge"),
         ({"token_type": [1]}, "has no type"),
-        ({"tokens": [*range(384)]}, "is no text"),
+        ({"tokens": [*range(384)]}, "is not a string"),
         ({"eos_token_id": 9999}, "eos_token_id is 9999"),
         ({"model": "llama"}, "tokenizer.ggml.scores is missing"),
         ({"model": "llama", "scores": [0.0] * 384}, "lacks byte tokens"),
