@@ -151,6 +151,8 @@ class ServedModel:
 
     def _check(self, prompt: Sequence[int]) -> None:
         config, room = self.engine.slots.config, self.engine.slots.room
+        if not prompt:
+            raise ApiError(400, "messages: the chat template makes no text of them", param="messages")
         if max(prompt) >= config.vocab_size:
             message = f"prompt: token {max(prompt)} lies outside the vocabulary of {config.vocab_size}"
             raise ApiError(400, message, param="prompt")

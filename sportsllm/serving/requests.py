@@ -23,6 +23,10 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasPair = Annotated[tuple[StrictInt | StrictStr, Bias], Field(strict=False)]  # JSON has no tuples
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Token = Annotated[int, Field(ge=0)]
+_SEVERAL_TYPES = {  # pydantic says what is wrong with a value as each of them
+    "prompt": "give a text, token ids, or a list of prompts",
+    "stop": f"give a text, or a list of up to {MOST_STOPS}, each of 1 to 1,024 characters",
+}
 _RESPONSES = {
     "200": {"description": "The reply; with `stream`, server-sent events."},
     "default": {"description": "A refusal in OpenAI's shape: an object `error` with `message`, `type` and `param`."},
@@ -244,9 +248,9 @@ def parse_request(kind: type[Record], data: bytes) -> Record:
         raise ApiError(400, str(error)) from None
     except ValidationError as error:
         field = error.errors(include_url=False, include_context=False)[0]["loc"][:1]
-        # Of a prompt pydantic says what is wrong with it as each of its three types.
-        text = "prompt: give a text, token ids, or a list of prompts" if field == ("prompt",) else describe(error)
-        raise ApiError(400, text, param=str(field[0]) if field else None) from None
+        name = str(field[0]) if field else None
+        text = f"{name}: {_SEVERAL_TYPES[name]}" if name in _SEVERAL_TYPES else describe(error)
+        raise ApiError(400, text, param=name) from None
 
 
 def openapi(posts: Mapping[str, type[BaseModel]], gets: Iterable[str]) -> JsonObject:

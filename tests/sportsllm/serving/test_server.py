@@ -42,6 +42,7 @@ from sportsllm.serving.app import Server
 from sportsllm.serving.engine import Engine
 from sportsllm.serving.models import ServedModel
 from sportsllm.serving.prefixes import PrefixCache
+from sportsllm.serving.requests import ApiError
 from sportsllm.serving.sampler import Sampler
 from tests.support.command_line import CommandLine
 from tests.support.models import STORIES
@@ -368,11 +369,10 @@ def test_llama_servers_own_completion(client: httpx.Client, loaded: LoadedModel)
     several = client.post("/completion", json=body | {"prompt": mixed}).json()
     assert [each["tokens_evaluated"] for each in several[1:]] == [len(ids), 2, 2]
     assert post(client, "/completion", **body | {"prompt": [*ids[:2], "upon a time"]})["content"] == text
-    assert (
-        refusal(client, 400, "/completion", prompt={"prompt_string": "a", "multimodal_data": []})["param"] == "prompt"
-    )
-    assert refusal(client, 400, "/completion", prompt=[1, [2]])["param"] == "prompt"
+    for wrong in ({"prompt_string": "a", "multimodal_data": []}, [1, [2]]):
+        assert refusal(client, 400, "/completion", prompt=wrong)["param"] == "prompt"
     assert refusal(client, 400, prompt=[])["message"] == "prompt: give a text, token ids, or a list of prompts"
+    assert "stop: give a text, or a list of up to 16" in refusal(client, 400, **ONCE, stop="")["message"]
     assert set(post(client, "/completion", **body, logit_bias=[["z", 100]])["content"].replace(" ", "")) == {"z"}
     for bias in ([["z", 100, 3]], [[[1], 5]], [[-1, 5]], [[10**12, 5]], [[True, 5]]):
         assert refusal(client, 400, "/completion", **body, logit_bias=bias)["param"] == "logit_bias"
@@ -407,7 +407,9 @@ def test_wrong_fields_are_named(client: httpx.Client, change: dict[str, Any], pa
     assert complete(client, nonsense=1, user="x", temperature=0, top_k=None)
 
 
-def test_other_refusals(client: httpx.Client, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(served: ServedModel, client: httpx.Client, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ApiError, match="the chat template makes no text"):
+        served._check([])
     error = refusal(client, 400, prompt=[1] * 600)
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (600, 512) and "600" in error["message"]
     for body in (b"", b"{", b"[]", b'{"prompt": "\\ud800"}', b"\xff", b'{"prompt": NaN}', b"[" * 100_000):
