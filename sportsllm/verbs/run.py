@@ -205,7 +205,9 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
     known, stages = {_FOLDER: base}, list[RecipeStage]()
     for number, entry in enumerate(entries, start=1):
         name, command = str(entry.pop("name", "")), str(entry.pop("command", ""))
-        optional, errors, checked, needs = bool(entry.pop("optional", False)), list[str](), JsonObject(), set[str]()
+        optional, errors, checked, needs = entry.pop("optional", False), list[str](), JsonObject(), set[str]()
+        if not isinstance(optional, bool):
+            errors.append("optional must be true or false")
         if not _NAME.fullmatch(name):
             errors.append("name must be of a-z, 0-9, '.', '_' and '-'")
         if name in known:

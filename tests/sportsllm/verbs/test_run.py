@@ -115,6 +115,7 @@ stepz = 4
 [[stage]]
 name = "b"
 command = "teleport"
+optional = "no"
 [[stage]]
 name = "c"
 command = "eval"
@@ -136,7 +137,7 @@ steps = -4
     message = str(caught.value)
     for part in ("'speed'", "stage 1", "'stepz'", "'teleport'", "'@later' names no earlier stage", "'threads'"):
         assert part in message, part
-    for part in ("'megabytes'", "'seed'", "'steps'", "'corpus': the path is empty"):
+    for part in ("optional must be true or false", "'megabytes'", "'seed'", "'steps'", "'corpus': the path is empty"):
         assert part in message, part
     assert "\n" not in message
 
@@ -195,9 +196,7 @@ def test_a_list_may_be_written_as_its_only_item(tmp_path: Path) -> None:
 
 
 def test_defaults_fill_in(tmp_path: Path) -> None:
-    text = GOOD.replace("steps = 1\n", "").replace(
-        'name = "two"\n', 'name = "two"\n[defaults.train]\nsteps = 3\nseed = 5\n'
-    )
+    text = GOOD.replace("steps = 1\n", "").replace('"two"\n', '"two"\n[defaults.train]\nsteps = 3\nseed = 5\n')
     _, model, score = load_recipe(write(tmp_path, text)).stages
     assert model.settings["steps"] == 3 and model.settings["seed"] == 5 and "seed" not in score.settings
     with pytest.raises(UsageError, match=r"defaults.fly"):
