@@ -196,10 +196,12 @@ def _converted(annotation: object, value: object) -> object:
         found = find_model(value)
         value = found if Path in kinds else str(found)
         if Path in kinds:  # refused before a command's imports
+            from sportsllm.inference.decoder import is_onnx_directory
+
             trainable = _marked(annotation, TRAINABLE)
             require_directory(found, "a checkpoint" if trainable else "a checkpoint or an export")
-            if trainable:
-                _refuse_export(found)
+            if trainable and is_onnx_directory(found) and not any(found.glob("*.safetensors")):
+                raise ArtifactError(f"{found}: is an export; give the checkpoint that it was made from")
     return parsed(annotation, [value] if {list, Path} <= kinds and isinstance(value, str) else value)
 
 
@@ -213,13 +215,6 @@ def parsed(annotation: object, value: object) -> object:
         return value if parser is None or not isinstance(value, str) else parser(value)
     except typer.BadParameter as error:
         raise UsageError(str(error)) from None
-
-
-def _refuse_export(directory: Path) -> None:
-    from sportsllm.inference.decoder import is_onnx_directory
-
-    if is_onnx_directory(directory) and not any(directory.glob("*.safetensors")):
-        raise ArtifactError(f"{directory}: is an export; give the checkpoint that it was made from")
 
 
 def find_model(text: str | Path) -> Path:

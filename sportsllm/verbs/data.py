@@ -134,11 +134,9 @@ def tokens(
 
     reading = take_reading(parse_settings(settings, TEXT))
     sources = [tokenizer] if against is None else [tokenizer, against]
-    opened = [read_tokenizer(_file(source)) for source in sources]
-    encoders = [
-        TextTokenizer(each, 0, None, _file(source).parent, reading)
-        for source, each in zip(sources, opened, strict=True)
-    ]
+    paths = [each if each.is_file() else each / "tokenizer.json" for each in sources]
+    opened = [read_tokenizer(path) for path in paths]
+    encoders = [TextTokenizer(each, 0, None, path.parent, reading) for path, each in zip(paths, opened, strict=True)]
     size, counts = count_tokens(encoders, read_documents(files, reading.text_field))
     if not all(counts):
         raise ArtifactError(f"{', '.join(map(str, files))}: no text in it; give a text to count")
@@ -152,10 +150,6 @@ def tokens(
     return TokensResult(documents=size["documents"], bytes=size["bytes"], words=size["words"], costs=costs)
 
 
-def _file(source: Path) -> Path:
-    return source if source.is_file() else source / "tokenizer.json"
-
-
 def _cost(
     source: Path, tokenizer: Tokenizer, counts: Counter[int], size: Counter[str], text: str, show: int
 ) -> TokenCost:
@@ -163,7 +157,8 @@ def _cost(
     from sportsllm.models.memory import kv_cache_bytes_per_token
     from sportsllm.text.token_counts import token_pieces
 
-    directory, vocabulary = _file(source).parent, len(tokenizer.get_vocab(with_added_tokens=True))
+    directory = source.parent if source.is_file() else source
+    vocabulary = len(tokenizer.get_vocab(with_added_tokens=True))
     cache = kv_cache_bytes_per_token(load_config(directory)) if (directory / "config.json").exists() else {}
     return TokenCost(
         tokenizer=source,

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,8 +95,6 @@ def test_generated_text_joins_its_prompt_up_to_the_end_of_the_context(
 
 
 def test_chat(cli: CommandLine, checkpoint: Path, tmp_path: Path) -> None:
-    import shutil
-
     cli.refuses(3, "has no chat template", "generate", checkpoint, "--chat", "--prompt", "Hi")
     chatty = shutil.copytree(checkpoint, tmp_path / "chatty")
     (chatty / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}", encoding="utf-8")
