@@ -38,7 +38,7 @@ from sportsllm.commands import load_command
 from sportsllm.console import log, logged
 from sportsllm.files import atomic_write_text, read_json
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.manifest import digest, directory_bytes
+from sportsllm.formats.manifest import digest, directory_bytes, manifest_of
 from sportsllm.models.config import ModelConfig
 
 LOG = "log.txt"
@@ -278,8 +278,13 @@ class Trials:
         if shape == whole:
             return teacher
         out = self.directory / "recovered" / f"{size.name}-{tokens}"
-        experts_alone = shape == replace(whole, experts=shape.experts)  # needs no scores
-        first = out if experts_alone else self._scores.setdefault((teacher, shape.experts), out)  # later cuts read them
+        first = self._scores.get((teacher, shape.experts), out)  # its scores are read by later cuts
+        if out.exists():  # by an earlier run of the search, in which another cut may have been the first
+            first = Path(manifest_of(out).text("scores") or out)
+        if shape == replace(whole, experts=shape.experts):
+            first = out  # only experts are cut, which needs no scores
+        else:
+            self._scores.setdefault((teacher, shape.experts), first)
         known = {} if first == out else {"scores": first}
         self._run("prune", prune_settings(self.source, shape, teacher, out, tokens, **known))
         return out

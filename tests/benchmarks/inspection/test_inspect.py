@@ -110,7 +110,6 @@ def test_a_layer_without_attention_is_named(checkpoint: Path) -> None:
     found, weights = measure_attention(model, checkpoint, TEXT)
     assert [layer["layer"] for layer in found["layers"]] == [0] and weights[1] is None
     figure = attention_chart(found, weights).figure
-    assert figure is not None
     assert {one["label"][:7] for one in figure["layout"]["updatemenus"][0]["buttons"]} == {"layer 0"}
     assert found["layers_without_attention"] == [1]
 

@@ -30,7 +30,7 @@ from compress.quantization.config import QuantizationConfig, SizeBudget
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, InterruptedRun, UsageError
 from sportsllm.formats.huggingface import load_config, to_hf
-from sportsllm.formats.manifest import directory_bytes, manifest_of
+from sportsllm.formats.manifest import Manifest, directory_bytes, manifest_of
 from sportsllm.models.config import Experts, ModelConfig, Selection
 from sportsllm.models.presets import preset
 from sportsllm.verbs.run import RunResult, load_recipe
@@ -459,6 +459,23 @@ def test_a_machine_that_stays_busy_is_waited_for_once(
     assert waits == [(60.0, choose_cpus(1)), (0.0, choose_cpus(1))]
 
 
+def test_a_repeated_search_may_start_elsewhere(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cut is asked for with the same scores again: with others `prune` would refuse what is there."""
+
+    def prune(self: Trials, command: str, settings: dict[str, Any]) -> None:
+        scores = settings.get("settings", {}).get("scores")
+        if not settings["out"].exists():
+            Manifest(command=command, settings={"scores": scores}).write(settings["out"])
+        assert manifest_of(settings["out"]).text("scores") == (scores and str(scores))
+
+    monkeypatch.setattr(Trials, "_run", prune)
+    cuts = ways(load_config(line.teacher))
+    for order in ([*cuts["feed-forward"][:2]], [cuts["feed-forward"][1], cuts["depth"][0], cuts["feed-forward"][0]]):
+        trials = Trials(Source(line.teacher, (), ()), load_device(str(line.budget)), tmp_path, line.corpus, 1)
+        made = [trials._student(size, 1) for size in order]
+    assert manifest_of(made[1]).text("scores") == str(made[2])  # those of the first cut of all
+
+
 def test_short_sequences_of_a_recovery_do_not_ask_the_first_ranking_for_samples_that_the_text_lacks(
     line: Line, texts: list[str], tmp_path: Path
 ) -> None:
@@ -476,13 +493,8 @@ def finished(name: str, loss: float, **figures: float) -> dict[str, Any]:
     judged = judge(device, {"quality_loss_percent": loss, "ttft_ms": 100.0, **figures})
     limits = [asdict(one) | {"verdict": "pass" if one.value is None else one.verdict} for one in judged]
     verdict = "fail" if any(one["verdict"] == "fail" for one in limits) else "pass"
-    return {
-        "chosen": name,
-        "bench": {
-            "quality_loss_percent": loss,
-            "budget": {"target": device.name, "verdict": verdict, "limits": limits},
-        },
-    }
+    budget = {"target": device.name, "verdict": verdict, "limits": limits}
+    return {"chosen": name, "bench": {"quality_loss_percent": loss, "budget": budget}}
 
 
 @pytest.mark.parametrize(
