@@ -53,6 +53,7 @@ def inspect(
     from benchmarks.inspection.drawing import describe_model, draw_model
     from benchmarks.plan import read_model
     from sportsllm.files import atomic_write_text, require_new
+    from sportsllm.formats.manifest import plain_name
     from sportsllm.inference.decoder import is_onnx_directory
 
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
@@ -73,8 +74,6 @@ def inspect(
         attention, weights = measure_attention(load_checkpoint(directory), directory, text)
         charts += [attention_chart(attention, weights)] if out is not None else []
     if out is not None:
-        from sportsllm.formats.manifest import plain_name
-
         name = model if directory is None else plain_name(directory)
         atomic_write_text(out, _page(name, draw_model(config), charts))
     blocks = [{"layers": each.layers, "parameters": each.parameters} for each in describe_model(config).blocks]

@@ -1,4 +1,4 @@
-"""Percentiles, intervals over rounds, and losses of quality with their intervals."""
+"""Intervals over rounds, and losses of quality with their intervals."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ MEDIAN_TO_MEAN = 1.1  # standard error of a median over that of a mean, for 3 to
 AUTOCORRELATION = 0.5  # of consecutive rounds, which see the same clock, caches and neighbours
 _T_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796)  # two-sided, 1 to 11 degrees
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-PERCENTILES = ("p50", "p90", "p95", "p99")
-
-
-def percentiles(samples: Sequence[float]) -> dict[str, float]:
-    """The 50th, 90th, 95th and 99th percentiles, keyed "p50" and so on."""
-    return dict(zip(PERCENTILES, np.percentile(samples, [int(name[1:]) for name in PERCENTILES]).tolist(), strict=True))
 
 
 @dataclass(frozen=True)
