@@ -78,7 +78,7 @@ MOST_LINES = {
     "compress": 7_582,
     "export": 6_440,
     "benchmarks": 9_211,
-    "tests": 24_975,
+    "tests": 24_974,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
