@@ -218,7 +218,7 @@ def _sublayer_builders(layers: LayerBuilder) -> dict[tuple[str, str], SublayerBu
     for config, _ in layers.config.runs():
         for part, kind in (("self_attn", config.attention_kind), ("mlp", config.mlp_kind)):
             if (part, kind) not in made:
-                made[part, kind] = BUILDERS[kind](layers.with_config(config), part)
+                made[part, kind] = BUILDERS[kind](replace(layers, config=config), part)
     return made
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -250,10 +250,6 @@ class LayerBuilder:
         second_cos, first_sin = at("second_cos", "Mul", second, cos), at("first_sin", "Mul", first, sin)
         turned_second = at("turned_second", "Add", second_cos, first_sin)
         return at("turned", "Concat", turned_first, turned_second, *rest, axis=-1)
-
-    def with_config(self, config: ModelConfig) -> LayerBuilder:
-        """The same builder for layers of another config."""
-        return replace(self, config=config)
 
 
 class SublayerBuilder(ABC):

@@ -117,6 +117,8 @@ def find_provider(wanted: str) -> Provider:
     asked, _, device = wanted.partition(":")
     name = asked.lower().replace("-", "").replace("_", "").removesuffix(_SUFFIX.lower())
     if name == "cpu":
+        if device:
+            raise UsageError(f"--provider {wanted}: cpu has no devices to choose among; use --provider cpu")
         return CPU
     name = {"tensorrtrtx": "nvtensorrtrtx", "directml": "dml"}.get(name, name)
     built_in = {short_name(each): each for each in ort.get_available_providers()}

@@ -69,24 +69,13 @@ def test_without_text_the_model_writes_its_own(
     assert "texts that the model writes itself" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"calibration": ["matches"]}, UsageError, "is for `kv_cache` int8"),
-        ({"kv_cache": "fp16", "calibration": ["matches"]}, UsageError, "is for `kv_cache` int8"),
-        ({"settings": ["samples=4"]}, UsageError, "samples is for `kv_cache` int8"),
-        ({"kv_cache": "int8", "calibration": ["nothing.txt"]}, ArtifactError, "nothing.txt"),
-    ],
-)
-def test_bad_input(
-    checkpoint: Path, tmp_path: Path, settings: dict[str, Any], error: type[Exception], message: str
+@pytest.mark.parametrize("kv_cache", [None, "fp16"])
+def test_text_that_nothing_reads_is_refused(
+    checkpoint: Path, corpus_file: Path, tmp_path: Path, kv_cache: str | None
 ) -> None:
-    files = [tmp_path / name for name in settings.pop("calibration", [])]
-    for path in files:
-        if path.name == "matches":
-            path.write_text("text", encoding="utf-8")
-    with pytest.raises(error, match=message):
-        sportsllm.export(checkpoint, out=tmp_path / "out", calibration=files, **settings)
+    for options in ({"calibration": [corpus_file]}, {"settings": ["samples=4"]}):
+        with pytest.raises(UsageError, match=r"(calibration`|samples) is for `kv_cache` int8"):
+            sportsllm.export(checkpoint, out=tmp_path / "out", kv_cache=kv_cache, **options)
     assert not (tmp_path / "out").exists()
 
 

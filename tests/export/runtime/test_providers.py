@@ -34,17 +34,18 @@ def test_the_cpu_is_always_there(name: str) -> None:
     assert providers.installed()[0] == "cpu" and "azure" not in providers.installed()
 
 
-def test_a_provider_that_is_not_installed_says_what_to_install() -> None:
-    with pytest.raises(
-        ResourceError, match=r"--provider cuda: not installed; installed: cpu.* install onnxruntime-gpu"
-    ):
-        find_provider("cuda")
-    with pytest.raises(ResourceError, match="onnxruntime-ep-nv-tensorrt-rtx"):
-        find_provider("TensorRT-RTX")
-    with pytest.raises(
-        UsageError, match=r"--provider quantum: no provider has this name; installed: cpu.*webgpu: onnx"
-    ):
-        find_provider("quantum")
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("cuda", ResourceError, "cuda: not installed; installed: cpu.* install onnxruntime-gpu"),
+        ("TensorRT-RTX", ResourceError, "onnxruntime-ep-nv-tensorrt-rtx"),
+        ("quantum", UsageError, "quantum: no provider has this name; installed: cpu.*webgpu: onnx"),
+        ("cpu:1", UsageError, "cpu:1: cpu has no devices"),
+    ],
+)
+def test_a_provider_that_is_not_here_says_what_to_do(name: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        find_provider(name)
 
 
 @pytest.fixture
