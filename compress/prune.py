@@ -218,10 +218,10 @@ def prune_checkpoint(
 
     def make(directory: Path) -> JsonObject:
         started = time.perf_counter()
+        text = None if recovery is None else (work.text or partial(StudentText.read, recovery, out))()
         network, cut = _cut(job, work, shape, directory, resume, begun)
         training: JsonObject = {}
-        if recovery is not None:
-            text = (work.text or partial(StudentText.read, recovery, out))()
+        if recovery is not None and text is not None:
             known = {} if begun is None else manifest_of(begun).results
             mapped = recovery if begun is None else after_search(recovery, known["tokens"], search[0].nats_before)
             mapped = mapped.matching_kept(cut["kept_layers"])

@@ -22,7 +22,7 @@ from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, QUANTIZATION, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
 
 if TYPE_CHECKING:
-    from compress.distillation.student import RunDirectory, StudentTraining
+    from compress.distillation.student import RunDirectory, StudentText, StudentTraining
     from compress.distillation.teacher_cache import TeacherCache
     from compress.quantization.config import QuantizationConfig, QuantizationPlan, SizeBudget
     from compress.quantization.layer_by_layer import RoundedWeights
@@ -177,7 +177,7 @@ def quantize_checkpoint(
         UsageError: an unknown method, or text for a method that reads none.
         ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
-    from compress.distillation.student import RunDirectory
+    from compress.distillation.student import RunDirectory, StudentText
     from compress.quantization.config import (
         METHODS,
         QuantizationConfig,
@@ -206,6 +206,7 @@ def quantize_checkpoint(
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
+        read = None if training is None else StudentText.read(training, directory)  # refused before the rounding
         rounded, groups = round_weights(plan, directory, keep_originals=training is not None)
         packed = rounded.packed
         write_config(directory, plan.model, checkpoint, packed.record(plan.method))
@@ -213,15 +214,14 @@ def quantize_checkpoint(
         if (packed_before := bitsandbytes_kind(checkpoint)) is not None:
             error = None if METHODS[plan.method] else packed.relative_change(TensorFiles(checkpoint))
             results |= {"regridded_from": packed_before, "regrid_relative_error": error}
-        if training is not None:
+        if training is not None and read is not None:
             run = RunDirectory(directory, stage.fingerprint(), resume)
-            results |= train_rounded(plan, rounded, training, cache, run)
-        record = config.record()
+            results |= train_rounded(plan, rounded, training, cache, run, read)
         return {
             **results,
             "parameters": plan.model.parameters,
-            **record,
-            "group_size": record["block_size"],
+            **config.record(),
+            "group_size": config.block_size,
             "method": plan.method,
             "bits_per_weight": bits_per_weight(plan.model, packed.config),
             "padding_percent": padding_percent(plan.model, config),
@@ -259,6 +259,7 @@ def train_rounded(
     recovery: StudentTraining,
     cache: TeacherCache | None,
     run: RunDirectory,
+    text: StudentText,
 ) -> dict[str, Any]:
     """Train the quantized checkpoint on its grid and write its tensors again; returns the results of training."""
     from compress.distillation.student import recover
@@ -267,7 +268,7 @@ def train_rounded(
 
     model, packed = load_checkpoint(run.directory), rounded.packed
     make_trainable(model, rounded.originals)
-    results = recover(model, recovery, cache, run)
+    results = recover(model, recovery, cache, run, text)
     pack_trained(model, packed)
     record = packed.record(f"{plan.method}+qad")
     write_config(run.directory, plan.model, plan.checkpoint, record)

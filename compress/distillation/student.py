@@ -12,7 +12,7 @@ from compress.distillation.make_teacher_cache import make_teacher_cache
 from compress.distillation.teacher import load_teacher, teacher_logits
 from compress.distillation.teacher_cache import SIGNALS, TeacherCache, open_teacher_cache, wanted_info
 from sportsllm import processes
-from sportsllm.errors import UsageError
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import STATE_DIRECTORY, JsonObject
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import require_finite
@@ -107,7 +107,7 @@ class StudentTraining:
 
         Raises:
             UsageError: a sequence longer than a context.
-            ArtifactError: a cache that was made by another teacher, or for another corpus, sequence or seed.
+            ArtifactError: no cache, or one that was made by another teacher, or for another corpus, sequence or seed.
         """
         teacher = load_config(self.teacher)
         for shape in (student, teacher):
@@ -119,6 +119,8 @@ class StudentTraining:
             raise UsageError("--signals: several processes cannot read it; leave it out, or train in one process")
         wanted = wanted_info(self)
         if not (directory / SIGNALS).exists():
+            if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+                raise ArtifactError(f"{directory}: exists and holds no teacher signals; give --signals a new directory")
             make_teacher_cache(self, wanted, directory)
         return open_teacher_cache(self, dataclasses.replace(wanted, vocab_size=student.vocab_size), directory)
 
@@ -213,9 +215,8 @@ def recover(
     training: StudentTraining,
     cache: TeacherCache | None,
     run: RunDirectory,
-    text: StudentText | None = None,
+    text: StudentText,
 ) -> JsonObject:
     """Train a model that was cut or rounded, in place: `train_student`, the score before under its own name."""
-    text = text or StudentText.read(training, run.directory)
     results = train_student(model, training, text, cache, run, "recover")
     return {"bits_per_byte_before_recovery": results.pop("bits_per_byte_before"), **results}

@@ -117,6 +117,9 @@ def test_quantized_input_and_empty_calibration_are_refused(
     (tmp_path / "empty.txt").write_text("\n", encoding="utf-8")
     with pytest.raises(ArtifactError, match="no calibration text"):
         run(tmp_path / "out", layers=1, calibration=[tmp_path / "empty.txt"])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ArtifactError, match="all of it is held out"):
+        patch.setattr("compress.prune._cut", None)  # refused before it
+        run(tmp_path / "out", STEPS, layers=1, recover=512, valid=[run.corpus])
     run.checkpoint = shutil.copytree(run.checkpoint, tmp_path / "quantized")
     edit_json(run.checkpoint / "config.json", quantization_config={"quant_method": "sportsllm-nbits"})
     with pytest.raises(ArtifactError, match="is quantized; prune the unquantized"):

@@ -28,7 +28,7 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch
 from sportsllm.training.settings import Start
 from tests.support.distillation import CONFIG, FP32, run
-from tests.support.models import saved, tiny_model
+from tests.support.models import saved, tiny_config, tiny_model
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -95,6 +95,9 @@ def test_signals_are_made_once_and_serve_pruning_too(
         other = tmp_path / "other.txt"
         other.write_text(corpus_file.read_text(encoding="utf-8") + "\nmore\n", encoding="utf-8")
         run(checkpoint, str(student), tmp_path / "three", other, distillation=objective)
+    for path in (checkpoint, corpus_file):
+        with pytest.raises(ArtifactError, match="exists and holds no teacher signals; give --signals a new directory"):
+            dataclasses.replace(recovery, distillation=dataclasses.replace(FP32, signals=path)).prepare(tiny_config())
     assert not (tmp_path / "three").exists()
 
 

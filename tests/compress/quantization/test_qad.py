@@ -13,6 +13,7 @@ from compress.quantization.config import GridSpec, QuantizationConfig
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from compress.quantization.qad import FakeQuantLinear, make_trainable, pack_trained
 from compress.quantize import quantize_checkpoint
+from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.formats.packed_modules import QuantizedLinear
@@ -113,6 +114,10 @@ def test_the_stage_recovers_quality_and_stays_on_the_grid(checkpoint: Path, corp
     grid = QuantizationConfig(4, 64, 32)
     results = quantize_checkpoint(checkpoint, tmp_path / "out", grid, "rtn", recovery=lambda: recovery)
     plain = quantize_checkpoint(checkpoint, tmp_path / "rtn", grid, "rtn")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ArtifactError, match="all of it is held out"):
+        patch.setattr("compress.quantize.round_weights", None)  # refused before it
+        own = StudentTraining(checkpoint, config, (corpus_file,), valid=(corpus_file,))
+        quantize_checkpoint(checkpoint, tmp_path / "none", grid, "rtn", recovery=lambda: own)
     assert results.tokens == 60 * 128 and results.size_bytes == plain.size_bytes
     full, rounded, trained = (load_checkpoint(path) for path in (checkpoint, tmp_path / "rtn", tmp_path / "out"))
     words = load_tokenizer(checkpoint, full.config)
