@@ -70,9 +70,7 @@ def test_without_text_the_model_writes_its_own(
 
 
 @pytest.mark.parametrize("kv_cache", [None, "fp16"])
-def test_text_that_nothing_reads_is_refused(
-    checkpoint: Path, corpus_file: Path, tmp_path: Path, kv_cache: str | None
-) -> None:
+def test_unread_text_is_refused(checkpoint: Path, corpus_file: Path, tmp_path: Path, kv_cache: str | None) -> None:
     for options in ({"calibration": [corpus_file]}, {"settings": ["samples=4"]}):
         with pytest.raises(UsageError, match=r"(calibration`|samples) is for `kv_cache` int8"):
             sportsllm.export(checkpoint, out=tmp_path / "out", kv_cache=kv_cache, **options)
