@@ -298,9 +298,7 @@ def _round_alone(
     """
     read, matrices = set[str](), [(matrix, group[0]) for group in input_groups(model) for matrix in group]
     sources = {matrix.name: matrix.name if matrix.routed else first.name for matrix, first in matrices}
-    statistics = {
-        m.name if m.routed else first.name: input_squares if m.routed else input_moment for m, first in matrices
-    }
+    statistics = {sources[m.name]: input_squares if m.routed else input_moment for m, _ in matrices}
     with summed({name: (block.get_submodule(name), each) for name, each in statistics.items()}) as found:
         following = run_layer(block, states_BTD, rope)
     for name, source in sources.items():
