@@ -25,6 +25,7 @@ from sportsllm.settings import TEXT
 from sportsllm.text.conversations import FIELDS, Document, chat_field, plain_text, read_conversation
 
 _SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+_KINDS = ".txt, .md, .jsonl (each also as .gz) or .parquet"
 _CHUNK_BYTES = 16_384  # a long plain file is cut near this size, at blank lines, so that it can be split
 _LONGEST_PARAGRAPH = 4 * _CHUNK_BYTES
 _BLOCK_BYTES, _ROWS_AT_ONCE = 2**20, 1_000  # of a file in memory
@@ -133,12 +134,12 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
         elif path.is_dir():
             found = [item for item in visible_files(path) if _kind(item) and item.stem.lower() not in _NO_TEXT]
             if not found:
-                raise ArtifactError(f"{path}: holds no {', '.join(_SUFFIXES)} file (or .gz of one)")
+                raise ArtifactError(f"{path}: holds no file that is {_KINDS}")
             files += found
         elif not path.exists():
             raise ArtifactError(f"{path}: not found; give a text file or a folder")
         elif _kind(path) is None:
-            raise ArtifactError(f"{path}: unknown type of file; use {', '.join(_SUFFIXES)} (or .gz of one)")
+            raise ArtifactError(f"{path}: unknown type of file; use {_KINDS}")
         else:
             files.append(path)
     return files

@@ -77,7 +77,7 @@ def test_long_plain_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path: Path)
         ("a.jsonl", b'{"text": null}\n', "line 1 has no 'text' string but null; correct or delete the line"),
         ("a.txt.gz", b"not gzip", "damaged gzip"),
         ("a.parquet", b"PAR1", "parquet"),
-        ("a.docx", b"x", "unknown type of file"),
+        ("a.parquet.gz", b"x", r"unknown type of file; use .txt, .md, .jsonl \(each also as .gz\) or .parquet"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
