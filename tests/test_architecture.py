@@ -74,11 +74,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_222,
+    "sportsllm": 19_221,
     "compress": 7_582,
-    "export": 6_440,
+    "export": 6_438,
     "benchmarks": 9_211,
-    "tests": 24_974,
+    "tests": 24_973,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

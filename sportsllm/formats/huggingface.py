@@ -298,11 +298,10 @@ def checkpoint_with(checkpoint: Path, config: ModelConfig) -> Iterator[Path]:
     data = read_json(checkpoint / "config.json")
     data |= _partial_rotation(data)
     data.pop("rope_parameters", None)  # transformers 5 keeps theta and scaling there
-    scaling = config.rope_scaling
     data |= {
         "max_position_embeddings": config.max_position_embeddings,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else scaling.fields_used(),
+        "rope_scaling": _scaling_of(config),
     }
     if config.rope_local_theta is not None:
         data["rope_local_base_freq"] = config.rope_local_theta

@@ -231,16 +231,17 @@ def _weight_files(directory: Path) -> list[Path]:
         return [directory / name for name in names]
     if (directory / WEIGHTS).exists():
         return [directory / WEIGHTS]
-    pickles = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
-    if pickles:
-        raise ArtifactError(
-            f"{directory}: only {pickles[0]} found; pickle files can run code and are not read, "
-            "convert them to safetensors"
-        )
     others = sorted(p.name for p in directory.glob("*.safetensors"))
-    advice = f"rename {others[0]}" if others else "give a finished checkpoint, not an export"
-    advice = adapter_hint(directory) or advice
-    raise ArtifactError(f"{directory}: no {WEIGHTS}; {advice}")
+    pickles = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
+    if any("-of-" in name for name in others):
+        advice = f"copy {INDEX} too, the index of the shards"
+    elif others:
+        advice = f"rename {others[0]}"
+    elif pickles:
+        advice = f"pickle files can run code and are not read: convert {pickles[0]} to safetensors"
+    else:
+        advice = "give a finished checkpoint, not an export"
+    raise ArtifactError(f"{directory}: no {WEIGHTS}; {adapter_hint(directory) or advice}")
 
 
 def check_shape(tensor: Tensor, expected: tuple[int, ...], name: str, directory: Path) -> None:

@@ -27,8 +27,6 @@ from sportsllm.inference.scoring import ROWS_AT_ONCE, TaskScore, score_documents
 from sportsllm.text.chat import render_chat
 from sportsllm.text.tokenizer import TextTokenizer
 
-_YAML = (".yaml", ".yml")
-
 
 class HarnessModel(LM):  # type: ignore[misc]
     """A model as the harness asks it.
@@ -123,7 +121,7 @@ def run_tasks(
         UsageError: no such task, or one that cannot be loaded, for example since there is no hub.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    defaults = not all(name.endswith(_YAML) for name in names)
+    defaults = not all(name.endswith((".yaml", ".yml")) for name in names)
     try:
         manager = TaskManager(include_defaults=defaults)
         tasks = manager.load(list(names))["tasks"]

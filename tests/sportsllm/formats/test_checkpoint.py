@@ -83,9 +83,8 @@ def test_shards_and_half_precision(copy: Path) -> None:
     index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     (copy / WEIGHTS).unlink()
-    model = load_checkpoint(copy)
     name = "model.layers.1.mlp.up_proj.weight"
-    assert torch.equal(model.state_dict()[name], tensors[name].half().float())
+    assert torch.equal(load_checkpoint(copy).state_dict()[name], tensors[name].half().float())
     (copy / "model-2.safetensors").unlink()
     refused(copy, "model-2.safetensors")
 
@@ -138,6 +137,7 @@ def test_tied_head_stored_twice_is_read_once(copy: Path) -> None:
         ("tokenizer.json", "tokenizer.model", "not found; write it from tokenizer.model by AutoTokenizer"),
         (WEIGHTS, "pytorch_model.bin", "pickle files can run code"),
         (WEIGHTS, "model.fp16.safetensors", "no model.safetensors; rename model.fp16.safetensors"),
+        (WEIGHTS, "model-00001-of-00002.safetensors", "no model.safetensors; copy model.safetensors.index.json too"),
     ],
 )
 def test_other_files_of_hugging_face_are_named(copy: Path, old: str, new: str, said: str) -> None:
