@@ -148,10 +148,9 @@ def _parse_own(data: JsonObject, where: str) -> ModelConfig:
     for name in ("eos_token_id", "layer_types"):
         if isinstance(values.get(name), list):
             values[name] = tuple(values[name])
-    if values.get("experts") is not None:
-        values["experts"] = Experts(**values["experts"])
-    if values.get("selection") is not None:
-        values["selection"] = Selection(**values["selection"])
+    for name, record in (("experts", Experts), ("selection", Selection)):
+        if values.get(name) is not None:
+            values[name] = record(**values[name])
     scaling = _rope_scaling(values.get("rope_scaling") or {}, values.get("max_position_embeddings"), where)
     return ModelConfig(**values | {"rope_scaling": scaling})
 

@@ -184,11 +184,11 @@ class CalibrationText:
         Raises:
             ArtifactError: there is no text, or less than asked for.
         """
+        from sportsllm.inference.batch_sampling import self_generated_text
+
         length = min(SAMPLE_TOKENS, model.max_position_embeddings)
         tokenizer = load_tokenizer(checkpoint, model, self.reading)
         if not self.files:
-            from sportsllm.inference.batch_sampling import self_generated_text
-
             count = self.samples or most
             written = min(max(LEAST_SAMPLES, round(_SAMPLING_TIMES_PARAMETERS / model.parameters)), (count + 1) // 2)
             others = " and a general text" if count > written else ""
@@ -205,8 +205,6 @@ class CalibrationText:
             found += calibration_samples([GENERAL_TEXT], (), tokenizer, model, None, SAMPLE_TOKENS, mixed_in)
         if tokens >= least or self.samples is not None:
             return found
-        from sportsllm.inference.batch_sampling import self_generated_text
-
         log(
             f"{tokens:,} tokens of calibration text are too few: adding {LEAST_SAMPLES} texts that the model "
             "writes itself"

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -169,7 +170,9 @@ class TextTokenizer:
         """The special token that the chat template ends a reply with, if it does: not every config.json names it."""
         turns = ("user", "Hi"), ("assistant", "Hi"), ("user", "Hi")  # behind the last one Phi-3.5's also ends the text
         with suppress(ArtifactError):
-            (encoded,) = self.encode_documents([Conversation(turns)])
+            usual = copy(self)
+            usual.reading = USUAL  # others may score more than the reply
+            (encoded,) = usual.encode_documents([Conversation(turns)])
             last = [token for token, scored in zip(encoded.ids, encoded.scored or [], strict=True) if scored][-1]
             return [last] if self._tokenizer.id_to_token(last) in self.special_texts else []
         return []

@@ -108,8 +108,7 @@ def test_eval_compares_checkpoints_exports_and_gguf_files(
 def test_other_tokens_are_refused_in_a_line(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine
 ) -> None:
-    words = tmp_path / "words"
-    words.mkdir()
+    (words := tmp_path / "words").mkdir()
     train_tokenizer(["other words entirely, and nothing of sports"] * 40, TINY_VOCAB, words)
     for name, model in (("tokenizer", tiny_model()), ("size", tiny_model(vocab_size=400))):
         saved(tmp_path / name, model, words)

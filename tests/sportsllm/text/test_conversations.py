@@ -149,9 +149,8 @@ def test_system_reasoning_and_weights_of_a_record_are_read(
     assert list(map(int, ours.scored or [])) == [0] * earlier + expected["assistant_masks"][earlier:]
     assert ours.bytes == len("Hm.We.")
     (everything,) = load_tokenizer(directory, reading=Reading(loss_on="all")).encode_documents([chat])
-    assert list(map(int, everything.scored or [])) == [
-        int(not (mask and place < earlier)) for place, mask in enumerate(expected["assistant_masks"])
-    ]
+    learned = [int(not (mask and place < earlier)) for place, mask in enumerate(expected["assistant_masks"])]
+    assert list(map(int, everything.scored or [])) == learned
 
 
 MESSAGES = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "They."}]
@@ -320,5 +319,7 @@ def test_text_that_spells_special_tokens_is_counted(
 def test_the_token_that_ends_a_turn_is_not_that_of_the_text(tokenizer_directory: Path, tmp_path: Path) -> None:
     special, template = TEMPLATES["chatml"]
     template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
-    tokenizer = load_tokenizer(instruct(tokenizer_directory, tmp_path, special, template))
-    assert tokenizer.turn_ends == tokenizer.encode("<|im_end|>", special=True) != [tokenizer.end_id]
+    directory = instruct(tokenizer_directory, tmp_path, special, template)
+    for reading in (Reading(), Reading(loss_on="all")):
+        tokenizer = load_tokenizer(directory, reading=reading)
+        assert tokenizer.turn_ends == tokenizer.encode("<|im_end|>", special=True) != [tokenizer.end_id]
