@@ -14,12 +14,13 @@ _SCRIPT = """#!/bin/bash
 set -e
 cd {folder}
 mkdir -p {logs}
+command={command}
 options=(--job-name={name} --output={logs}/%x-%A-%a.log "$@")
 submit() {{
     job=$(sbatch --parsable --array="0-$(($# - 1))" ${{job:+"--dependency=afterany:$job"}} "${{options[@]}}" <<END
 #!/bin/bash
 stages=($@)
-exec {command} --only "\\${{stages[\\$SLURM_ARRAY_TASK_ID]}}"
+exec $command --only "\\${{stages[\\$SLURM_ARRAY_TASK_ID]}}"
 END
     )
     job=${{job%%;*}}
@@ -44,5 +45,5 @@ def levels(needs: Mapping[str, Sequence[str]]) -> list[list[str]]:
 def submit_script(stages: Sequence[Sequence[str]], command: Sequence[str], name: str, folder: str, logs: str) -> str:
     """The script for `stages` by level; `command` runs the recipe, and gets `--only STAGE`."""
     quoted = {"name": shlex.quote(name), "folder": shlex.quote(folder), "logs": shlex.quote(logs)}
-    script = _SCRIPT.format(command=shlex.join(command), **quoted)
+    script = _SCRIPT.format(command=shlex.quote(shlex.join(command)), **quoted)
     return script + "".join(f"submit {shlex.join(level)}\n" for level in stages)

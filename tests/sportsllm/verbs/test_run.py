@@ -221,12 +221,12 @@ megabytes = 0.1
 
 
 def test_a_recipe_runs_as_arrays_of_slurm_jobs_and_a_lost_stage_alone_runs_again(tmp_path: Path) -> None:
-    path, out, script = write(tmp_path, BRANCHES), tmp_path / "out", tmp_path / "jobs.sh"
+    path, out, script = write(tmp_path, BRANCHES), tmp_path / "$out `1`", tmp_path / "jobs.sh"
     written = run(path, out, slurm=script)
     assert not written.stages and not out.exists()
-    text, command = script.read_text(encoding="utf-8"), f"exec {sys.executable} -m sportsllm.cli run"
+    text, command = script.read_text(encoding="utf-8"), f"{sys.executable} -m sportsllm.cli run"
     assert text.count(command) == 1
-    script.write_text(text.replace(command, f"exec {program(tmp_path / 'program')} run"), encoding="utf-8")
+    script.write_text(text.replace(command, f"{program(tmp_path / 'program')} run"), encoding="utf-8")
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text(FAKE_SBATCH, encoding="utf-8")
