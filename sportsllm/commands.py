@@ -77,7 +77,7 @@ def load_command(name: str) -> Command:
 
 def python_command(name: str) -> Command:
     """`load_command` for callers in Python: plain types in its signature, the options' help in its documentation, and
-    parameters instead of flags in its errors."""
+    parameters instead of flags there and in its errors."""
     command = load_command(name)
     signature = inspect.signature(command, eval_str=True)
 
@@ -111,7 +111,7 @@ def python_command(name: str) -> Command:
         default = f" By default: {option.show_default}." if isinstance(option.show_default, str) else ""
         lines.append(f"    {parameter.name}: {option.help}{default}")
         plain_ones.append(parameter.replace(annotation=kind))
-    function.__doc__ = "\n".join(lines)
+    function.__doc__ = named("\n".join(lines))
     function.__signature__ = signature.replace(parameters=plain_ones)  # type: ignore[attr-defined]
     return function
 

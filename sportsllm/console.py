@@ -141,7 +141,7 @@ def progress_bar(description: str, total: float | None, done: int = 0) -> Iterat
     """A progress bar on standard error; if that is no terminal, a line after three seconds and then a minute.
 
     Args:
-        total: the number of steps, or None where it is unknown.
+        total: the number of steps, or None if it is unknown.
         done: steps that an earlier run has taken.
     """
     columns: list[ProgressColumn] = [
@@ -166,7 +166,7 @@ class ProgressBar:
         self._next_line = self._started + FIRST_LINE_S
 
     def advance(self, amount: float = 1, note: str | None = None) -> None:
-        """Move on by `amount` and, where given, replace the note behind the bar."""
+        """Move on by `amount`; a `note` replaces the one behind the bar."""
         self._progress.update(self._task, advance=amount)
         if note is not None:
             self._progress.update(self._task, note=note)

@@ -55,9 +55,8 @@ def start(number: int, words: Sequence[str]) -> int:
     )
     config.local_addr = "localhost"  # the machine's name may have no address
     try:
-        elastic_launch(config, sys.executable)(
-            "-P", "-m", "sportsllm.cli", *words
-        )  # -P: no modules of the working folder
+        # -P: no modules of the working folder
+        elastic_launch(config, sys.executable)("-P", "-m", "sportsllm.cli", *words)
     except ChildFailedError as error:
         failed = error.get_first_failure()[1]
         if failed.exitcode < 0:

@@ -12,13 +12,13 @@ Array = npt.NDArray[Any]
 
 
 class Prefix(NamedTuple):
-    """Token ids, and all cached tensors of theirs."""
+    """Token ids and their cached tensors."""
 
     ids: npt.NDArray[np.int64]
     arrays: list[Array]
 
     def shared(self, tokens: npt.NDArray[np.int64]) -> int:
-        """How many first tokens are those of another sequence."""
+        """Length of the beginning that another sequence shares."""
         length = min(len(self.ids), len(tokens))
         differ = np.flatnonzero(self.ids[:length] != tokens[:length])
         return int(differ[0]) if len(differ) else length

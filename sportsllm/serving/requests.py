@@ -80,7 +80,7 @@ class ResponseFormat(_Body):
 
 
 class GenerationRequest(ModelRequest):
-    """What chat and completion have in common. The sampling's defaults are those of `generate`."""
+    """Fields of chats and completions. The defaults of sampling are those of `generate`."""
 
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()

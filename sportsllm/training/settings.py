@@ -134,7 +134,7 @@ LEAST_STEPS = 200
 _MANY_STEPS, _LONG_RUN = 800, 1_000
 _WARMUP_FRACTION, _MOST_WARMUP = 0.05, 50
 _RATE_PARAMETERS, _LEAST_PARAMETERS = 1e8, 1e6
-_MUON_WIDTH = 512  # up to which Muon was measured to pay for random weights even where it is slow
+_MUON_WIDTH = 512  # up to which Muon was measured to pay for random weights even if it is slow
 _ADAPTER_RATIO = 10.0  # adapters start at zero and reach their size in a few steps
 
 

@@ -60,7 +60,7 @@ def place(model: SportsLLM, device: torch.device, shard: bool, tensor_parallel: 
     for module in model.modules():
         if isinstance(module, FSDPModule):  # sums: each process's loss is divided by all tokens of the step already
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo sums where it is asked for a mean
+            module.set_force_sum_reduction_for_comms(True)  # gloo sums if asked for a mean
             module.unshard()  # the memory of gathered weights, first needed in inference mode, could not be trained
             module.reshard()
 
