@@ -29,7 +29,7 @@ DATA_BYTES_KEY = "data_bytes"  # size that the data file must have
 RUNTIME_KEY = "onnxruntime"  # the oldest version that a graph was tried with
 OLDEST_RUNTIME = "1.31"
 KERNELS_DOMAIN = "sportsllm"  # of the operators of `export/kernels`
-KERNELS_KEY = "kernels"  # version of the kernels that the graph calls; absent where it calls none
+KERNELS_KEY = "kernels"  # version of the kernels that the graph calls; absent if it calls none
 CACHE_KEY = "cache"  # one of the next two; in place if an export does not say
 IN_PLACE_CACHE = "shared"  # past and present are one buffer with room to grow; sequences are padded on the right
 CONCAT_CACHE = "growing"  # present is past followed by the new tokens, a new tensor; masked columns do not count
@@ -176,7 +176,7 @@ def write_loader_files(
     if quantization_config(checkpoint) is None and settings.pop("quantization_config", None) is not None:
         write_json(directory / "config.json", settings)
     if web is not None:
-        # The dtype that is loaded where the page names none, and the graph that has a data file beside it.
+        # The dtype that is loaded if the page names none, and the graph that has a data file beside it.
         graph = web_files(directory, web).graph.name
         dtype = WEB_NAMES[web][0]
         settings["transformers.js_config"] = {"dtype": dtype, "use_external_data_format": {graph: 1}}

@@ -48,7 +48,7 @@ def _inverse(values: Tensor) -> Tensor:
 
 
 def _divided(first: Tensor, second: Tensor) -> Tensor:
-    """0 where the second is 0."""
+    """0 if the second is 0."""
     return torch.where(second == 0, 0.0, first / torch.where(second == 0, 1.0, second))
 
 

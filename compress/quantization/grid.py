@@ -162,7 +162,7 @@ def searched_range(
 def fit_grid(
     weight_NK: Tensor, bits: int, block_size: int, symmetric: bool, *, search: bool, weights_K: Tensor | None = None
 ) -> Grid:
-    """The grid of a matrix: `searched_range` where `search`, else `full_range`."""
+    """The grid of a matrix: `searched_range` if `search`, else `full_range`."""
     blocks_NGS = split_blocks(weight_NK.float(), block_size)
     if not search:
         return Grid(*full_range(blocks_NGS, bits, symmetric), bits, block_size, symmetric)

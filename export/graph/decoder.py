@@ -8,7 +8,7 @@ the model's kinds, for grouped-query attention `key` and `value`, (B, heads, S, 
 axis but one; an LSTM's `hidden` and `cell` have none, (B, cells). Sequences of unequal length are padded on the right;
 with standard operators the left will do as well.
 A further input, `num_logits_to_keep`, may be left out: 0 keeps all positions, n the last n only.
-Operators are ONNX Runtime's own where it has them: GroupQueryAttention, MatMulNBits, GatherBlockQuantized, ...
+Operators are ONNX Runtime's own if it has them: GroupQueryAttention, MatMulNBits, GatherBlockQuantized, ...
 (https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md); or standard ones alone.
 """
 
@@ -192,7 +192,7 @@ def graph_precision(nodes: Iterable[ir.Node], weights: Iterable[ir.Value]) -> st
 class Stream(NamedTuple):
     """What comes out of the layers."""
 
-    x_BTD: ir.Value  # what the last half adds
+    x_BTD: ir.Value  # what the last sublayer adds
     residual_BTD: ir.Value | None  # the residual stream before it
     presents: list[list[ir.Value]]  # what each layer caches
 

@@ -25,7 +25,7 @@ from sportsllm.models.sublayer import HIDDEN, Matrix
 
 @dataclass(frozen=True)
 class LayerBuilder:
-    """Adds the parts of layers to a graph: in ONNX Runtime's own operators where it has faster ones, or in standard
+    """Adds the parts of layers to a graph: in ONNX Runtime's own operators if it has faster ones, or in standard
     ONNX operators alone (opset 21).
 
     Attributes:

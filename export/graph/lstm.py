@@ -47,7 +47,7 @@ class LSTM(SublayerBuilder):
         return h_BTH, states
 
     def _gates(self, layer: int, read: str, x: ir.Value) -> ir.Value:
-        """The products of all gates side by side, also where they are stored in unlike formats."""
+        """The products of all gates side by side, even if they are stored in unlike formats."""
         found = self.products(layer, read, x, split=False)
         return (
             found[0]

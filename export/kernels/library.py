@@ -26,7 +26,7 @@ def library_of(version: str) -> Path | None:
 
 
 def variant_of(library: Path) -> str:
-    """The variant that this processor runs: `plain` where it lacks the instructions of all others.
+    """The variant that this processor runs: `plain` if it lacks the instructions of all others.
 
     Raises:
         OSError: the library cannot be loaded here.

@@ -5,12 +5,12 @@ Shape suffixes: T tokens, V vocabulary, N rows (outputs).
 Each prompt is read whole (prefill), and again in part with the rest token by token through the cache (decode);
 one batch has prompts of unequal length. The reference reads every prompt in one piece and has no cache.
 
-- The exact pass multiplies in float32 throughout: the same graph and data, MatMulNBits at accuracy_level 0, also where
+- The exact pass multiplies in float32 throughout: the same graph and data, MatMulNBits at accuracy_level 0, also if
   ONNX Runtime makes it out of standard operators. A graph that computes or caches in float16 is widened. What is
   stored in float16 is rounded in the reference too. Only the order of additions differs from PyTorch, so a single wrong
   weight or cache entry stands out.
 - The deployed pass runs the files as they are. It bounds what int8 activations or float16 storage cost.
-- The native pass runs them with this program's kernels, where the graph calls those and they are built, within the same
+- The native pass runs them with this program's kernels, if the graph calls those and they are built, within the same
   limits. All variants of the kernels compute the same bits, so the plain one must give the logits of the one that runs
   here.
 - Another execution provider, if one is asked for, runs them in a pass of its own, within the limits of the deployed

@@ -117,7 +117,7 @@ class ParityReport:
     """What the gate found."""
 
     precision: str  # `fp32`, `fp16`, `int8` or `int4`: the smallest in the graph
-    passes: tuple[Pass, ...]  # exact, deployed where that differs, and native with this program's kernels
+    passes: tuple[Pass, ...]  # exact, deployed if that differs, and native with this program's kernels
     unequal_tables: tuple[str, ...]  # stored tables that differ from the model's
     # Texts that do not survive encoding and decoding; only reported, since normalising tokenizers do that by design.
     tokenizer_changes: tuple[str, ...] | None  # None without a tokenizer

@@ -28,7 +28,7 @@ PREFILL_CHUNK = 128
 def open(
     directory: str | Path, threads: int | None = None, kernels: str = "auto", provider: str = "cpu"
 ) -> OnnxDecoder:
-    """Open a directory that `export` wrote for generation and scoring, on all cores where `threads` is not given.
+    """Open a directory that `export` wrote for generation and scoring, on all cores if `threads` is not given.
 
     Raises:
         ArtifactError: a file is missing, truncated or too long, or the graph is not a decoder.
