@@ -191,7 +191,7 @@ def wait_for_quiet(longest_s: float = 3.0, cpus: Sequence[int] | None = None) ->
 
 def disturbed(rounds: Sequence[Mapping[str, Any]]) -> bool:
     """Whether other programs took more than `QUIET_CORES` in half of the rounds or more: medians bear less."""
-    return statistics.median(float(one["other_cpu_cores"]) for one in rounds) > QUIET_CORES
+    return statistics.median_high(float(one["other_cpu_cores"]) for one in rounds) > QUIET_CORES
 
 
 def take_turns(
