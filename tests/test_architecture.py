@@ -76,7 +76,7 @@ LONGEST = 80
 MOST_LINES = {
     "sportsllm": 19_221,
     "compress": 7_582,
-    "export": 6_438,
+    "export": 6_435,
     "benchmarks": 9_211,
     "tests": 24_973,
 }

@@ -15,7 +15,7 @@ from export.layout import find_files
 from export.runtime.kv_cache import Cache, bind_run, cache_maker
 from export.runtime.providers import CPU, Provider, find_provider, one_line, placement
 from export.runtime.session import Kernels, choose_kernels, open_session, portable, raise_if_out_of_memory
-from sportsllm.errors import ArtifactError, ResourceError, UsageError
+from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Logits, log_softmax, logits_at_once
 from sportsllm.models.description import block_state
@@ -136,8 +136,7 @@ class OnnxDecoder:
         try:
             found = self._cache.step(tokens)
         except RuntimeError as error:
-            self._explain(error)
-            raise
+            raise self._explained(error) from None
         if found is not None:
             self._cache.advance(slice(None), 1)
             logits_BV = found.copy()  # the next step overwrites it
@@ -221,18 +220,17 @@ class OnnxDecoder:
         try:
             self._session.run_with_iobinding(binding)
         except RuntimeError as error:
-            self._explain(error)
-            raise
+            raise self._explained(error) from None
         cache.advance(rows, new)
         if found is not logits:
             logits[:] = found[:, -logits.shape[1] :]
 
-    def _explain(self, error: RuntimeError) -> None:
-        """Raise ResourceError if a run failed for lack of memory, or on a provider other than the CPU's."""
+    def _explained(self, error: RuntimeError) -> SportsLLMError:
+        """Why a run failed: for lack of memory, on a provider other than the CPU's, or in a damaged graph."""
         raise_if_out_of_memory(error, self._directory)
         if self.placement is not None:
-            name = self.placement.provider.name
-            raise ResourceError(f"--provider {name}: {self._directory}: {one_line(error)}") from None
+            return ResourceError(f"--provider {self.placement.provider.name}: {self._directory}: {one_line(error)}")
+        return ArtifactError(f"{self._directory}: ONNX Runtime cannot run it ({one_line(error)}); export it again")
 
     def _computes_kept_positions(self) -> bool:
         """Whether the provider heeds the optional input that says how many positions' logits are wanted.

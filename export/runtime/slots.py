@@ -52,8 +52,7 @@ class SlotDecoder(OnnxDecoder):
         try:
             logits_BV = self._slots.step(tokens, first)
         except RuntimeError as error:
-            self._explain(error)
-            raise
+            raise self._explained(error) from None
         if logits_BV is not None:
             self._slots.advance(rows, 1)
             return logits_BV
