@@ -88,11 +88,11 @@ def read_packed(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Quan
     directory, record = tensors.directory, tensors.quantization
     packed = tensors[f"{name}.weight_packed"]
     if f"{name}.weight_scale" not in tensors:
-        raise ArtifactError(f"{directory}: {name}.weight_scale is missing beside the packed matrix")
+        raise ArtifactError(f"{directory}: {name}.weight_scale is missing beside the packed matrix; copy it again")
     scales = tensors[f"{name}.weight_scale"]
     zero = tensors.get(f"{name}.weight_zero_point")
     if record is None:
-        raise ArtifactError(f"{directory}: {name} is packed but config.json has no quantization_config")
+        raise ArtifactError(f"{directory}: {name} is packed but config.json has no quantization_config; copy it again")
     parts = {"weight_packed": packed, "weight_scale": scales, "weight_zero_point": zero}
     for part, tensor in parts.items():
         kind = torch.float16 if part == "weight_scale" else torch.uint8

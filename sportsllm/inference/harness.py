@@ -48,7 +48,7 @@ class HarnessModel(LM):  # type: ignore[misc]
             before, row = self._ids(context.rstrip()), self._ids(context + continuation)
             counts.append(max(0, len(row) - len(before)))
             if counts[-1] >= self._context:
-                raise UsageError(f"a continuation has {counts[-1]:,} tokens; the context is {self._context:,}")
+                raise UsageError(f"a continuation has {counts[-1]:,} tokens, the context {self._context:,}; skip it")
             rows.append(self._end(row, self._context))
         found = []
         with progress_bar("requests", len(rows)) as bar:
@@ -76,7 +76,7 @@ class HarnessModel(LM):  # type: ignore[misc]
                 settings = normalize_gen_kwargs(given)
                 new, temperature = settings["max_gen_toks"], float(settings.get("temperature") or 0.0)
                 if new >= self._context:
-                    raise UsageError(f"a task asks for {new:,} new tokens; the context is {self._context:,}")
+                    raise UsageError(f"a task asks for {new:,} new tokens, the context has {self._context:,}; skip it")
                 begin = self._end(self._ids(context), self._context - new)
                 sampling = Sampling(temperature, int(settings.get("top_k") or 0), float(settings.get("top_p") or 1.0))
                 tokens = self._tokenizer.decode_stream(begin, generate(self._decoder, begin, new, sampling, stops))

@@ -191,7 +191,7 @@ def read_questions(path: Path) -> list[Question]:
             raise ArtifactError(f"{path}: line {number} needs 'question', 'choices' (two or more) and 'answer'")
         questions.append(item)
     if not questions:
-        raise ArtifactError(f"{path}: holds no questions")
+        raise ArtifactError(f"{path}: holds no questions; give one in each line")
     return questions
 
 

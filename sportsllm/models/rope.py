@@ -203,7 +203,7 @@ def with_rope_scaling(config: ModelConfig, scaling: str) -> ModelConfig:
     if kind == "longrope":
         trained = config.rope_scaling
         if trained is None or trained.rope_type != kind:
-            raise UsageError(f"--rope-scaling {scaling}: longrope is for models that were trained with it")
+            raise UsageError(f"--rope-scaling {scaling}: longrope is for models that were trained with it; use yarn")
         if not 1 <= factor <= trained.factor:
             raise UsageError(f"--rope-scaling {scaling}: the model's factor is from 1 to {trained.factor:g}")
         return config.with_changes(max_position_embeddings=int(factor * trained.original_max_position_embeddings))
