@@ -19,9 +19,10 @@ import typer
 
 from compress.pruning.shapes import Shape, Target, fewer_experts
 from sportsllm import options
-from sportsllm.errors import UsageError
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.packed import quantization_config
 from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, PRUNING, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
 
@@ -166,6 +167,8 @@ def prune(
 
 def _check_request(checkpoint: Path, target: Target | None, experts: int | None) -> None:
     """Refuse an impossible request before torch is loaded; `target` is None for a vocabulary."""
+    if quantization_config(checkpoint) is not None:
+        raise ArtifactError(f"{checkpoint}: is quantized; prune the unquantized checkpoint, then quantize")
     config = load_config(checkpoint)
     if experts is not None:
         config = fewer_experts(config, experts)

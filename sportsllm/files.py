@@ -159,9 +159,8 @@ def require_directory(directory: Path, wanted: str) -> None:
     if not directory.is_dir():
         if Path(f"{directory}.partial").is_dir():
             raise unfinished(Path(f"{directory}.partial"))
-        advice = gguf_hint(directory) or f"give {wanted}, or make it first"
         problem = "is a file, not a directory" if directory.is_file() else "no such directory"
-        raise ArtifactError(f"{directory}: {problem}; {advice}")
+        raise ArtifactError(f"{directory}: {problem}; give {wanted}, or make it first")
 
 
 def unfinished(partial: Path) -> ArtifactError:
@@ -176,12 +175,10 @@ def adapter_hint(directory: Path) -> str | None:
     return "the directory holds a LoRA adapter; merge it into its base model and give the result" if found else None
 
 
-def gguf_hint(path: Path) -> str | None:
-    """What to do with a GGUF file, or with a directory that holds one; None if there is none."""
-    found = path if path.is_file() else next(iter(sorted(path.glob("*.gguf"))), None)
-    if found is None or found.suffix.lower() != ".gguf":
-        return None
-    return f"give the GGUF file itself, {found}"
+def gguf_hint(directory: Path) -> str | None:
+    """What to do with a directory that holds a GGUF file; None if it holds none."""
+    found = min(directory.glob("*.gguf"), default=None)
+    return None if found is None else f"give the GGUF file itself, {found}"
 
 
 def as_object(data: object, where: object) -> JsonObject:

@@ -29,7 +29,6 @@ from sportsllm.files import JsonObject
 from sportsllm.formats.artifact import Stage
 from sportsllm.formats.checkpoint import load_checkpoint, open_layers
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.packed import quantization_config
 from sportsllm.inference.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar, usual_samples
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
@@ -69,13 +68,7 @@ class PruneJob:
     search: JsonObject | None = None
 
     def model_config(self) -> ModelConfig:
-        """The config whose shape is cut: the checkpoint's, with fewer experts if asked for.
-
-        Raises:
-            ArtifactError: the checkpoint is quantized.
-        """
-        if quantization_config(self.checkpoint) is not None:
-            raise ArtifactError(f"{self.checkpoint}: is quantized; prune the unquantized checkpoint")
+        """The config whose shape is cut: the checkpoint's, with fewer experts if asked for."""
         config = load_config(self.checkpoint)
         return config if self.experts is None else fewer_experts(config, self.experts)
 

@@ -38,7 +38,6 @@ from sportsllm.files import JsonObject, read_json
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.packed import quantization_config
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.description import EMBEDDING, HEAD
@@ -141,10 +140,8 @@ def prune_vocabulary(
 
     Raises:
         UsageError: an impossible vocab_size.
-        ArtifactError: quantized, a tokenizer that cannot be pruned, or files that disagree.
+        ArtifactError: a tokenizer that cannot be pruned, or files that disagree.
     """
-    if quantization_config(checkpoint) is not None:
-        raise ArtifactError(f"{checkpoint}: is quantized; prune the unquantized checkpoint, then quantize")
     config = load_config(checkpoint)
     settings = {"checkpoint": checkpoint, "vocab_size": vocab_size, "calibration": calibration, "scored": valid}
     settings |= {name: manifest_setting(checkpoint, name) for name in ("corpus", "valid")} | reading.record()

@@ -122,8 +122,9 @@ def test_quantized_input_and_empty_calibration_are_refused(
         run(tmp_path / "out", STEPS, layers=1, recover=512, valid=[run.corpus])
     run.checkpoint = shutil.copytree(run.checkpoint, tmp_path / "quantized")
     edit_json(run.checkpoint / "config.json", quantization_config={"quant_method": "sportsllm-nbits"})
-    with pytest.raises(ArtifactError, match="is quantized; prune the unquantized"):
-        run(tmp_path / "out", layers=1)
+    for size in {"layers": 1}, {"vocab_size": 1024}:
+        with pytest.raises(ArtifactError, match="is quantized; prune the unquantized"):
+            prune(run.checkpoint, out=tmp_path / "out", **size)
     model = tiny_model()
     model.model.layers[1].post_attention_layernorm.weight.data.mul_(1e30)
     run.checkpoint = saved(tmp_path / "huge", model, tokenizer_directory)

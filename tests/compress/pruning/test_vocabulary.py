@@ -372,7 +372,6 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("tokenizer_config.json", lambda d: d.update(added_tokens_decoder=[1]), "added_tokens_decoder: holds a list"),
     ("generation_config.json", lambda d: d.update(eos_token_id=[1, 999]), "eos_token_id is 999"),
     ("generation_config.json", lambda d: d.update(bad_words_ids=[[5]]), "bad_words_ids"),
-    ("config.json", lambda d: d.update(quantization_config={"quant_method": "sportsllm-nbits"}), "then quantize"),
 ]  # fmt: skip
 
 
