@@ -56,8 +56,9 @@ def read_json(path: Path) -> JsonObject:
     if not path.is_file():
         if path.parent.suffix == ".partial":
             raise unfinished(path.parent)
-        hint = adapter_hint(path.parent) or gguf_hint(path.parent)
-        raise ArtifactError(f"{path}: not found; {hint or 'give the directory of a checkpoint or an export'}")
+        file = min(path.parent.glob("*.gguf"), default=None)
+        advice = "give the " + ("directory of a checkpoint or an export" if file is None else f"GGUF file itself, {file}")
+        raise ArtifactError(f"{path}: not found; {adapter_hint(path.parent) or advice}")
     return as_object(parse_json(_read(path), path, "write the directory again"), path)
 
 
@@ -173,12 +174,6 @@ def adapter_hint(directory: Path) -> str | None:
     """What to do with a LoRA adapter whose base model is elsewhere; None if the directory holds none."""
     found = (directory / ADAPTER).exists()
     return "the directory holds a LoRA adapter; merge it into its base model and give the result" if found else None
-
-
-def gguf_hint(directory: Path) -> str | None:
-    """What to do with a directory that holds a GGUF file; None if it holds none."""
-    found = min(directory.glob("*.gguf"), default=None)
-    return None if found is None else f"give the GGUF file itself, {found}"
 
 
 def as_object(data: object, where: object) -> JsonObject:

@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as Format
+from torch import Tensor, nn
 
 from export.parity.check import threads_of_torch
-from export.parity.comparison import READ_BACK, TEXTS, ParityReport, Pass, compare, make_sequences, merge
+from export.parity.comparison import READ_BACK, TEXTS, Comparison, ParityReport, Pass, compare, make_sequences, merge
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import GateError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
@@ -42,6 +43,7 @@ from sportsllm.formats.packed_modules import read_packed
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import FULL, UNROTATED, ModelConfig
 from sportsllm.models.description import Parameter, parameters
+from sportsllm.models.experts import mixtures
 from sportsllm.models.kinds import ROUTER
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import RopeScaling, inverse_frequencies
@@ -326,12 +328,23 @@ def check_gguf(checkpoint: Path, path: Path, threads: int | None, rounded: Round
     if rounded is not None:
         matrices = {name: gguf.dequantize(data, Format[kind]) for name, (kind, data) in rounded.matrices.items()}
         model.load_state_dict({**rounded.others, **{name: torch.from_numpy(each) for name, each in matrices.items()}})
-    if config.experts is not None:  # float16 turns a choice of experts now and then, so both sides have it
-        for name, stored in gguf_names(architecture_of(config), config).items():
-            if file.tensors[stored].tensor_type == Format.F16:
-                weight = model.get_parameter(name)
-                weight.data = weight.data.half().float()
+    routers = _route_alike(model, found)
     with threads_of_torch(threads), torch.inference_mode():
         batches = [torch.tensor([sequence]) for sequence in make_sequences(config, tokenizer)]
         compared = [compare(model(batch)[0].numpy(), found(batch)[0].numpy()) for batch in batches]
-    return ParityReport("gguf", (Pass("read back", READ_BACK, (merge("prefill", compared),)),), (), None)
+    comparisons = [merge("prefill", compared)] + ([merge("routers", routers)] if routers else [])
+    return ParityReport("gguf", (Pass("read back", READ_BACK, tuple(comparisons)),), (), None)
+
+
+def _route_alike(model: SportsLLM, found: SportsLLM) -> list[Comparison]:
+    """Compare routers, and let `found` choose the experts that `model` chose: rounding exchanges nearly level ones."""
+    compared, read = list[Comparison](), list[Tensor]()
+
+    def replace_logits(_router: nn.Module, _x: object, own_XN: Tensor) -> Tensor:
+        compared.append(compare(read[0].numpy(), own_XN.numpy()))
+        return read.pop(0)
+
+    for expected, actual in zip(mixtures(model), mixtures(found), strict=True):
+        expected.gate.register_forward_hook(lambda *call: read.append(call[-1]))
+        actual.gate.register_forward_hook(replace_logits)
+    return compared
