@@ -17,6 +17,7 @@ from benchmarks.labels import (
     reliability_line,
     with_unit,
 )
+from benchmarks.measure.process import QUIET_CORES
 from benchmarks.spread import CONFIDENCE
 from sportsllm.inference.scoring import LEAST_DOCUMENTS
 
@@ -154,14 +155,10 @@ def _tasks(bench: Bench) -> Table:
 
 
 def _figures(bench: Bench) -> Table:
-    firsts = {f"first token, prompt of {prompt}": (f"ttft_ms.{prompt}", ms) for prompt, ms in bench.ttft_ms.items()}
     peak = f"largest peak memory, {count(bench.peak_rss_context_tokens)} tokens"
-    shown = [
-        ("load", "load_s", bench.load_s, "s", 1.0),
-        *((label, *found, "ms", 1.0) for label, found in firsts.items()),
-        ("prefill", "", bench.prefill_tokens_per_s, "tokens/s", 1.0),
-        (peak, "", bench.peak_rss_bytes, "MB", 1e6),
-    ]  # fmt: skip
+    shown = [("load", "load_s", bench.load_s, "s", 1.0)]
+    shown += [(f"first token, prompt of {n}", f"ttft_ms.{n}", ms, "ms", 1.0) for n, ms in bench.ttft_ms.items()]
+    shown += [("prefill", "", bench.prefill_tokens_per_s, "tokens/s", 1.0), (peak, "", bench.peak_rss_bytes, "MB", 1e6)]
     rows = [
         (label, with_unit(value, unit, scale), _noise(bench, key, scale))
         for label, key, value, unit, scale in shown
@@ -212,6 +209,8 @@ def _sustained(bench: Bench) -> Table:
         word = "THROTTLED" if run.throttled else "Sustained"
         change = f"{abs(lost):.1f}% {'below' if lost > 0 else 'above'}"
         caption = f"{word}: the last of {len(run.windows)} windows is {change} the first."
+    if (busy := run.other_cpu_cores or 0.0) > QUIET_CORES:
+        caption += f" NOISY: other programs used {busy:.1f} cores meanwhile."
     return Table("Sustained run", tuple(_WINDOW.values()), rows, (), caption)
 
 

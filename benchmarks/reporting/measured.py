@@ -67,11 +67,12 @@ class WrittenText:
 
 @dataclass(frozen=True)
 class Sustained:
-    """Decoding for minutes: figures of each window, and what the last one lost against the first."""
+    """Decoding for minutes: figures of windows, what the last lost against the first, and cores of other programs."""
 
     windows: list[dict[str, Figure]]
     throttling_percent: Figure = None
     throttled: bool | None = None
+    other_cpu_cores: Figure = None
 
 
 @dataclass(frozen=True)
