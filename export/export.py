@@ -138,9 +138,9 @@ def export(
                 facts, check = _write_graph(request, source, directory)
             built = time.perf_counter()
             report = check()
-            if format != "gguf" and not report.passed and report.only_rounding_failed():
+            if not report.passed and report.precision.startswith("int") and report.only_rounding_failed():
                 facts, report = _widen_inputs(request, source, directory, facts, report)
-        _require(checkpoint, report, request.cache == "fp16" and not request.in_half)
+        _require(request, report)
         parity = report.to_dict()
         write_json(directory / "parity.json", parity)
         return {
@@ -253,23 +253,20 @@ def _write_gguf(request: ExportRequest, checkpoint: Path, directory: Path) -> _W
     return facts, lambda: check_gguf(checkpoint, directory / GGUF_FILE, request.threads, rounded)
 
 
-def _require(checkpoint: Path, report: ParityReport, half_cache: bool) -> None:
+def _require(request: ExportRequest, report: ParityReport) -> None:
     """Publish nothing that missed the gate."""
-    failures = report.failures()
-    if not failures:
+    if not (failures := report.failures()):
         return
-    found = "; ".join(failures[:3])
-    retry = "; try --kv-cache fp32" if half_cache else ""
-    if report.only_rounding_failed():
-        raise GateError(
-            f"{checkpoint}: rounding activations to 8 bits changes this model too much ({found}); nothing was "
-            f"published{retry}; quantize it in blocks (--group-size 32) by --method balance or gptq, or export it "
-            "unquantized"
-        )
-    raise GateError(
-        f"{checkpoint}: the export does not match the model ({found}); nothing was published{retry}; please report it "
-        "with this line"
-    )
+    retry = f"; leave --dtype {request.dtype} out" if request.half else ""
+    retry = "; try --kv-cache fp32" if request.cache == "fp16" and not request.in_half else retry
+    if not report.only_rounding_failed():
+        what, retry = "the export does not match the model", f"{retry}; please report it with this line"
+    elif report.precision.startswith("int"):
+        what = "rounding activations to 8 bits changes this model too much"
+        retry += "; quantize it in blocks (--group-size 32) by --method balance or gptq, or export it unquantized"
+    else:
+        what = "float16 changes this model too much"
+    raise GateError(f"{request.checkpoint}: {what} ({'; '.join(failures[:3])}); nothing was published{retry}")
 
 
 def _print(result: ExportResult) -> None:

@@ -141,8 +141,6 @@ def test_what_an_export_caches_in_by_default(
 
 
 def test_bad_requests(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="no such directory"):
-        sportsllm.export(tmp_path / "nowhere", out=tmp_path / "out")
     with pytest.raises(UsageError, match="fp32, fp16 or fp16-weights"):
         sportsllm.export(checkpoint, out=tmp_path / "out", dtype="fp64")
     copy = shutil.copytree(checkpoint, tmp_path / "copy")

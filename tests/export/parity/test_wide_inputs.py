@@ -56,6 +56,8 @@ def test_keys_beyond_float16_need_a_float32_cache(tmp_path: Path) -> None:
             block.self_attn.q_proj.weight[15::16] *= 1e-4
             block.self_attn.q_proj.bias[15::16] = 0
             block.self_attn.k_proj.bias[15::16] = 1e5
+    with pytest.raises(GateError, match=r": float16 changes this model too much .* published; try `kv_cache` fp32$"):
+        sportsllm.export(save(tmp_path / "dense", model), out=tmp_path / "out", threads=1, kv_cache="fp16")
     checkpoint = save(tmp_path / "checkpoint", model, pack_model(model, 8))
     with pytest.raises(GateError, match="nothing was published; try `kv_cache` fp32; "):
         sportsllm.export(checkpoint, out=tmp_path / "out", threads=1)
