@@ -165,7 +165,7 @@ class TextTokenizer:
         added = self._tokenizer.get_added_tokens_decoder().values()
         return [token.content for token in added if token.special]
 
-    @property
+    @cached_property
     def turn_ends(self) -> list[int]:
         """The special token that the chat template ends a reply with, if it does: not every config.json names it."""
         turns = ("user", "Hi"), ("assistant", "Hi"), ("user", "Hi")  # behind the last one Phi-3.5's also ends the text
