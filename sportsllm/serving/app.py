@@ -19,7 +19,7 @@ from sportsllm.console import log
 from sportsllm.files import clip
 from sportsllm.process_memory import peak_rss_bytes
 from sportsllm.serving.access import Access, refusal
-from sportsllm.serving.engine import Job, Piece
+from sportsllm.serving.engine import LONGEST_S, Job, Piece
 from sportsllm.serving.metrics import describe_metrics
 from sportsllm.serving.models import ServedModel
 from sportsllm.serving.replies import Json, NativeReply, Reply, encode_json
@@ -39,6 +39,11 @@ from sportsllm.serving.requests import (
 
 MOST_BODY_BYTES = 2_000_000
 BODY_S = 30.0
+_FAILED = {
+    "error": "the server's log says more",
+    "timeout": f"it took over {LONGEST_S:.0f} s, waiting included; ask for fewer tokens",
+    "cancelled": "the client left",
+}
 Answer = Callable[[Request, ServedModel, Any], Awaitable[Response]]
 
 
@@ -244,8 +249,8 @@ async def _until_end(pieces: asyncio.Queue[Piece], jobs: int) -> AsyncIterator[P
     """
     while jobs:
         piece = await pieces.get()
-        if piece.finish in ("error", "timeout", "cancelled"):
-            raise ApiError(500, f"generation ended: {piece.finish}", "server_error")
+        if piece.finish in _FAILED:
+            raise ApiError(500, f"generation ended: {piece.finish}; {_FAILED[piece.finish]}", "server_error")
         jobs -= piece.finish is not None
         yield piece
 

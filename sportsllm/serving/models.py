@@ -158,5 +158,4 @@ class ServedModel:
             raise ApiError(400, message, param="prompt")
         if len(prompt) >= room:
             message = f"the prompt has {len(prompt)} tokens, the context is {room}; shorten it"
-            numbers = {"n_prompt_tokens": len(prompt), "n_ctx": room}
-            raise ApiError(400, message, "exceed_context_size_error", **numbers)
+            raise ApiError(400, message, "exceed_context_size_error", n_prompt_tokens=len(prompt), n_ctx=room)

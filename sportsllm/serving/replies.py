@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -43,6 +44,7 @@ class Reply:
 
     def __post_init__(self) -> None:
         self._chat, self._created = isinstance(self.body, ChatRequest), int(time.time())
+        self._offsets = Counter[int]()  # of each choice: characters of the tokens whose scores were written
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}"
 
     def _head(self, kind: str, choices: list[Json]) -> Json:
@@ -62,7 +64,7 @@ class Reply:
             text = text_of(job)
             message = {"role": "assistant", "content": text, "refusal": None}
             content = {"message": message} if self._chat else {"text": text}
-            logprobs = None if job.top is None else self._scores(scores_of(job))
+            logprobs = None if job.top is None else self._scores(job, scores_of(job))
             finish = FINISH[job.finish or "limit"]
             choices.append({"index": job.index, **content, "logprobs": logprobs, "finish_reason": finish})
         return self._head("chat.completion" if self._chat else "text_completion", choices) | figures(jobs)
@@ -82,14 +84,14 @@ class Reply:
 
     def _choice(self, job: Job, delta: Json, scores: Sequence[TokenScore] = (), finish: str | None = None) -> Json:
         content = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
-        logprobs = self._scores(scores) if scores else None
+        logprobs = self._scores(job, scores) if scores else None
         return {"index": job.index, **content, "logprobs": logprobs, "finish_reason": finish}
 
     def _scored(self, each: TokenScore) -> Json:
         top = [self._token(*pair) for pair in each.top]
         return self._token(each.token, each.log_probability) | {"top_logprobs": top}
 
-    def _scores(self, scores: Sequence[TokenScore]) -> Json:
+    def _scores(self, job: Job, scores: Sequence[TokenScore]) -> Json:
         if self._chat:
             return {"content": list(map(self._scored, scores))}
         pieces = [self.tokenizer.piece(each.token) for each in scores]
@@ -98,11 +100,12 @@ class Reply:
             # Of tokens with one text, halves of a character, the likeliest counts.
             pairs = [(self.tokenizer.piece(token), value) for token, value in reversed(each.top)]
             likeliest.append({piece: each.log_probability} | dict(pairs) if each.log_probability is not None else None)
+        *offsets, self._offsets[job.index] = accumulate(map(len, pieces), initial=self._offsets[job.index])
         return {
             "tokens": pieces,
             "token_logprobs": [each.log_probability for each in scores],
             "top_logprobs": likeliest,
-            "text_offset": [0, *accumulate(map(len, pieces))][:-1],
+            "text_offset": offsets,
         }
 
     def _token(self, token: int, log_probability: float | None) -> Json:
