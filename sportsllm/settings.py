@@ -197,9 +197,7 @@ def parse_settings(
     Raises:
         UsageError: an unknown name (with the nearest one), or a value of the wrong type or out of bounds.
     """
-    known: dict[str, Setting] = {}
-    for group in groups:
-        known |= group
+    known = {name: setting for group in groups for name, setting in group.items()}
     pairs = [(name, _spelled(value)) for name, value in given.items()] if isinstance(given, Mapping) else []
     for text in given or [] if not isinstance(given, Mapping) else []:
         name, separator, value = text.partition("=")

@@ -106,7 +106,7 @@ def eval(
 
     from sportsllm.console import output
     from sportsllm.files import require_directory
-    from sportsllm.inference.decoder import log_runtime, require_finite
+    from sportsllm.inference.decoder import is_onnx_directory, log_runtime, require_finite
     from sportsllm.inference.divergence import compare_documents
     from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents, wilson_interval
     from sportsllm.text.conversations import Conversation
@@ -123,7 +123,9 @@ def eval(
     tokenizer = load_tokenizer(directory, decoder.config, reading)
     base = None
     if against is not None:
-        base = _open(against, context, rope_scaling, threads, provider=_provider_beside(decoder, against))
+        model = getattr(decoder, "model", None)  # of a checkpoint; another one runs on the same device
+        device = "cpu" if model is None or is_onnx_directory(against) else str(model.device)
+        base = _open(against, context, rope_scaling, threads, provider=device)
     scores, divergence, chats = dict[str, Any](), None, None
     if text:
         documents = list(tokenizer.warn_if_special(read_documents(text, reading.text_field)))
@@ -211,14 +213,6 @@ def _open(
         decoder = open_decoder(source, threads, kernels, provider)
     decoder.config = longest.with_changes(max_position_embeddings=context or longest.max_position_embeddings)
     return decoder
-
-
-def _provider_beside(decoder: Decoder, against: Path) -> str:
-    """Where the model that another is compared with runs: two checkpoints on one device of PyTorch's."""
-    from sportsllm.inference.decoder import is_onnx_directory
-
-    model = getattr(decoder, "model", None)
-    return "cpu" if model is None or is_onnx_directory(against) else str(model.device)
 
 
 def _longest(directory: Path, config: ModelConfig, context: int | None, scaling: str | None) -> ModelConfig:
