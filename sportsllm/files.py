@@ -57,8 +57,8 @@ def read_json(path: Path) -> JsonObject:
         if path.parent.suffix == ".partial":
             raise unfinished(path.parent)
         file = min(path.parent.glob("*.gguf"), default=None)
-        advice = "give the " + ("directory of a checkpoint or an export" if file is None else f"GGUF file itself, {file}")
-        raise ArtifactError(f"{path}: not found; {adapter_hint(path.parent) or advice}")
+        wanted = "directory of a checkpoint or an export" if file is None else f"GGUF file itself, {file}"
+        raise ArtifactError(f"{path}: not found; {adapter_hint(path.parent) or f'give the {wanted}'}")
     return as_object(parse_json(_read(path), path, "write the directory again"), path)
 
 
