@@ -101,6 +101,7 @@ def sample(
     from sportsllm.inference.batch_sampling import NO_TEXT, default_rows, sampled_batches
     from sportsllm.inference.sampling import Sampling
     from sportsllm.processors import set_threads, training_device
+    from sportsllm.text.chat import find_template
     from sportsllm.text.tokenizer import load_tokenizer
     from sportsllm.training.settings import TrainConfig
 
@@ -114,6 +115,8 @@ def sample(
         raise UsageError(f"--sequence is {longest}; the model's context is {config.max_position_embeddings}")
     if temperature == 0:
         raise UsageError("--temperature is 0, which writes the same text each time; give one above 0")
+    if chat and find_template(checkpoint)[0] is None:
+        raise UsageError(f"--chat: {checkpoint} has no chat template, so it was not trained to chat; leave --chat out")
     rows = batch_size or default_rows(config, longest, tokens)
     asked = {"chat": True} if chat else {}
     settings = {"checkpoint": str(checkpoint), "tokens": tokens, "length": longest, "temperature": temperature}

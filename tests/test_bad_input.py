@@ -38,9 +38,7 @@ CASES: list[tuple[str, int, str]] = [
     (f"train --steps many --corpus {TEXT}", USAGE, "--steps"),
     (f"train --tokens 10x --corpus {TEXT}", USAGE, "10x"),
     (f"distill --teacher {MODEL} --student {MODEL} --steps many", USAGE, "--steps"),
-    (f"prune {MODEL} --out {NEW} --params most", USAGE, "--params"),
     (f"quantize {MODEL} --out {NEW} --bits four", USAGE, "--bits"),
-    (f"export {MODEL} --out {NEW} --threads many", USAGE, "--threads"),
     (f"generate {MODEL} --temperature hot", USAGE, "--temperature"),
     (f"bench {MODEL} --set rounds=0", USAGE, "rounds=0"),
     (f"bench {MODEL} --provider webgpu --against genai", USAGE, "--against measures all runtimes on the CPU"),
@@ -124,6 +122,7 @@ CASES: list[tuple[str, int, str]] = [
     (f"distill --teacher {MODEL} --student {MODEL} --corpus {TEXT} --out {TAKEN}", CONFLICT, "taken"),
     (f"data simulate --out {TAKEN}", CONFLICT, "taken"),
     (f"data sample {MODEL} --out {TAKEN}", CONFLICT, "taken"),
+    (f"data sample {MODEL} --out {NEW} --chat", USAGE, "leave --chat out"),
     (f"report {MODEL} --out {TEXT}.html", CONFLICT, "exists already; choose another --out or move it away"),
     (f"inspect {MODEL} --out {TEXT}.html", CONFLICT, "exists already; choose another --out or move it away"),
 ]

@@ -213,16 +213,13 @@ def loss_per_token(
     return sum(map(float, losses)) / sum(tokens[:, 1:].numel() for tokens in samples)
 
 
-def choose_units(
-    config: ModelConfig, scores: Scores, smaller: ModelConfig, layers: Sequence[int] | None = None
-) -> KeptUnits:
-    """The most important units of a model that fill a smaller config, in the given layers or else in the first ones."""
-    chosen = list(range(smaller.num_hidden_layers) if layers is None else layers)
+def choose_units(config: ModelConfig, scores: Scores, smaller: ModelConfig, layers: list[int]) -> KeptUnits:
+    """The most important units of a model that fill a smaller config, in the given layers."""
     units = [
         choose_in_layer(config.of_layer(layer), smaller.of_layer(new), scores.of_layer(layer))
-        for new, layer in enumerate(chosen)
+        for new, layer in enumerate(layers)
     ]
-    return KeptUnits(config, with_types(smaller, config, chosen), chosen, units)
+    return KeptUnits(config, with_types(smaller, config, layers), layers, units)
 
 
 def with_types(smaller: ModelConfig, full: ModelConfig, layers: Sequence[int]) -> ModelConfig:

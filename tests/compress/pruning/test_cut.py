@@ -96,7 +96,8 @@ def test_what_no_cut_can_reach_is_named(full: dict[str, object], changes: dict[s
 
 
 def pruned_to(model: SportsLLM, scores: Scores, shape: Shape, layers: list[int] | None = None) -> SportsLLM:
-    return slice_model(model, choose_units(model.config, scores, shape.applied_to(model.config), layers))
+    smaller = shape.applied_to(model.config)
+    return slice_model(model, choose_units(model.config, scores, smaller, layers or [*range(shape.layers)]))
 
 
 @pytest.mark.parametrize("changes", FAMILIES, ids=str)

@@ -168,7 +168,7 @@ def test_a_stream_that_fills_a_subspace_is_cut_to_it_without_a_trace(changes: di
             if writer.bias is not None:
                 writer.bias.copy_(onto @ writer.bias)
     scores = measure_scores(model, SAMPLES)
-    kept = choose_units(model.config, scores, model.config.with_changes(hidden_size=48))
+    kept = choose_units(model.config, scores, model.config.with_changes(hidden_size=48), [0, 1])
     cut = slice_model(rotate(model, scores.directions, 48), kept)
     assert cut.config.hidden_size == 48
     assert torch.allclose(logits(cut), logits(model), atol=2e-3, rtol=2e-3)
@@ -195,7 +195,7 @@ def test_norms_keep_the_size_of_what_stays() -> None:
     """Each norm's outputs have the mean square of the full model's normalised states in the directions that stay."""
     model = tiny_model(tie_word_embeddings=False)
     scores = measure_scores(model, SAMPLES)
-    kept = choose_units(model.config, scores, model.config.with_changes(hidden_size=32))
+    kept = choose_units(model.config, scores, model.config.with_changes(hidden_size=32), [0, 1])
     cut = slice_model(rotate(model, scores.directions, 32), kept)
     tokens = SAMPLES[0]
     full = torch.nn.functional.rms_norm(model.model.embed_tokens(tokens), (64,))
