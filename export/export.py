@@ -148,7 +148,6 @@ def export(
             "parameters": config.parameters,
             **facts,
             "build_seconds": round(built - started, 3),
-            "seconds": round(time.perf_counter() - started, 3),
             "peak_rss_bytes": peak_rss_bytes(),
             "parity": {key: parity[key] for key in _REPORTED},
         }

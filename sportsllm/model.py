@@ -104,15 +104,15 @@ class LoadedModel:
             ArtifactError: the model has no chat template, or it refuses the messages.
         """
         from sportsllm.inference.sampling import Sampling
-        from sportsllm.text.chat import render_chat
 
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         strings = (isinstance(each.get(key), str) for each in said for key in ("role", "content"))
         if not said or not all(isinstance(each, Mapping) for each in said) or not all(strings):
             raise UsageError("messages: give a string, or dictionaries whose role and content are strings")
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-        assert self.tokenizer.directory is not None, "read from a directory"
-        begin = self.tokenizer.encode(render_chat(self.tokenizer.directory, said), special=True)
+        with self._lock:
+            rendered = self.tokenizer.render_chat(said)
+        begin = self.tokenizer.encode(rendered, special=True)
         ends = [*self.config.stop_token_ids, *self.tokenizer.turn_ends]
         return self._stream(begin, max_new_tokens, sampling, stop, ends)
 

@@ -33,7 +33,7 @@ from sportsllm.formats.model_card import write_card
 from sportsllm.formats.safetensors import INDEX, WEIGHTS
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.scoring import read_questions
-from sportsllm.text.chat import render_chat
+from sportsllm.text.chat import render_chats
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.optimizers import build_optimizers
@@ -245,7 +245,7 @@ def _targets(root: Path) -> dict[str, Target]:
             state / "optimizer0.safetensors", lambda: _state(state.parent).load(), 20, "bytes"
         ),
         "chat template": Target(
-            plain / "chat_template.jinja", lambda: render_chat(plain, [{"role": "user", "content": "Hi"}]), 16,
+            plain / "chat_template.jinja", lambda: list(render_chats(plain, [[{"role": "user", "content": "Hi"}]])), 16,
             "template",
         ),
         "ONNX": Target(onnx / "model.onnx", run_onnx, 80, "bytes"),

@@ -120,7 +120,8 @@ def _kill(process: subprocess.Popen[str]) -> None:
     with suppress(psutil.NoSuchProcess):
         top = psutil.Process(process.pid)
         for each in (top, *top.children(recursive=True)):
-            each.kill()
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def _communicate(process: subprocess.Popen[str], timeout_s: float, waiting: Callable[[float], None]) -> tuple[str, str]:

@@ -112,11 +112,11 @@ class LlamaCpp(Engine):
         self._model = self._library.llama_model_load_from_file(
             str(path).encode(), self._library.llama_model_default_params()
         )
-        if not self._model:
-            raise ValueError(f"{path}: llama.cpp does not load it")
         settings = self._library.llama_context_default_params()
         settings.bytes[0] = context
-        self._context = self._library.llama_init_from_model(self._model, settings)
+        self._context = self._model and self._library.llama_init_from_model(self._model, settings)
+        if not self._context:
+            raise ValueError(f"{path}: llama.cpp does not load it, for a context of {context:,} tokens")
         self._library.llama_set_n_threads(self._context, threads, threads)
         self._batch = self._library.llama_batch_init(_TOKENS_AT_ONCE, 0, 1)
         self.shape = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,7 +63,6 @@ def make_teacher_cache(training: StudentTraining, info: CacheInfo, out: Path) ->
     stage = Stage("signals", settings, inputs, seed=info.seed)
 
     def make(directory: Path) -> JsonObject:
-        started = time.perf_counter()
         tokenizer = load_tokenizer(training.teacher, load_config(training.teacher), training.reading)
         documents = tokenize(training.read_corpus().train, tokenizer, token_cache(directory))
         batches = CachedBatches(documents, info.sequence, training.config.batch_size, info.seed, info.rows)
@@ -92,9 +90,8 @@ def make_teacher_cache(training: StudentTraining, info: CacheInfo, out: Path) ->
                 fresh.replace(path)
                 _save_state(directory, stage.fingerprint())
         write_json(directory / SIGNALS, {"format": FORMAT, **dataclasses.asdict(info)})
-        seconds = time.perf_counter() - started
         size = round(directory_bytes(directory) / info.tokens, 3)
-        return {"tokens": info.tokens, "rows": info.rows, "bytes_per_token": size, "seconds": seconds}
+        return {"tokens": info.tokens, "rows": info.rows, "bytes_per_token": size}
 
     return run_stage(out, stage, make, resume=(partial_directory(out) / STATE_DIRECTORY).exists())
 

@@ -16,7 +16,6 @@ becomes a token, merges run as they would on that span alone, so a token is alwa
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -147,7 +146,6 @@ def prune_vocabulary(
     settings |= {name: manifest_setting(checkpoint, name) for name in ("corpus", "valid")} | reading.record()
 
     def make(directory: Path) -> JsonObject:
-        started = time.perf_counter()
         tokenizer = load_tokenizer(checkpoint, config, reading)
         where = checkpoint / "tokenizer.json"
         leave_out(data := read_json(where), where, config.vocab_size)
@@ -173,8 +171,7 @@ def prune_vocabulary(
             sides = {"before": before, "after": after}
             figures = {f"tokens_per_byte_{key}": (at.scored_tokens - ends) / at.text_bytes for key, at in sides.items()}
         sizes = {"vocab_size": len(kept), "vocab_size_before": config.vocab_size}
-        seconds = time.perf_counter() - started
-        return {"parameters": pruned.config.parameters, **sizes, **figures, "seconds": seconds}
+        return {"parameters": pruned.config.parameters, **sizes, **figures}
 
     return run_stage(out, Stage("prune", settings, [checkpoint, *calibration, *valid]), make)
 

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -202,14 +203,16 @@ def run_stage(out: Path, stage: Stage, make: Callable[[Path], JsonObject], resum
     """Make `out` with `make`, unless it is there already from the same inputs.
 
     Returns:
-        `out`, `cached`, `size_bytes` and the results that `make` returns: what `Result.of` makes a typed result of.
+        `out`, `cached`, `seconds`, `size_bytes` and what `make` returns, of which `Result.of` makes a typed result.
     """
     manifest = finished_manifest(out, stage)
     if manifest is not None:
         log(f"{out}: up to date")
         return {"out": str(out), "cached": True, **manifest.results}
     with output_directory(out, stage, resume) as partial:
+        started = time.perf_counter()
         results = make(partial)
+        results.setdefault("seconds", round(time.perf_counter() - started, 3))
         results.setdefault("size_bytes", directory_bytes(partial))
         stage.results.update(results)
     return {"out": str(out), "cached": False, **results}

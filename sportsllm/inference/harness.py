@@ -24,7 +24,6 @@ from sportsllm.files import clip
 from sportsllm.inference.decoder import Decoder, require_finite
 from sportsllm.inference.sampling import Sampling, generate, until
 from sportsllm.inference.scoring import ROWS_AT_ONCE, TaskScore, score_documents
-from sportsllm.text.chat import render_chat
 from sportsllm.text.tokenizer import TextTokenizer
 
 
@@ -86,8 +85,7 @@ class HarnessModel(LM):  # type: ignore[misc]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text, up to where the answer begins."""
-        assert self._tokenizer.directory is not None, "read from a directory"
-        return render_chat(self._tokenizer.directory, chat_history)
+        return self._tokenizer.render_chat(chat_history)
 
     @property
     def tokenizer_name(self) -> str:

@@ -62,11 +62,6 @@ def find_template(directory: Path) -> tuple[str | None, JsonObject]:
     return found if isinstance(found, str) else None, settings
 
 
-def render_chat(directory: Path, messages: Messages) -> str:
-    """The text of a conversation, up to where the model's answer begins; see `render_chats`."""
-    return next(render_chats(directory, [messages]))
-
-
 def render_chats(directory: Path, chats: Sequence[Messages]) -> Iterator[str]:
     """The texts of conversations, up to where the model's answer begins.
 
@@ -136,7 +131,7 @@ _COMMAND = [sys.executable, "-c", f"from {__name__} import _render_requests; _re
 
 
 class ChatRenderer:
-    """Renders conversations as `render_chat` does, in a child process that stays for the next one."""
+    """Renders conversations as `render_chats` does, in a child process that stays for the next one."""
 
     def __init__(self, directory: Path, special: Sequence[str] | None = None) -> None:
         self._directory, self._header = directory, _header(directory, special)

@@ -20,7 +20,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, clip, read_json
 from sportsllm.models.config import ModelConfig
 from sportsllm.process_memory import give_back
-from sportsllm.text.chat import find_template, render_conversations
+from sportsllm.text.chat import ChatRenderer, find_template, render_conversations
 from sportsllm.text.conversations import Conversation, Document, plain_text
 from sportsllm.text.documents import USUAL, Reading
 
@@ -176,6 +176,12 @@ class TextTokenizer:
             last = [token for token, scored in zip(encoded.ids, encoded.scored or [], strict=True) if scored][-1]
             return [last] if self._tokenizer.id_to_token(last) in self.special_texts else []
         return []
+
+    @cached_property
+    def render_chat(self) -> ChatRenderer:
+        """The directory's chat template."""
+        assert self.directory is not None, "read from a directory"
+        return ChatRenderer(self.directory)
 
     def warn_if_special(self, documents: Iterable[Document]) -> Iterator[Document]:
         """The documents; then log how often they spell a special token, and what becomes of it."""

@@ -41,7 +41,7 @@ def rate_factor(config: TrainConfig, step: int) -> float:
 def computes_in(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device multiplies in a dtype; emulated products are slower than float32."""
     if device.type == "cuda":
-        return dtype != torch.bfloat16 or bool(torch.cuda.is_bf16_supported())
+        return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
     flags = cpuinfo("flags", "Features") or ""
     return dtype not in _FLAGS or not _FLAGS[dtype].isdisjoint(flags.split())
 

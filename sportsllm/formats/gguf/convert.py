@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +34,7 @@ def convert_gguf(source: Path, out: Path) -> JsonObject:
         ArtifactError: cut short or damaged, another architecture, an unknown tokenizer, a tensor too few or too many.
     """
     file = open_gguf(source)
-    config, started = read_config(file), time.perf_counter()
+    config = read_config(file)
     linked = 4 * config.parameters > _LARGE
     stage = Stage("gguf", {"source": source.name, "reader": _READER}, [source.absolute()])
 
@@ -57,7 +56,6 @@ def convert_gguf(source: Path, out: Path) -> JsonObject:
             "architecture": architecture(file),
             "formats": [name for name, _ in bytes_of.most_common()],
             "parameters": config.parameters,
-            "seconds": time.perf_counter() - started,
         }
 
     result = run_stage(out, stage, make)

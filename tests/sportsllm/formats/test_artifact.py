@@ -5,7 +5,7 @@ import pytest
 from filelock import FileLock
 
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
-from sportsllm.formats.artifact import STATE_DIRECTORY, Stage, finished_manifest, output_directory
+from sportsllm.formats.artifact import STATE_DIRECTORY, Stage, finished_manifest, output_directory, run_stage
 from sportsllm.formats.manifest import Parent, digest, directory_bytes, read_manifest, verify_directory
 
 
@@ -24,6 +24,7 @@ def test_finished_directory_has_a_manifest_that_verifies(tmp_path: Path) -> None
     assert manifest.parents == (Parent(str(source), digest(source)),)
     assert verify_directory(tmp_path / "out") == (1, [])
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+    assert run_stage(tmp_path / "run", Stage("data simulate", {}), lambda _: {}).keys() >= {"seconds", "size_bytes"}
 
 
 def test_same_inputs_are_up_to_date_and_others_conflict(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import transformers
 
 from sportsllm.errors import ArtifactError
 from sportsllm.text import chat
-from sportsllm.text.chat import ChatRenderer, Messages, render_chat, render_chats
+from sportsllm.text.chat import ChatRenderer, Messages, render_chats
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.checkpoint_files import edit_json
 
@@ -46,7 +46,7 @@ def test_texts_are_those_of_transformers(
 ) -> None:
     directory = with_template(tokenizer_directory, tmp_path / "model", CHATML)
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
-    text = render_chat(directory, messages)
+    text = next(render_chats(directory, [messages]))
     assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = load_tokenizer(directory).encode(text, special=True)
     assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True)
@@ -56,9 +56,9 @@ def test_texts_are_those_of_transformers(
 def test_a_template_in_its_own_file_or_by_name(tokenizer_directory: Path, tmp_path: Path) -> None:
     named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes {{ messages[0].content }}"}]
     directory = with_template(tokenizer_directory, tmp_path / "model", named)
-    assert render_chat(directory, MESSAGES[2:]) == "yes <b>When?</b>"
+    assert next(render_chats(directory, [MESSAGES[2:]])) == "yes <b>When?</b>"
     (directory / "chat_template.jinja").write_text("file {{ messages | length }}", encoding="utf-8")
-    assert render_chat(directory, MESSAGES) == "file 3"
+    assert next(render_chats(directory, [MESSAGES])) == "file 3"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_templates_that_fail_reach_out_or_do_not_end(
 ) -> None:
     directory = with_template(tokenizer_directory, tmp_path / "model", template)
     with pytest.raises(ArtifactError, match=message) as caught:
-        render_chat(directory, MESSAGES)
+        next(render_chats(directory, [MESSAGES]))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
