@@ -140,6 +140,7 @@ def calibrate(
 
 
 def _print_devices(devices: Sequence[Device], here: Collection[str]) -> None:
+    from benchmarks.devices.load import ALIASES
     from benchmarks.labels import LIMITS, Table
     from sportsllm.console import output
 
@@ -149,7 +150,8 @@ def _print_devices(devices: Sequence[Device], here: Collection[str]) -> None:
         (each.name, each.kind, *(f"{getattr(each.limits, name):,g}" for name in names), "yes" * (each.name in here))
         for each in devices
     ]
-    advice = "`devices show NAME` explains one, with the source of every figure."
+    short = "; ".join(f"{each} is short for {name}" for each, name in ALIASES.items())
+    advice = f"`devices show NAME` explains one, with the source of every figure. {short}."
     Table("device budgets", headers, rows, (0, 1), advice).print(output())
 
 

@@ -298,6 +298,8 @@ def _print(result: QuantizeResult) -> None:
     if result.sensitivity:
         raised = Counter(_kind(group["modules"]) for group in result.sensitivity if group["bits"] > bits)
         kinds = "; ".join(f"{count} x {kind}" for kind, count in raised.items()) or "no matrix fits the budget"
+        if raised.total() == len(result.sensitivity):
+            kinds = "the size leaves room for more; --bits 8 needs no size"
         lines.append(f"8 bits for {raised.total()} of {len(result.sensitivity)} groups of matrices: {kinds}")
     if result.valid_bits_per_byte is not None:
         lines.append(

@@ -75,10 +75,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 19_212,
-    "compress": 7_569,
-    "export": 6_444,
-    "benchmarks": 9_212,
-    "tests": 24_974,
+    "compress": 7_571,
+    "export": 6_443,
+    "benchmarks": 9_213,
+    "tests": 24_976,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

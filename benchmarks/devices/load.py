@@ -67,13 +67,12 @@ def load_device(name_or_path: str) -> Device:
         return read_device(DEVICES / f"{matches[0]}.toml")
     if len(matches) > 1 and name_or_path:
         raise UsageError(f"device {name_or_path!r} can mean {', '.join(matches)}; write one of them in full")
-    raise UsageError(
-        f"device {clip(name_or_path)!r} is not known; {_advice(name_or_path, names)}, or give the path of a .toml file"
-    )
+    advice = _advice(name_or_path, sorted([*ALIASES, *names]))
+    raise UsageError(f"device {clip(name_or_path)!r} is not known; {advice}, or give the path of a .toml file")
 
 
 def _advice(name: str, names: list[str]) -> str:
-    near = did_you_mean(name, [*ALIASES, *names])
+    near = did_you_mean(name, names)
     return f"{near} Choose one of {', '.join(names)}" if near else f"choose one of {', '.join(names)}"
 
 

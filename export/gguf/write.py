@@ -148,10 +148,8 @@ def write_gguf(
             bytes_of[stored.name] += values.nbytes
             bar.advance(1)
     if odd:
-        log(
-            f"{len(odd)} packed matrices are stored in float16, {odd[0]} first: rows of a width that is no multiple of "
-            f"{BLOCK} have no format in GGUF"
-        )
+        rows = f"GGUF has no blocks for rows whose width is no multiple of {BLOCK}"
+        log(f"{len(odd)} matrices are stored in float16, {odd[0]} first: {rows}")
     if config.rope_scaling is not None and config.rope_scaling.rope_type == "llama3":
         plain = inverse_frequencies(config.with_changes(rope_scaling=None))
         writer.add_tensor(ROPE_FACTORS, (plain / inverse_frequencies(config)).astype(np.float32))
@@ -178,10 +176,11 @@ def _stored(
     rounded: RoundedModel | None,
     odd: list[str],
 ) -> tuple[npt.NDArray[Any], Format]:
-    """A parameter's values and their type; packed modules that no type fits are added to `odd`."""
+    """A parameter's values and their type; packed modules that no block type fits are added to `odd`."""
     module, _, part = parameter.name.rpartition(".")
     if rounded is not None and parameter.name in rounded.matrices:
         values, stored = rounded.matrices[parameter.name].data, Format[rounded.matrices[parameter.name].kind]
+        odd += [module] * (stored is Format.F16)
     elif part == "weight" and f"{module}.weight_packed" in tensors:
         weight = read_packed(tensors, module, parameter.shape)
         if weight.in_features % BLOCK:

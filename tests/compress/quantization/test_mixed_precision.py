@@ -175,6 +175,8 @@ def test_four_bits_spend_five_percent_more_by_default(
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("uniform", "mixed")]
     assert sizes[0] < sizes[1] <= 1.05 * sizes[0]
     assert not load_command("quantize")(checkpoint=narrow, out=tmp_path / "rtn", method="rtn").sensitivity
+    load_command("quantize")(out=tmp_path / "large", method="mse", size_mb=9.0, **few)
+    assert "the size leaves room for more; --bits 8 needs no size" in capsys.readouterr().out
     with pytest.raises(UsageError, match="uniform=true is one precision for all"):
         load_command("quantize")(checkpoint=narrow, out=tmp_path / "no", settings={"uniform": True}, size_mb=1.0)
 
