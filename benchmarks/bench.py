@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -87,8 +88,6 @@ def bench(
             has no room for.
         ChildFailure: a measuring process crashed, hung or was killed; nothing is reported then.
     """
-    import json
-
     from benchmarks.devices.load import load_target
     from benchmarks.devices.verdict import DISTANCES, check_on_device
     from benchmarks.measure.bench import parse_numbers, round_checks, run_bench
@@ -153,9 +152,11 @@ def bench(
     measured = as_bench(result)
     budget = None if device is None else judge_bench(device, measured, config, on_device, predict)
     measured, result["budget"] = replace(measured, budget=budget), budget and asdict(budget)
-    print_bench(output(), measured)
-    if out is not None:
-        atomic_write_text(out, json.dumps(result, indent=1) + "\n")
+    try:
+        print_bench(output(), measured)
+    finally:  # also if nobody reads the table to its end
+        if out is not None:
+            atomic_write_text(out, json.dumps(result, indent=1) + "\n")
     if measured.budget is None or measured.budget.verdict == "pass":
         return BenchResult(measured=measured, figures=result)
     complaint = f"{measured.directory}: {verdict_line(measured.budget, short=True)}; {advice(measured)}"
@@ -178,7 +179,7 @@ def _check(
         raise UsageError("--teacher needs --text or --tasks: quality is compared on held-out text, or in tasks")
     if on_device and target is None:
         raise UsageError("--on-device needs --target: it says that this machine is that device")
-    if against and provider != "cpu":
+    if against and provider.lower() != "cpu":
         raise UsageError(f"--provider {provider}: --against measures all runtimes on the CPU; leave one of them out")
 
 

@@ -115,8 +115,7 @@ def calibrate(
         raise UsageError(f"--out {out}: {name} is a shipped device; choose another name")
     decided, started = load_device(limits_from), time.perf_counter()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=out.parent):
-        pass  # a folder that cannot be written fails now, not after minutes
+    tempfile.TemporaryFile(dir=out.parent).close()  # a folder that cannot be written fails now, not after minutes
     rates = probes.read_bandwidth([threads] if threads else probes.thread_counts(default_threads()))
     threads = probes.choose_threads(rates)
     device = probes.this_device(name, threads, decided)

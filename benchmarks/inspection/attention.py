@@ -42,9 +42,7 @@ def measure_attention(model: SportsLLM, directory: Path, text: str) -> tuple[dic
     ids = [tokenizer.begin_id, *tokenizer.encode(text)]
     most = min(MOST_TOKENS, model.config.max_position_embeddings)
     if len(ids) < 2 or len(ids) > most:
-        raise UsageError(
-            f"--text has {len(ids) - 1} tokens, and a map shows 1 to {most - 1}; give a text of that length"
-        )
+        raise UsageError(f"--text has {len(ids) - 1} tokens, and a map shows 1 to {most - 1}; give that many")
     read = read_tokenizer(directory / "tokenizer.json")
     tokens = [read.id_to_token(tokenizer.begin_id) or "<begin>", *token_pieces(read, text, len(ids))]
     weights = attention_weights(model, ids)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -301,6 +302,10 @@ def test_the_command_exits_4_when_a_limit_is_missed(
     assert printed["clean"] is False and "NOISY, not a clean result" in err
     assert cli(*arguments)[0] == 6  # the result of the first run is not overwritten
     assert run(export).measured.budget is None  # without a target nothing is judged
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(BrokenPipeError):
+        patch.setattr("benchmarks.reporting.bench_tables.print_bench", Mock(side_effect=BrokenPipeError))
+        run(export, out=tmp_path / "kept.json")
+    assert json.loads((tmp_path / "kept.json").read_text(encoding="utf-8"))["tpot_ms"]
     with pytest.raises(UsageError, match="--on-device needs --target"):
         run(export, on_device=True)
 
