@@ -331,8 +331,8 @@ def check_gguf(checkpoint: Path, path: Path, threads: int | None, rounded: Round
     with threads_of_torch(threads), torch.inference_mode():
         batches = [torch.tensor([sequence]) for sequence in make_sequences(config, tokenizer)]
         compared = [compare(model(batch)[0].numpy(), found(batch)[0].numpy()) for batch in batches]
-    comparisons = [merge("prefill", compared)] + ([merge("routers", routers)] if routers else [])
-    return ParityReport("gguf", (Pass("read back", READ_BACK, tuple(comparisons)),), (), None)
+    routed = [Pass("routers", replace(READ_BACK, greedy_match=0.0), (merge("prefill", routers),))] if routers else []
+    return ParityReport("gguf", (Pass("read back", READ_BACK, (merge("prefill", compared),)), *routed), (), None)
 
 
 def _route_alike(model: SportsLLM, found: SportsLLM) -> list[Comparison]:

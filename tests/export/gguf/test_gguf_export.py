@@ -162,6 +162,8 @@ def test_experts_that_are_nearly_level_do_not_stop_an_export(tokenizer_directory
     quantize_checkpoint(tmp_path / "model", tmp_path / "packed", QuantizationConfig(4), method="rtn")
     parity = sportsllm.export(tmp_path / "packed", out=tmp_path / "gguf", format="gguf").parity
     assert parity["passed"] and parity["max_abs_logit_error"] < 0.1
+    logits, routers = json.loads((tmp_path / "gguf" / "parity.json").read_text(encoding="utf-8"))["passes"]
+    assert logits["comparisons"][0]["greedy_match"] == parity["greedy_match"] and routers["name"] == "routers"
 
 
 def test_sentencepiece_comes_back(stories: Path, tmp_path: Path) -> None:
