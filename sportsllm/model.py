@@ -111,8 +111,7 @@ class LoadedModel:
             raise UsageError("messages: give a string, or dictionaries whose role and content are strings")
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
         with self._lock:
-            rendered = self.tokenizer.render_chat(said)
-        begin = self.tokenizer.encode(rendered, special=True)
+            begin = self.tokenizer.encode(self.tokenizer.render_chat(said), special=True)
         ends = [*self.config.stop_token_ids, *self.tokenizer.turn_ends]
         return self._stream(begin, max_new_tokens, sampling, stop, ends)
 

@@ -96,7 +96,7 @@ class ServedModel:
         try:
             return self._renderer(plain)
         except SportsLLMError as error:
-            raise ApiError(400, str(error), param="messages") from None
+            raise ApiError(400, str(error).removeprefix(f"{self.directory}: "), param="messages") from None
 
     def jobs(self, body: ChatRequest | CompletionRequest, deliver: Callable[[Piece], None]) -> list[Job]:
         """The sequences of a request, `n` for each prompt.

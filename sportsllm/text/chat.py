@@ -73,10 +73,7 @@ def render_chats(directory: Path, chats: Sequence[Messages]) -> Iterator[str]:
         ArtifactError: there is no template, or it fails, exceeds the bounds or refuses these messages.
     """
     for answer in _answers(directory, chats):
-        if "problem" in answer:
-            problem = clip(answer["problem"], 200)
-            raise ArtifactError(f"{directory}: its chat template fails ({problem}); give a plain prompt")
-        yield str(answer["text"])
+        yield _text(answer, directory)
 
 
 def render_conversations(
@@ -111,6 +108,13 @@ def _answers(
         renderer.close()
 
 
+def _text(answer: JsonObject, directory: Path) -> str:
+    if "problem" in answer:
+        problem = clip(answer["problem"], 200)
+        raise ArtifactError(f"{directory}: the chat template fails ({problem}); give a plain prompt")
+    return str(answer["text"])
+
+
 def _header(directory: Path, special: Sequence[str] | None = None) -> JsonObject:
     """What the child process is told first."""
     template, settings = find_template(directory)
@@ -137,16 +141,16 @@ class ChatRenderer:
         self._directory, self._header = directory, _header(directory, special)
         self._child: subprocess.Popen[bytes] | None = None
 
+    def __getstate__(self) -> JsonObject:
+        return vars(self) | {"_child": None}  # a copy starts a process of its own
+
     def __call__(self, messages: Messages) -> str:
         """The text up to where the model's answer begins.
 
         Raises:
             ArtifactError: the template fails, exceeds the bounds or refuses these messages.
         """
-        (answer,) = self.ask([messages])
-        if "problem" in answer:
-            raise ArtifactError(f"the chat template fails ({clip(answer['problem'], 200)})")
-        return str(answer["text"])
+        return _text(self.ask([messages])[0], self._directory)
 
     def ask(self, conversations: Sequence[Messages]) -> list[JsonObject]:
         """What the child process says of each conversation: `text` (and `replies`, given `special`), or a `problem`.

@@ -1,6 +1,7 @@
 """Chat templates against those of `transformers`."""
 
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -117,9 +118,10 @@ def test_conversations_after_a_problem_are_not_answered(tokenizer_directory: Pat
     assert renderer.ask([first, long, last, long]) == [{"text": "first"}, {"problem": "no"}]
     assert renderer.ask([last]) == [{"text": "läst"}]
     child = renderer._child
-    with pytest.raises(ArtifactError, match=r"fails \(no\)"):
+    with pytest.raises(ArtifactError, match=r"/model: the chat template fails \(no\); give a plain prompt"):
         renderer(long)
     assert renderer(first) == "first" and child is not None and renderer._child is child
+    assert pickle.loads(pickle.dumps(renderer))._child is None
     # Ctrl-C is for the parent alone: a training that it interrupts saves its state, and blames no row.
     assert os.getpgid(child.pid) != os.getpgid(0)
     child.kill()
