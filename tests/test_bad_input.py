@@ -102,7 +102,7 @@ CASES: list[tuple[str, int, str]] = [
     (f"quantize {MODEL} --out {NEW} --bits 4 --size-mb 1 --set bits_per_weight=5", USAGE, "not both"),
     (f"quantize {MODEL} --out {NEW} --method rtn --qad 1k --corpus {TEXT} --calibration {TEXT}", USAGE, "rtn uses no"),
     (f"quantize {MODEL} --out {NEW} --method rtn --valid {TEXT}", USAGE, "--valid: --method rtn reads no text"),
-    (f"quantize {MODEL} --out {NEW} --qad 1k --corpus {TEXT} --set sequence=999", USAGE, "--sequence is 999"),
+    (f"quantize {MODEL} --out {NEW} --qad 1k --corpus {TEXT} --set sequence=999", USAGE, "sequence=999 is longer"),
     (f"quantize {MODEL} --out {NEW} --qad 1k", USAGE, "no training text is known; give --corpus"),
     (f"prune {MODEL} --out {NEW} --layers 1 --set finalists=2", USAGE, "options of --recover: --set finalists"),
     (f"prune {MODEL} --out {NEW} --layers 1 --set scores={TEXT} --calibration {TEXT}", ARTIFACT, "no importance score"),

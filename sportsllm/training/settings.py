@@ -287,6 +287,5 @@ def fit_vocabulary(shape: ModelConfig, vocab_size: int, name: str) -> ModelConfi
 def check_sequence(sequence: int, config: ModelConfig) -> None:
     """Training sequences must fit the context."""
     if sequence > config.max_position_embeddings:
-        raise UsageError(
-            f"--sequence is {sequence}; the model's context is {config.max_position_embeddings}, use that or less"
-        )
+        context = config.max_position_embeddings
+        raise UsageError(f"sequence={sequence} is longer than the model's context of {context}; use that or less")

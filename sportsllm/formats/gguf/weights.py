@@ -93,10 +93,8 @@ class GGUFTensors(Mapping[str, Tensor]):
             if name is None or name not in file.tensors:
                 raise file.error(f"tensor {name!r} is missing; convert the model again")
             self._stored[parameter] = name
-        if unused := set(file.tensors) - {ROPE_FACTORS, *self._stored.values()}:
-            raise file.error(
-                f"tensor {sorted(unused)[0]!r} belongs to no part of a {kind} model; use the original checkpoint"
-            )
+        if extra := set(file.tensors) - {ROPE_FACTORS, *self._stored.values()}:
+            raise file.error(f"tensor {min(extra)!r} belongs to no part of a {kind} model; use the original checkpoint")
         self._file = replace(file, metadata={})  # the vocabulary takes more memory than all names
 
     def __getitem__(self, name: str) -> Tensor:

@@ -84,15 +84,12 @@ def test_a_nf4_teacher_is_the_model_with_nf4_matrices(
 
 
 def test_a_mixture_counts_by_what_a_token_is_computed_with() -> None:
-    dense = tiny_model().config
-    experts = Experts(count=4, active=2)
-    smaller = dense.with_changes(
-        mlp_kind="experts", experts=experts, intermediate_size=dense.intermediate_size // 2 - 8
-    )
-    assert smaller.active_parameters < dense.active_parameters < smaller.parameters
-    check_no_larger(smaller, dense)
+    dense, experts = tiny_model().config, Experts(count=4, active=2)
+    small = dense.with_changes(mlp_kind="experts", experts=experts, intermediate_size=dense.intermediate_size // 2 - 8)
+    assert small.active_parameters < dense.active_parameters < small.parameters
+    check_no_larger(small, dense)
     with pytest.raises(UsageError, match=r"active parameters\) is larger than the teacher"):
-        check_no_larger(dense, smaller)
+        check_no_larger(dense, small)
 
 
 def test_another_tokenizer_is_refused(

@@ -165,9 +165,7 @@ def test_blocks_that_pad_much_are_told(checkpoint: Path, tmp_path: Path, capsys:
         result = command(checkpoint=checkpoint, out=tmp_path / str(block), group_size=block, method="rtn")
         stored = load_file(tmp_path / str(block) / "model.safetensors")
         packed = sum(tensor.numel() for name, tensor in stored.items() if name.endswith("proj.weight_packed"))
-        own = sum(
-            tensor.numel() for name, tensor in load_file(checkpoint / "model.safetensors").items() if "proj" in name
-        )
+        own = sum(each.numel() for name, each in load_file(checkpoint / "model.safetensors").items() if "proj" in name)
         assert result.padding_percent == pytest.approx(100 * (2 * packed / own - 1))
         assert ("padding adds" in capsys.readouterr().out) == (block == 256)
 

@@ -57,9 +57,7 @@ def test_training_learns_and_reports(batches: PackedSequences, tmp_path: Path) -
     model = fresh()
     config = TrainConfig(steps=30, batch_size=2, accumulation=1, sequence=32, learning_rate=3e-3, warmup=3, log_every=5)
     seen = []
-    validation = Validation(
-        lambda m: seen.append(m) or 1.5, lambda _model, _tokens: TextScore(1.25 * math.log(2), 1, 1)
-    )
+    validation = Validation(lambda m: seen.append(m) or 1.5, lambda *_: TextScore(1.25 * math.log(2), 1, 1))
     result = train_model(model, batches, language_model_loss, config, tmp_path, validation=validation)
     metrics = [m for _, m in read_json_lines(tmp_path / METRICS) if "loss" in m]
     assert metrics[-1]["loss"] < 0.9 * math.log(384) < 0.95 * metrics[0]["loss"]

@@ -253,9 +253,7 @@ def test_a_file_cut_anywhere_is_refused(llama: Any, tokenizer_directory: Path, t
     refused(tmp_path / "none.gguf", "not found", tmp_path / "out")
 
 
-@pytest.mark.skipif(
-    "LLAMA_CPP_CONVERTER" not in os.environ, reason="LLAMA_CPP_CONVERTER names no convert_hf_to_gguf.py"
-)
+@pytest.mark.skipif("LLAMA_CPP_CONVERTER" not in os.environ, reason="set it to llama.cpp's convert_hf_to_gguf.py")
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"attention_bias": True}])
 def test_a_checkpoint_comes_back_from_llama_cpps_converter(
     changes: dict[str, Any], tokenizer_directory: Path, tmp_path: Path
