@@ -74,9 +74,7 @@ class LoadedModel:
         from sportsllm.inference.sampling import Sampling
 
         if not isinstance(prompt, str):
-            raise UsageError(
-                f"the prompt is of type {type(prompt).__name__}; give one string, and call once per prompt"
-            )
+            raise UsageError(f"the prompt is of type {type(prompt).__name__}; give a string, and call once per prompt")
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
         begin = [self.tokenizer.begin_id, *self.tokenizer.encode(prompt)]
         return self._stream(begin, max_new_tokens, sampling, stop, self.config.stop_token_ids)

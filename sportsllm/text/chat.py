@@ -138,8 +138,8 @@ class ChatRenderer:
     """Renders conversations as `render_chats` does, in a child process that stays for the next one."""
 
     def __init__(self, directory: Path, special: Sequence[str] | None = None) -> None:
-        self._directory, self._header = directory, _header(directory, special)
         self._child: subprocess.Popen[bytes] | None = None
+        self._directory, self._header = directory, _header(directory, special)
 
     def __getstate__(self) -> JsonObject:
         return vars(self) | {"_child": None}  # a copy starts a process of its own
@@ -191,6 +191,8 @@ class ChatRenderer:
         if child is not None:
             child.kill()
             child.communicate()
+
+    __del__ = close  # with a model that is dropped; else the process would wait until this one ends
 
 
 def _render_requests() -> None:

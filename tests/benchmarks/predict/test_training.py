@@ -147,9 +147,7 @@ def test_several_gpus_share_weights_gradients_and_states(capsys: pytest.CaptureF
         assert many[name]["tokens_per_s"] == pytest.approx(64 * one[name]["tokens_per_s"])
         assert many[name]["hours"] == pytest.approx(one[name]["hours"] / 64)
         assert many[name]["price"] == pytest.approx(one[name]["price"])
-    row = next(
-        line for line in (DOCS / "how-to" / "plan.md").read_text().splitlines() if line.startswith("| memory, MB")
-    )
+    row = next(row for row in (DOCS / "how-to" / "plan.md").read_text().splitlines() if row.startswith("| memory, MB"))
     totals = [many[name]["total_bytes"] for name in ("plain", "checkpointed", "sharded", "sharded_checkpointed")]
     assert row == f"| memory, MB | {' | '.join(f'{total / 1e6:,.0f}' for total in totals)} |"
     assert "on each of 64 GPUs" in " ".join(capsys.readouterr().out.split())

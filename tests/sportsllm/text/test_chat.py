@@ -128,9 +128,11 @@ def test_conversations_after_a_problem_are_not_answered(tokenizer_directory: Pat
     child.poll = lambda: None  # type: ignore[method-assign]  # its pipes close before it is seen to have ended
     with pytest.raises(ArtifactError, match="fails"):
         renderer(last)
-    for _ in range(2):
-        assert renderer(last) == "läst"
-        renderer.close()
+    assert renderer(last) == "läst"
+    renderer.close()
+    answers, child = renderer.ask([last]), renderer._child
+    del renderer  # ends the process too
+    assert answers == [{"text": "läst"}] and child is not None and child.returncode is not None
 
 
 def test_a_child_that_ends_has_answered_the_first_conversations(
