@@ -103,6 +103,7 @@ CASES: list[tuple[str, int, str]] = [
     (f"quantize {MODEL} --out {NEW} --method rtn --qad 1k --corpus {TEXT} --calibration {TEXT}", USAGE, "rtn uses no"),
     (f"quantize {MODEL} --out {NEW} --method rtn --valid {TEXT}", USAGE, "--valid: --method rtn reads no text"),
     (f"quantize {MODEL} --out {NEW} --qad 1k --corpus {TEXT} --set sequence=999", USAGE, "sequence=999 is longer"),
+    (f"quantize {MODEL} --out {NEW} --qad 1k --corpus {TEXT} --set signals=x --set kl_weight=0", USAGE, "leave one of"),
     (f"quantize {MODEL} --out {NEW} --qad 1k", USAGE, "no training text is known; give --corpus"),
     (f"prune {MODEL} --out {NEW} --layers 1 --set finalists=2", USAGE, "options of --recover: --set finalists"),
     (f"prune {MODEL} --out {NEW} --layers 1 --set scores={TEXT} --calibration {TEXT}", ARTIFACT, "no importance score"),

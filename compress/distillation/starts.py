@@ -72,8 +72,8 @@ def plan_training(
         teacher=teacher,
         corpus=tuple(corpus or recorded_text(teacher, "corpus")),
         valid=tuple(valid or ([] if corpus else recorded_text(teacher, "valid"))),
-        config=settings.train_config(run, tokens, lengths, seed=seed),  # after the text, since it prints the settings
         distillation=distillation_config(run.start, teacher, taught),
+        config=settings.train_config(run, tokens, lengths, seed=seed),  # last, since it prints the settings
         extra_holdouts=extra_holdouts,
         reading=reading,
     )
