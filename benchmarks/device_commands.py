@@ -34,8 +34,13 @@ class DevicesResult(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateResult(Result):
-    """A device file of this machine. `clean` is False if other programs used the measured processors;
-    `read_bandwidth_gb_s` is by number of threads."""
+    """A device file of this machine.
+
+    Attributes:
+        out, device, limits_from, threads, rounds, coefficients, seconds: what was written, and how it was measured.
+        read_bandwidth_gb_s: by number of threads.
+        clean, other_cpu_cores: whether other programs left the measured processors alone, and how many they used.
+    """
 
     out: Path
     device: str

@@ -77,7 +77,7 @@ MOST_LINES = {
     "sportsllm": 19_212,
     "compress": 7_571,
     "export": 6_443,
-    "benchmarks": 9_211,
+    "benchmarks": 9_216,
     "tests": 24_976,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
