@@ -25,7 +25,6 @@ from sportsllm.inference.sampling import Sampling, StopSearch, generate
 from sportsllm.serving.engine import Engine, Job, Piece
 from sportsllm.serving.sampler import Sampler
 from tests.support.export_models import TINY, Exports
-from tests.support.models import STORIES
 
 PATTERN = [5, 9, 2, 7, 7, 1, 3]
 SETTINGS: list[dict[str, Any]] = [
@@ -195,15 +194,17 @@ def test_a_draft_is_asked_as_often_as_it_pays(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("context", [2, 2 * LEAST_STEPS])
-def test_bench_writes_no_text_in_a_context_without_room(context: int, exports: Exports, tmp_path: Path) -> None:
+def test_bench_writes_no_text_in_a_context_without_room(
+    context: int, exports: Exports, stories: Path, tmp_path: Path
+) -> None:
     exports(bits=4, vocab_size=512, max_position_embeddings=context).copy_to(tmp_path)
-    shutil.copy(STORIES / "tokenizer.json", tmp_path)
+    shutil.copy(stories / "tokenizer.json", tmp_path)
     assert measure_texts({"directory": str(tmp_path), "threads": 1, "seed": 0})["texts"] == {}
 
 
-def test_bench_writes_kinds_of_text_with_and_without_lookup(exports: Exports, tmp_path: Path) -> None:
+def test_bench_writes_kinds_of_text_with_and_without_lookup(exports: Exports, stories: Path, tmp_path: Path) -> None:
     exports(bits=4, vocab_size=512).copy_to(tmp_path)
-    shutil.copy(STORIES / "tokenizer.json", tmp_path)
+    shutil.copy(stories / "tokenizer.json", tmp_path)
     asked = {"directory": str(tmp_path), "threads": 1, "seed": 0, "seconds_per_text": 0.0, "longest_text_s": 60.0}
     found = measure_texts(asked)["texts"]
     assert list(found) == ["copying", "match reports", "open text"]
