@@ -89,7 +89,7 @@ def test_muons_settings_and_the_fall_of_the_rate_are_recorded(
         ("CHECKPOINT --set digits=single", "digits belongs to training"),
         ("CHECKPOINT --set layers=1 --set kv_heads=1", "layers, kv_heads: "),
         ("CHECKPOINT --tokenizer CHECKPOINT", "was trained with its own"),
-        ("CHECKPOINT --sequence 129", "context is 128"),
+        ("CHECKPOINT --sequence 129", "context of 128"),
         ("", "either --model PRESET to train from scratch or a CHECKPOINT to fine-tune"),
         ("CHECKPOINT --model tiny-1m", "give either --model PRESET"),
         ("--model tiny-1m --lora-rank 2", "instead of --model"),
