@@ -1,9 +1,9 @@
 """Chat templates against those of `transformers`."""
 
 import os
-import pickle
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from threading import Timer
 
@@ -121,7 +121,7 @@ def test_conversations_after_a_problem_are_not_answered(tokenizer_directory: Pat
     with pytest.raises(ArtifactError, match=r"/model: the chat template fails \(no\); give a plain prompt"):
         renderer(long)
     assert renderer(first) == "first" and child is not None and renderer._child is child
-    assert pickle.loads(pickle.dumps(renderer))._child is None
+    assert deepcopy(renderer)._child is None
     # Ctrl-C is for the parent alone: a training that it interrupts saves its state, and blames no row.
     assert os.getpgid(child.pid) != os.getpgid(0)
     child.kill()
