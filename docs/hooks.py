@@ -168,7 +168,7 @@ FAMILY_PARTS = {
     "opt": "GPT-2's, with ReLU",
     "mixtral": "experts instead of one feed-forward",
     "deepseek_v2": "latent attention; experts in all layers, in all but the first, or in none",
-    "deepseek_v3": "the same, with a sigmoid router",
+    "deepseek_v3": "DeepSeek-V2's, with a sigmoid router",
     "phi3": "LLaMA's or Mistral's parts, fused; read only, written as those",
 }
 

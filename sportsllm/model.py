@@ -186,11 +186,11 @@ def load(
         directory: a directory, a GGUF file, or a name in the model hub.
         threads: CPU threads; by default the library chooses.
         kernels: for an export: native (this program's), portable (ONNX Runtime's), or auto.
-        provider: for an export: an execution provider of ONNX Runtime.
+        provider: for an export: an execution provider of ONNX Runtime; for a checkpoint: cpu, cuda, cuda:1 or auto.
 
     Raises:
         ArtifactError: no such directory, or its files are damaged.
-        UsageError: kernels or a provider that the model cannot have.
+        UsageError, ResourceError: kernels or a provider that the model cannot have, or a hub that cannot be reached.
     """
     from sportsllm.commands import find_model
     from sportsllm.inference.decoder import open_decoder

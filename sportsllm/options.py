@@ -66,7 +66,7 @@ Corpus = Annotated[
 ]
 Valid = Annotated[
     list[Path] | None,
-    typer.Option("--valid", help="Held-out text.", show_default="2% of the documents, chosen by hash"),
+    typer.Option("--valid", help="Held-out text.", show_default="the checkpoint's; with --corpus 2% of it, by hash"),
     READS_TEXT,
 ]
 Text = Annotated[

@@ -20,7 +20,7 @@ class Result:
     """What a command returns.
 
     Attributes:
-        exit_code: of the command line; 4 if a gate was missed.
+        exit_code: of the command line; 4 if a gate was missed, 3 if `verify` found a problem.
         complaint: why, in one line.
     """
 

@@ -61,7 +61,7 @@ TRAINING: Group = {
     "try_rates": Setting(bool, "Choose the learning rate by short trial runs", "true, except for random weights"),
     "log_every": Setting(int, "Steps between two lines of metrics.jsonl", "10", 1),
     "documented": Setting(
-        bool, "Fixed defaults instead of rules: 5,000 steps of 4 x 4 x 512 tokens, AdamW 3e-4", "false"
+        bool, "Fixed defaults: 5,000 steps of 4 x 4 x 512 tokens, AdamW 3e-4, dropout 0.1 in new models", "false"
     ),
 }
 STEPS: Group = {
@@ -73,15 +73,15 @@ DISTILLATION: Group = {
     "kl_weight": Setting(
         float,
         "Weight of the KL divergence in the loss; the rest is cross-entropy",
-        "0.9 for random weights; 1 for teachers trained on 100 tokens per parameter or more; else 0.5, or 0.9 for "
-        "students trained on fewer than 5",
+        "0.9 for random weights; 1 for teachers trained on 100 tokens per parameter or more, or an unknown number; "
+        "else 0.5, or 0.9 for students trained on fewer than 5",
         0,
         1,
     ),
     "hidden_weight": Setting(
         float,
         "Weight of hidden-state matching in the loss",
-        "3 for pruned weights, 0 if the teacher was trained on fewer than 2 tokens per parameter",
+        "3 for pruned weights; 0 with signals or a teacher trained on fewer than 2 tokens per parameter; else 0",
         0,
     ),
     "teacher_precision": Setting(
@@ -89,7 +89,7 @@ DISTILLATION: Group = {
     ),
 }
 PRUNING: Group = {
-    "samples": Setting(int, "Calibration samples", "up to 256, fewer for a model over 20M parameters", 1),
+    "samples": Setting(int, "Calibration samples", "up to 256, fewer above 20M parameters and before a recovery", 1),
     "scores": Setting(str, "importance.safetensors of an earlier run, or its directory", "measured"),
     "finalists": Setting(int, "Shapes that --search recovers", "3", 1),
 }

@@ -156,8 +156,8 @@ class CalibrationText:
 
     Held-out text of the checkpoint's manifest and of `valid` is never read. Without files the checkpoint's training
     text is read. A quarter of the samples is GENERAL_TEXT, which reaches channels that text of one domain does not,
-    unless the number of samples is given. If no text is known, half is GENERAL_TEXT, and half is text that the
-    checkpoint writes itself, which is always in its domain. By default the method chooses the number of samples.
+    unless the number of samples is given. If no text is known, half or more is GENERAL_TEXT, and the rest is text that
+    the checkpoint writes itself, which is always in its domain. By default the method chooses the number of samples.
     """
 
     files: tuple[Path, ...] = ()
