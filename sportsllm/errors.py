@@ -47,7 +47,7 @@ class DivergedError(SportsLLMError):
 
 
 class InterruptedRun(SportsLLMError):
-    """Interrupted by Ctrl-C or SIGTERM; the state was saved."""
+    """Interrupted by Ctrl-C or SIGTERM; the message says how to continue."""
 
     exit_code = 130
 
