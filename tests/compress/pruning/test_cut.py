@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
+from compress.layerwise import KnownStates
 from compress.pruning.cut import check_cut, choose_units, cut_to_config, kept_layers, slice_model
 from compress.pruning.scores import Scores, measure_scores
 from compress.pruning.shapes import Shape
@@ -125,13 +127,19 @@ def test_dead_units_are_cut_without_a_trace(changes: dict[str, object]) -> None:
 
 
 def test_a_layer_that_does_nothing_is_the_one_dropped() -> None:
-    model = tiny_model(num_hidden_layers=4)
+    model = tiny_model(num_hidden_layers=4, logit_softcap=2.0)
     with torch.no_grad():
         for module in (model.model.layers[2].self_attn.o_proj, model.model.layers[2].mlp.down_proj):
             module.weight.zero_()
     scores = measure_scores(model, SHORT)
-    keep, tried = kept_layers(model, scores, 3, SHORT)
-    assert keep == [0, 1, 3] and len(tried) == 3
+    assert scores.layer_distance[2, 3] < 1e-6
+    scores.layer_distance[range(4), range(1, 5)] = torch.tensor([0.02, 0.04, 0.03, 0.01])  # the loss decides
+    keep, tried = kept_layers(model, scores, 3, SHORT, KnownStates(model))
+    assert keep == [0, 1, 3] and [run.first_dropped for run in tried] == [3, 0, 2]
+    assert tried == kept_layers(model, scores, 3, SHORT)[1]
+    with torch.inference_mode():  # all samples have the same length
+        whole = [cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) for tokens in SHORT]
+    assert tried[2].loss == pytest.approx(float(torch.stack(whole).mean()), rel=1e-5)
     pruned = pruned_to(model, scores, Shape(64, 96, 4, 2, 3, 16), keep)
     assert torch.allclose(*logits(pruned, model), atol=1e-5)
     assert len(model.model.layers) == 4

@@ -178,12 +178,13 @@ def test_a_stream_that_fills_a_subspace_is_cut_to_it_without_a_trace(changes: di
 def test_the_first_directions_are_the_best_of_their_number() -> None:
     """Against Eckart and Young, on the states that the norms read, scaled as the tied head needs it."""
     model = tiny_model()
+    model.model.norm.weight[[3, 9]] = torch.tensor([0.0, -1.0])  # a channel that is not read, and one turned around
     norms = [f"model.layers.{layer}.{norm}" for layer in range(2) for norm in NORMS.values()]
     directions = measure_scores(model, SAMPLES).directions
     weight = model.model.norm.weight.double()
     states = torch.cat([*inputs_of(model, [*norms, "model.norm"], SAMPLES).values()])
     states = states / (states.square().mean(dim=1, keepdim=True) + model.config.rms_norm_eps).sqrt()
-    states = states * (weight / weight.mean()).sqrt()
+    states = states * (weight / weight.mean()).clamp(min=1e-2).sqrt()
     basis = directions.basis[:, :40].double()
     lost = (states - states @ basis @ basis.T).square().sum()
     # Products are float32, summed over 1,600 states.
