@@ -75,7 +75,7 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 19_212,
-    "compress": 7_571,
+    "compress": 7_567,
     "export": 6_443,
     "benchmarks": 9_216,
     "tests": 24_977,

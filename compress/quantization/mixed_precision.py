@@ -168,7 +168,6 @@ def _backwards(
             read_BTD = x_BTD.detach().requires_grad_()
             after_BTD = block(read_BTD, first_positions(rope, read_BTD))
             for place, given_BTD in enumerate(given_RBTD, start=1):
-                changes.clear()
                 after_BTD.backward(given_BTD, retain_graph=place < len(given_RBTD))
                 for group in squares:
                     squares[group] += sum(changes.get(name, 0.0) for name in group) ** 2 / len(given_RBTD)

@@ -112,8 +112,6 @@ def pack_trained(model: SportsLLM, packed: PackedCheckpoint) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FakeQuantLinear):
             packed.add_packed(name, module.pack())
-            if module.bias is not None:
-                packed.add_vector(f"{name}.bias", module.bias.cpu())
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1 and name in packed.tensors:
+        if parameter.ndim == 1:
             packed.add_vector(name, parameter.cpu())

@@ -10,19 +10,10 @@ from compress.quantization.block_checkpoint import BlockCheckpoint
 from compress.quantization.gguf_grids import gptq_blocks, plain, plain_grid, refit
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, TABLE, Blocks
+from tests.compress.quantization.test_gptq import problem
 from tests.support import llama_cpp
 from tests.support.models import tiny_config
 from tests.support.training import allocated_peak
-
-
-def problem(rows: int = 32, columns: int = 256) -> tuple[Tensor, Tensor]:
-    """Weights, and the second moment of inputs of unlike strength that depend on each other."""
-    draw = torch.Generator().manual_seed(0)
-    mixed = torch.eye(columns) + torch.randn(columns, columns, generator=draw) / columns**0.5
-    inputs = torch.randn(1500, columns, generator=draw) @ mixed
-    inputs *= torch.randn(columns, generator=draw).mul(0.5).exp()
-    weight = torch.randn(rows, columns, generator=draw) * torch.randn(columns, generator=draw).mul(0.3).exp()
-    return weight, inputs.T @ inputs
 
 
 def missed(weight: Tensor, stored: np.ndarray, name: str) -> Tensor:
@@ -31,7 +22,7 @@ def missed(weight: Tensor, stored: np.ndarray, name: str) -> Tensor:
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_no_type_loses_more_than_by_llama_cpps_quantizer(name: str) -> None:
-    weight, gram = problem(columns=512 if BLOCK_TYPES[name].blocks > 1 else 256)  # two super-blocks a row
+    weight, gram = problem(32, 512 if BLOCK_TYPES[name].blocks > 1 else 256, seed=1)  # two super-blocks a row
     importance, kind = gram.diagonal(), BLOCK_TYPES[name]
     theirs = [
         missed(weight, llama_cpp.quantized(weight.numpy(), name, each), name) for each in (None, importance.numpy())
@@ -56,7 +47,7 @@ def test_blocks_of_one_value_and_of_none_come_back(name: str) -> None:
 
 
 def test_scales_and_least_values_are_the_least_squares_solution() -> None:
-    weight, gram = problem(rows=2, columns=96)
+    weight, gram = problem(2, 96)
     kind = BLOCK_TYPES["Q4_1"]
     grid = plain_grid(weight, kind)
     levels = grid.round(weight)
@@ -71,14 +62,14 @@ def test_scales_and_least_values_are_the_least_squares_solution() -> None:
 
 def test_equations_of_few_rows_are_in_memory_together() -> None:
     """Those of all 2,048 rows would be more than nine times the matrix, and more of wider ones."""
-    weight, gram = problem(rows=2_048)
+    weight, gram = problem(2_048, 256)
     grid = plain_grid(weight, BLOCK_TYPES["Q4_1"])
     levels = grid.round(weight)
     assert allocated_peak(lambda: refit(weight, gram, grid, levels)) < 4 * weight.nbytes
 
 
 def test_q8_0_is_never_minus_128_and_has_no_negative_scale() -> None:
-    weight, gram = problem(rows=64, columns=64)
+    weight, gram = problem(64, 64)
     for blocks in (plain(weight, BLOCK_TYPES["Q8_0"]), gptq_blocks(weight, gram, BLOCK_TYPES["Q8_0"])):
         assert isinstance(blocks, Blocks)
         assert blocks.levels_NK.min() >= -127 and blocks.levels_NK.max() == 127 and blocks.d_NB.min() > 0
@@ -101,5 +92,5 @@ def test_weights_beyond_float16_are_refused(name: str) -> None:
 def test_a_table_is_packed_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole numbers take 8 bytes each before they are packed."""
     monkeypatch.setattr("compress.quantization.block_checkpoint.ROWS", 64)
-    packed, (weight, _) = BlockCheckpoint(tiny_config(), {"lm_head": "Q4_0"}), problem(rows=2_048)
+    packed, (weight, _) = BlockCheckpoint(tiny_config(), {"lm_head": "Q4_0"}), problem(2_048, 256)
     assert allocated_peak(lambda: packed.add_matrix("lm_head", weight, search=True)) < weight.nbytes

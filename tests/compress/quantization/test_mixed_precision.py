@@ -199,6 +199,7 @@ def test_a_damaged_checkpoint_is_refused_before_it_is_measured(checkpoint: Path,
 def test_budgets_that_cannot_be_kept() -> None:
     config = tiny_config()
     assert bits_per_weight(config, QuantizationConfig(4, 32, 8)) == pytest.approx(4.5)
+    assert SizeBudget(4.5).spare_bytes(config, QuantizationConfig()) == 0
     with pytest.raises(
         UsageError, match=r"--set bits_per_weight=4.2 is less than INT4 takes with groups of 32, 4\.500"
     ):
