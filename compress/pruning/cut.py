@@ -142,10 +142,9 @@ def cut_to_config(model: SportsLLM, config: ModelConfig, samples: Sequence[Tenso
     of another size or with another rotary table are made as `compress.pruning.heads` says. The context may be shorter,
     and a tied head may get untied.
 
-    Args and errors are those of `prune_model` and `check_cut`; samples are used up to the student's context.
+    Args and errors are those of `prune_model` and `check_cut`; samples are no longer than the student's context.
     """
     check_cut(model.config, config)
-    samples = [tokens[:, : config.max_position_embeddings] for tokens in samples]
     if model.config.experts is not None and config.experts is None:
         model = dense_model(model, config.intermediate_size, samples)
     scores = measure_scores(model, samples, known := KnownStates(model))
