@@ -193,9 +193,9 @@ def directory_bytes(directory: Path) -> int:
     """Size of a directory's weight files in bytes (safetensors, the graph and its data, or GGUF, also a linked one)."""
     if (record := directory / GGUF_RECORD).exists():
         return int(read_json(record).get("bytes") or 0)
-    names = ["*.safetensors", "*.onnx", "*.onnx.data", "*.gguf"]
-    if not any(directory.glob("*.safetensors")):  # beside them such graphs are other forms of the same model
-        names += ["onnx/*.onnx", "onnx/*.onnx_data"]
+    weights = [name for name in ("model*.safetensors", "*.safetensors") if any(directory.glob(name))][:1]
+    # Beside weights, graphs in `onnx` are other forms of the same model.
+    names = [*(weights or ["onnx/*.onnx", "onnx/*.onnx_data"]), "*.onnx", "*.onnx.data", "*.gguf"]
     return sum(path.stat().st_size for name in names for path in directory.glob(name))
 
 

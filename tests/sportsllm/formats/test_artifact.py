@@ -160,10 +160,10 @@ def test_an_input_that_goes_away_during_the_run_loses_nothing(tmp_path: Path) ->
     assert read_manifest(tmp_path / "out").parents[0].sha256 == expected
 
 
-def test_browser_graphs_beside_safetensors_do_not_count(tmp_path: Path) -> None:
-    """Published checkpoints often carry further forms of themselves in `onnx/`."""
-    (tmp_path / "onnx").mkdir()
+def test_other_files_beside_the_weights_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "onnx").mkdir()  # published checkpoints often carry further forms of themselves there
     (tmp_path / "onnx" / "model_q4.onnx").write_bytes(b"0" * 70)
     assert directory_bytes(tmp_path) == 70
-    (tmp_path / "model.safetensors").write_bytes(b"0" * 30)
+    for name in ("model", "importance"):  # the scores of `prune`
+        (tmp_path / f"{name}.safetensors").write_bytes(b"0" * 30)
     assert directory_bytes(tmp_path) == 30
