@@ -104,9 +104,9 @@ def quality_loss(own: Sequence[float], teacher: Sequence[float]) -> tuple[float,
         own, teacher: negative log-likelihood of each document in nats.
 
     Raises:
-        ValueError: not equally many, or none.
+        ValueError: not equally many.
     """
-    if len(own) != len(teacher) or not own:
+    if len(own) != len(teacher):
         raise ValueError(f"{len(own)} and {len(teacher)} documents; both models must score the same ones")
     ends = ratio_interval(own, teacher)
     interval = None if ends is None else (100 * (ends[0] - 1), 100 * (ends[1] - 1))

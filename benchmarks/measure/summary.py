@@ -34,9 +34,9 @@ def round_figures(one: Mapping[str, Any]) -> dict[str, float]:
 
 
 def rounds_by_name(raw: Raw) -> dict[str, list[float]]:
-    """Each figure's values, one a round. A figure that only some rounds have is left out."""
+    """Each figure's values, one a round."""
     rounds = [round_figures(one) for one in raw["speed"]]
-    return {name: [one[name] for one in rounds] for name in rounds[0] if all(name in one for one in rounds)}
+    return {name: [one[name] for one in rounds] for name in rounds[0]}
 
 
 def nested(figures: Mapping[str, float]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -241,8 +241,6 @@ def judge_bench(
     deciding = dict(measured) if here else {name: measured[name] for name in MACHINE_INDEPENDENT}
     if processor == "gpu":  # the card's memory was not measured, the process's was
         deciding.pop("peak_memory_mb", None)
-    if here and predicted is not None:
-        predicted = replace(predicted, figures={"peak_memory_mb": predicted.figures.get("peak_memory_mb")})
     limits = judge(device, deciding, predicted, intervals)
     return Budget(
         target=device.name,

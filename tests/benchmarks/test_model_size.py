@@ -14,6 +14,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface import to_hf
 from sportsllm.formats.packed import QUANT_METHOD
 from sportsllm.models.config import Experts
+from tests.support.lstm_models import LSTM
 from tests.support.models import tiny_config
 
 PRODUCTS = {"MatMulNBits", "DynamicQuantizeMatMul", "FusedMatMul", "MatMul", "DequantizeLinear"}
@@ -64,7 +65,7 @@ def test_the_parts_of_a_format_are_those_of_its_graph(stored: ModelFormat, tmp_p
         assert parts.embedding == 0
 
 
-def test_counts_by_hand() -> None:
+def test_counts_by_hand(tmp_path: Path) -> None:
     """Two layers: q and o 256 x 256, k and v 128 x 256, gate, up and down 384 x 256."""
     layers = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 384 * 256)
     parts = sizes(SHAPE, ModelFormat("int4"))
@@ -74,6 +75,12 @@ def test_counts_by_hand() -> None:
     assert layer_activations(SHAPE) == attention + 3 * (256 + 384)
     mixture = SHAPE.with_changes(mlp_kind="experts", experts=Experts(8, 2))  # a token reads the router and two of them
     assert layer_activations(mixture) == attention + (256 + 8) + 2 * 3 * (256 + 384)
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(SHAPE)), encoding="utf-8")
+    read = bytes_read_per_token(tmp_path, mixture)["weight_bytes"]  # and norms
+    assert read == pytest.approx(4 * (layers + 2 * (3 * 384 * 256 + 8 * 256) + 500 * 256), rel=0.005)
+    lstm = tiny_config(**LSTM)
+    parts, states = sizes(lstm, ModelFormat("fp32")), 2 * 2 * 48 * 4
+    assert bytes_read_per_token(tmp_path, lstm)["weight_bytes"] == parts.layers.bytes + parts.head.bytes + states
 
 
 def test_the_stored_format_follows_the_configuration(tmp_path: Path) -> None:

@@ -87,16 +87,16 @@ def test_a_process_is_watched_and_its_surroundings_are_cleared(monkeypatch: pyte
 
 def speed_round(step: float, others: float = 0.0) -> dict[str, Any]:
     return {
-        "load_s": 0.2, "ttft_ms": {"128": [10.0]}, "step_ms": {"32": [[step] * 4]},
+        "load_s": 0.2, "ttft_ms": {"128": [10.0], "512": [40.0, 50.0]}, "step_ms": {"32": [[step] * 4, [6 * step]]},
         "cpus": [0], "other_cpu_cores": others,
     }  # fmt: skip
 
 
 def summary(steps: list[float], others: float | list[float] = 0.0) -> dict[str, Any]:
-    memory = {"peak_rss_bytes": 1000, "context_tokens": 8}
+    memory = [{"peak_rss_bytes": size, "context_tokens": 8} for size in (1000, 900)]
     busy = others if isinstance(others, list) else [others] * len(steps)
     speed = [speed_round(step, cores) for step, cores in zip(steps, busy, strict=True)]
-    raw = {"speed": speed, "memory": [memory]}
+    raw = {"speed": speed, "memory": memory}
     return {**summarise(raw), "raw": raw}
 
 
@@ -104,14 +104,19 @@ def test_only_enough_quiet_rounds_that_agree_are_clean_and_what_decided_is_named
     """One disturbed round is no reason."""
     calm, disturbed_once = [2.0, 2.01, 2.02, 2.0, 1.99], [0.0, 0.0, 0.0, 0.0, 1.5]
     clean = summary(calm, disturbed_once)
-    assert clean["clean"] is True and clean["tpot_ms"]["32"]["p50"] == 2.0
+    assert clean["clean"] is True and clean["tpot_ms"]["32"]["p50"] == 2.0 and clean["other_cpu_cores"] == 1.5
+    assert clean["decode_tokens_per_s"]["32"] == 250 and clean["peak_rss_bytes"] == 1000  # means, and the largest
+    assert clean["prefill_tokens_per_s"] == pytest.approx(512 / 0.045)
     for steps, others, reason in (
         (calm[:1], 0.0, "one round is too few to tell"),
         (calm[:4], [0.0, 0.0, 0.3, 0.3], "other programs used up to 0.3 cores of the measured processors, in half"),
-        ([*calm[:4], 2.4], disturbed_once, "1 of 2 times vary by more than 5%"),
+        ([*calm[:4], 2.4], disturbed_once, "1 of 3 times vary by more than 5%"),
     ):
         found = summary(steps, others)
         assert (found["clean"], [one[: len(reason)] for one in found["noise_reasons"]]) == (False, [reason])
+    raw = clean["raw"]
+    short = summarise(raw | {"speed": [one | {"ttft_ms": {}, "step_ms": {}} for one in raw["speed"]]})
+    assert short["noise_reasons"] == ["the context is too short for every prompt and depth"]
 
 
 class Slowing:
@@ -142,6 +147,8 @@ def test_windows_show_how_the_speed_falls(monkeypatch: pytest.MonkeyPatch) -> No
     assert rates[0] == pytest.approx(1000.0) and rates[-1] == pytest.approx(500.0)
     found = summarise_sustained({"windows": windows, "other_cpu_cores": 0.0})
     assert found["throttling_percent"] == pytest.approx(50.0) and found["throttled"] is True
+    slower = [{"tokens_per_s": rate} for rate in (100.0, 95.5)]
+    assert summarise_sustained({"windows": slower, "other_cpu_cores": 0.0})["throttled"] is False  # 5% are allowed
     alone = summarise_sustained({"windows": windows[:1], "other_cpu_cores": 0.0})
     assert alone["throttling_percent"] is None and alone["throttled"] is None
 
@@ -164,6 +171,16 @@ def rounds(count: int, runs: int, noise: float, correlation: float, seed: int = 
         series[:, place] = correlation * series[:, place - 1] + math.sqrt(1 - correlation**2) * fresh[:, place]
     found: list[list[float]] = (1 + noise * series).tolist()
     return found
+
+
+def test_an_interval_by_hand() -> None:
+    """Median 3, standard deviation sqrt(12.5); v = 2.225 for five rounds, and t = 2.132 for four degrees of freedom."""
+    reach = 1.1 * 2.132 * math.sqrt(2.225 * 4 / ((5 - 2.225) * 5)) * math.sqrt(12.5)
+    found = spread([1.0, 2.0, 3.0, 4.0, 10.0])
+    assert (found.low, found.high, found.half_width) == pytest.approx((0.0, 3 + reach, reach / 3))  # never below 0
+    calm, noisy, worse = (spread([100.0 - off, 100.0, 100.0 + off, 100.0, 100.0]) for off in (0.0, 4.0, 9.0))
+    assert noisy.noisy and noisy.noise < 0.03 and agree([*[calm] * 9, noisy])
+    assert not agree([*[calm] * 9, worse])  # 12%, though all ten together have less than 4%
 
 
 @pytest.mark.parametrize(
