@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import sportsllm
 from compress.distill import distill
@@ -26,8 +25,7 @@ from sportsllm.inference.calibration import CalibrationText
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.config import Selection
 from sportsllm.models.kinds import INDEX
-from sportsllm.models.language_model import SportsLLM, first_positions
-from sportsllm.models.selection import Document, selected_attention
+from sportsllm.models.language_model import SportsLLM
 from tests.support import families
 from tests.support.models import saved, tiny_model
 
@@ -121,35 +119,6 @@ def with_indexer(model: SportsLLM, selection: Selection) -> SportsLLM:
     return student.eval()
 
 
-def attention_kept(student: SportsLLM, model: SportsLLM, tokens: Tensor) -> Tensor:
-    """Shares of full attention on the blocks that the indexer chooses, and on as many newest ones; mean over layers."""
-    found: list[Tensor] = []
-    states = model.embedded(tokens)
-    for block, ours in zip(model.model.layers, selected_attention(student), strict=True):
-        rope = first_positions(model.rope, states)
-        document = Document(student.config, *ours.parts(block.input_layernorm(states), rope))
-        chosen, rows = student.config.chosen_selection, torch.arange(100, 128)
-        share_BRN = document.shares(rows, index=False)
-        own_R1, blocks_N = (rows // chosen.block)[:, None], torch.arange(share_BRN.shape[-1])
-        newest = (blocks_N == 0) | ((blocks_N <= own_R1) & (blocks_N > own_R1 - chosen.blocks + 1))
-        kept = share_BRN.gather(2, document.chosen_blocks(rows)).sum(-1), (share_BRN * newest).sum(-1)
-        found.append(torch.stack([each.mean() for each in kept]))
-        states = block(states, rope)
-    return torch.stack(found).mean(dim=0)
-
-
-@torch.inference_mode()
-def test_an_indexer_of_the_models_own_queries_and_keys_keeps_more_than_the_newest_tokens() -> None:
-    model = tiny_model(std=0.1, max_position_embeddings=350)
-    tokens = torch.randint(3, 384, (3, 128), generator=torch.Generator().manual_seed(0))
-    random, begun = with_indexer(model, SELECTION), with_indexer(model, SELECTION)
-    start_index(begun, model, list(tokens[:, None]))
-    (kept, newest), (before, _) = (attention_kept(one, model, tokens[:1]) for one in (begun, random))
-    assert kept > max(before, newest)
-    changed = {name for name, t in begun.state_dict().items() if not torch.equal(t, random.state_dict()[name])}
-    assert changed == {name for name in begun.state_dict() if name.split(".")[-2] in INDEX}
-
-
 def index_scores(shape: dict[str, Any], parts: int, pairs: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a fresh model's closed form, and attention's own by the slowest pairs; (layers, B, T, H, S) each."""
     model = tiny_model(std=0.1, head_dim=16, **shape)
@@ -160,7 +129,10 @@ def index_scores(shape: dict[str, Any], parts: int, pairs: int | None) -> tuple[
     selection = Selection(16, 4, shape["num_attention_heads"], parts, pairs)
     student = with_indexer(model, selection)
     tokens = torch.randint(3, 384, (4, 1, 64), generator=generator)
+    before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
     start_index(student, model, list(tokens))
+    changed = {name for name, tensor in student.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if name.split(".")[-2] in INDEX}
     found, wanted = [], []
     shared = shape["num_attention_heads"] // shape["num_key_value_heads"]
 

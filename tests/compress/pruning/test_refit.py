@@ -67,10 +67,17 @@ def targets(
     return (after - (0.0 if source.bias is None else source.bias.double())) @ into.double() - before
 
 
+def ridge_solution(inputs: Tensor, wanted: Tensor, start: Tensor, ridge: float) -> Tensor:
+    """By lstsq in float64, the ridge as rows of data."""
+    pull = (ridge * inputs.square().sum(0).mean()).sqrt()
+    inputs = torch.cat([inputs, pull * torch.eye(inputs.shape[1], dtype=torch.float64)])
+    return torch.linalg.lstsq(inputs, torch.cat([wanted, pull * start.T])).solution.T
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("changes", [{}, BIASES, {"qk_norm": True}, {"mlp_kind": "gelu"}, PARALLEL], ids=str)
 def test_every_matrix_is_the_ridge_solution(changes: dict[str, object]) -> None:
-    """Against lstsq in float64, the ridge as rows of data; every dimension is cut, and layers 0 and 2 are dropped.
+    """Every dimension is cut, and layers 0 and 2 are dropped.
 
     A matrix reads what the fitted matrices before it give, so that the finished model shows each one's inputs.
     """
@@ -84,9 +91,7 @@ def test_every_matrix_is_the_ridge_solution(changes: dict[str, object]) -> None:
             found = fitted.model.layers[new].get_parameter(f"{matrix.name}.weight").double()
             start = plain.model.layers[new].get_parameter(f"{matrix.name}.weight").double()
             inputs, wanted = ours[f"{new}.{matrix.name}"], targets(matrix, model, full, ours, kept, new, into)
-            pull = (RIDGE * inputs.square().sum(0).mean()).sqrt()
-            inputs = torch.cat([inputs, pull * torch.eye(inputs.shape[1], dtype=torch.float64)])
-            expected = torch.linalg.lstsq(inputs, torch.cat([wanted, pull * start.T])).solution.T
+            expected = ridge_solution(inputs, wanted, start, RIDGE)
             assert (expected - start).norm() > 0.01 * start.norm(), matrix.name  # there is something to fit
             # Products of inputs are float32 (6e-8), and the ridge keeps their condition number in the hundreds; a
             # wrong target, a forgotten bias or another row moves the weights by more than a percent.
