@@ -64,7 +64,7 @@ def cut(source: Path, layers: int, out: Path, text: Path, recovery: StudentTrain
 
 
 def test_what_each_kept_layer_reads_is_matched() -> None:
-    assert MATCHED.matching_kept([0, 3, 4], 5).layer_map == ((0, 0), (1, 3), (2, 4), (3, 5))
+    assert MATCHED.matching_kept([0, 3, 4], 6).layer_map == ((0, 0), (1, 3), (2, 4), (3, 6))
     own = dataclasses.replace(MATCHED, layer_map=((3, 5),))
     assert own.matching_kept([0, 3, 4], 5) is own
     assert PLAIN.matching_kept([0, 3, 4], 5) is PLAIN  # nothing is matched

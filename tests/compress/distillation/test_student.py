@@ -15,6 +15,7 @@ from compress.distillation.loss import (
     default_hidden_weight,
     default_kl_weight,
     default_layer_map,
+    distillation_config,
     distillation_loss,
 )
 from compress.distillation.student import StudentTraining
@@ -43,7 +44,8 @@ def naive(teacher: SportsLLM, student: SportsLLM, of: Batch, weight: float) -> f
 
 @pytest.mark.parametrize("weight", [0.0, 0.2, 1.0])
 def test_the_kl_weight_counts(weight: float) -> None:
-    teacher, student, config = tiny_model(0), tiny_model(3, **SMALL), DistillationConfig(kl_weight=weight)
+    teacher, student = tiny_model(0, logit_softcap=3.0), tiny_model(3, **SMALL, logit_softcap=2.0)
+    config = DistillationConfig(kl_weight=weight)
     assert config.asks_the_teacher == (weight > 0)
     loss = distillation_loss(config, teacher if config.asks_the_teacher else None)
     # Logits in float32: about 1e-6 of the largest, and of their exponentials.
@@ -127,6 +129,7 @@ def test_the_default_kl_weight_depends_on_the_start() -> None:
     assert (default_kl_weight(Start.BARELY_TRAINED, 20), default_kl_weight(Start.BARELY_TRAINED, 3_000)) == (0.9, 1.0)
     assert default_kl_weight(Start.PRUNED, 3_000) == default_kl_weight(Start.PRUNED, None) == 1.0
     assert default_kl_weight(Start.QUANTIZED, 20) == 1.0
+    assert [start for start in Start if distillation_config(start, Path(), {}).exact_logits] == [Start.QUANTIZED]
 
 
 def test_the_command_takes_all_of_it(
