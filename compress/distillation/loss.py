@@ -59,7 +59,7 @@ def default_kl_weight(start: Start, tokens_per_parameter: float | None) -> float
     """The KL's default share of the loss, by the student's start and the teacher's tokens per parameter.
 
     The text still teaches more than a teacher of few tokens per parameter knows: with 20, a student pruned by a third
-    and recovered on 5% of the teacher's tokens ends 2.1% behind it with a share of 1, 1.4% with 0.5. With 200,000,
+    and recovered on 5% of the teacher's tokens ends 2.1% behind it with a share of 1, 1.4% with 0.5. With thousands,
     0.5 ends 2.6% behind 1 (docs/results). Quantized weights only undo their rounding: 1. Random weights take 0.9
     (Minitron, https://arxiv.org/abs/2407.14679). So do barely trained ones, which cannot surpass their teacher yet:
     0.5 leaves them up to 15% farther from it.
