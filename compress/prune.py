@@ -53,7 +53,7 @@ class PruneResult(TrainingResult):
         search: finalists, best first.
         bits_per_byte_before_recovery: quality of the pruned model, estimated from a part of the report split.
         vocab_size, vocab_size_before: tokens in the vocabulary after and before a vocabulary cut.
-        tokens_per_byte_before, tokens_per_byte_after: tokens per byte of held-out text around a vocabulary cut.
+        tokens_per_byte_before, tokens_per_byte_after: around a vocabulary cut, of `--valid`, else calibration text.
         bits_per_byte_after: quality after a vocabulary cut; `bits_per_byte_before` is that before it.
     """
 
