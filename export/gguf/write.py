@@ -139,11 +139,11 @@ def write_gguf(
     with progress_bar("tensors", len(groups)) as bar:
         for name, group in groups.items():
             parts = [_stored(kind, config, tensors, parameter, half, rounded, odd) for parameter in group]
+            if len({stored for _, stored in parts}) > 1:
+                raise UsageError(f"{name}: its parts have several types; quantize them with --set uniform=true")
             values, stored = np.concatenate([part for part, _ in parts]), parts[0][1]
             if name.endswith("_exps.weight"):
                 values = values.reshape(len(parts), -1, values.shape[1])
-            if any(each is not stored for _, each in parts):
-                raise UsageError(f"{name}: its parts have several types; quantize them to the same bits")
             writer.add_tensor(name, values, raw_dtype=stored)
             bytes_of[stored.name] += values.nbytes
             bar.advance(1)

@@ -164,6 +164,10 @@ def test_experts_that_are_nearly_level_do_not_stop_an_export(tokenizer_directory
     assert parity["passed"] and parity["max_abs_logit_error"] < 0.1
     logits, routers = json.loads((tmp_path / "gguf" / "parity.json").read_text(encoding="utf-8"))["passes"]
     assert logits["comparisons"][0]["greedy_match"] == parity["greedy_match"] and routers["name"] == "routers"
+    mixed = QuantizationConfig(4, modules={"model.layers.1.mlp.experts.3.down_proj": 8})
+    quantize_checkpoint(tmp_path / "model", tmp_path / "mixed", mixed, method="rtn")
+    with pytest.raises(UsageError, match=r"^blk.1.ffn_down_exps.weight: its parts have several types"):
+        sportsllm.export(tmp_path / "mixed", out=tmp_path / "refused", format="gguf")
 
 
 def test_sentencepiece_comes_back(stories: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from export.parity.comparison import (
     PARAGRAPH,
     TEXTS,
     Comparison,
+    Pass,
     compare,
     int8_cache_limits,
     make_sequences,
@@ -196,6 +197,7 @@ def test_figures_by_hand() -> None:
     assert figures.relative_error == pytest.approx(1 / np.sqrt(2 / 3), rel=1e-6)
     assert figures.kl == pytest.approx(float((p * np.log(p / q)).sum()) / 2, rel=1e-5)
     assert figures.greedy_match == 0.5
+    assert len(Pass("exact", EXACT, (Comparison("prefill", 2, *[np.nan] * 4),)).failures()) == 3
 
 
 def test_neither_tables_nor_copies_of_all_logits_stay_in_memory(exports: Exports) -> None:

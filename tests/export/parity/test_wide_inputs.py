@@ -11,6 +11,7 @@ import torch
 import sportsllm
 from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
+from export.parity.comparison import DEPLOYED, Comparison, ParityReport, Pass
 from export.parity.wide_inputs import InputGroup, Remedy, choose_groups, measure_groups, round_inputs
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import GateError
@@ -98,6 +99,8 @@ def test_groups_with_most_damage_per_weight_come_first() -> None:
     groups = [InputGroup(("a",), 100, 4.0), InputGroup(("b",), 10, 3.0), InputGroup(("c",), 1, 1.0)]
     assert [group.modules for group in choose_groups(groups, 0.6)] == [("c",), ("b",)]
     assert len(choose_groups(groups, 0.0)) == 3 and choose_groups(groups, 1.0) == []
+    missed = Pass("deployed", DEPLOYED["int8"], (Comparison("prefill", 1, 0.0, 3.0, 2e-2, 1.0),))
+    assert ParityReport("int8", (missed,), (), None).excess() == 9.0  # damages are squares
 
 
 def test_inputs_are_rounded_block_by_block() -> None:
