@@ -77,8 +77,8 @@ MOST_LINES = {
     "sportsllm": 19_212,
     "compress": 7_567,
     "export": 6_443,
-    "benchmarks": 9_216,
-    "tests": 24_975,
+    "benchmarks": 9_214,
+    "tests": 24_969,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
