@@ -116,8 +116,7 @@ def draw(logits: Logits, sampling: Sampling, uniform: npt.NDArray[np.float64]) -
         chosen = logits.argmax(axis=-1)
         return chosen
     cumulative = np.cumsum(probabilities(logits, sampling), axis=-1)
-    total = cumulative[:, -1]
-    target = np.minimum(uniform * total, np.nextafter(total, 0.0))  # stays below the total despite rounding
+    target = uniform * cumulative[:, -1]  # below the total also when rounded: `uniform` is at most 1 - 2**-53
     chosen = (cumulative > target[:, None]).argmax(axis=-1)
     return chosen
 
@@ -146,7 +145,7 @@ def _draw_among(ids: list[int], logits: list[float], sampling: Sampling, uniform
     kept = 1 + bisect_left(cumulative, sampling.top_p * cumulative[-1], hi=len(cumulative) - 1)
     places = sorted(ranked[:kept])
     cumulative = list(accumulate([weights[place] for place in places]))
-    return ids[places[bisect(cumulative, min(uniform * cumulative[-1], math.nextafter(cumulative[-1], 0)))]]
+    return ids[places[bisect(cumulative, uniform * cumulative[-1])]]
 
 
 def choose(logits: Logits, seen: Sequence[int], sampling: Sampling, rng: np.random.Generator) -> int:

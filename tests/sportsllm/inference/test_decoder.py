@@ -22,7 +22,8 @@ def test_sampling_agrees_with_transformers_filters() -> None:
 
     rng = np.random.default_rng(0)
     logits = rng.normal(size=200).astype(np.float32) * 3
-    seen = [5, 9, 9, 150]
+    logits += 0.5 - logits.max()  # only the largest is positive
+    seen = np.argsort(-logits)[[0, 2, 2, 1]].tolist()
     scores = torch.from_numpy(logits)[None]
     for step in (
         peer.RepetitionPenaltyLogitsProcessor(1.3),
@@ -41,6 +42,8 @@ def test_rows_are_filtered_like_one_alone() -> None:
     for sampling in (Sampling(0.7, 5, 0.9), Sampling(1.3, 0, 0.5), Sampling(1.0, 9, 1.0)):
         alone = np.stack([probabilities(row, sampling) for row in logits])
         assert np.array_equal(probabilities(logits, sampling), alone)
+    for sampling in (Sampling(1.0, 0, 0.5), Sampling(1.0, 4, 0.5)):  # of equal ones the first two, and no third
+        assert probabilities(np.zeros(4, np.float32), sampling).tolist() == [0.5, 0.5, 0, 0]
 
 
 def test_a_draw_inverts_the_cumulative_distribution() -> None:
@@ -55,13 +58,15 @@ def test_a_draw_inverts_the_cumulative_distribution() -> None:
     clear = np.tile(width > 1e-12, 3)  # float64 sums of 400 terms err by 1e-14
     assert clear.sum() > 1100 and np.array_equal(drawn[clear], np.tile(np.arange(400), 3)[clear])
     certain = np.array([[0.0, 0.0, -np.inf]], dtype=np.float32)
-    assert draw(certain, Sampling(1.0, 0, 1.0), np.array([np.nextafter(1.0, 0.0)])) == [1]  # never what has no chance
+    for row, uniform in ((certain, np.nextafter(1.0, 0.0)), (certain[:, ::-1], 0.0)):  # never what has no chance
+        assert draw(row, Sampling(1.0, 0, 1.0), np.array([uniform])) == [1]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(), Sampling(1.0, 0, 1.0)], ids=str)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_not_finite_are_refused(value: float, sampling: Sampling) -> None:
-    for logits in (LOGITS * value, np.append(LOGITS, np.float32(value))):
+    many = np.random.default_rng(0).normal(size=5_000).astype(np.float32)
+    for logits in (LOGITS * value, *(np.append(most, np.float32(value)) for most in (LOGITS, many))):
         with pytest.raises(ArtifactError, match="logits are not finite"):
             draw(logits[None], sampling, np.array([0.5]))
         with pytest.raises(ArtifactError, match="logits are not finite"):
