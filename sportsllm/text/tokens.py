@@ -170,7 +170,6 @@ def _append(directory: Path, part: list[EncodedDocument], kind: type[Id], writte
             path.unlink(missing_ok=True)
             path.touch()
         with path.open("r+b") as file:
-            file.truncate(size)
             file.seek(size)
             file.write(data)
         files[name] = size + len(data), zlib.crc32(data, crc32)

@@ -260,11 +260,15 @@ def test_a_held_out_book_leaves_as_a_whole(tmp_path: Path) -> None:
     other = write(tmp_path / "other.jsonl", ["another text", "and another"])
     assert set(load_corpus([tmp_path / "book.txt", other], [valid]).train) == {"another text", "and another"}
     assert set(load_corpus([valid, other], [tmp_path / "book.txt"]).train) == {"another text", "and another"}
+    more = write(tmp_path / "more.jsonl", texts := [f"text {n}" for n in range(10)])
+    model = model_of(tmp_path / "model", first := load_corpus([more, valid], []))
+    split = load_corpus([tmp_path / "book.txt", more], [], checkpoints=[model])
+    assert book in first.held_out and split.train and set(split.train) < set(texts)
 
 
 def test_the_text_that_chooses_is_not_the_text_that_is_reported() -> None:
     texts = [f"text {n}" for n in range(40)]
-    choosing, judging = TextSplit(["x"], texts).parts()
+    choosing, judging = TextSplit(["x"], [*texts[:39], *texts]).parts()  # copies are on one side
     assert len(choosing) == len(judging) == 20 and set(choosing) | set(judging) == set(texts)
     book = "".join(f"line {n}\n\n" for n in range(10_000))
     choosing, judging = TextSplit(["x"], [book]).parts()

@@ -23,7 +23,8 @@ def documents(lengths: list[int]) -> TokenizedDocuments:
 
 
 def test_one_epoch_holds_every_token_once_and_targets_follow_inputs() -> None:
-    packed = PackedSequences(documents([7, 30, 2, 11, 19, 5, 40]), length=8, batch_size=2, seed=3)
+    packed = PackedSequences(documents([7, 30, 2, 11, 19, 5, 38]), length=8, batch_size=2, seed=3)
+    assert packed.rows_per_epoch == 13  # the last token of the 112 has no target
     seen = []
     for index in range(packed.rows_per_epoch // 2):
         batch = packed.batch(index)
@@ -39,7 +40,7 @@ def test_one_epoch_holds_every_token_once_and_targets_follow_inputs() -> None:
             if token == 0 and position % 8:
                 assert position in batch.documents, "a begin token starts a document"
     assert len(seen) == len(set(seen))
-    assert len(seen) > 0.8 * (7 + 30 + 2 + 11 + 19 + 5 + 40 - 7)
+    assert len(seen) > 0.8 * (112 - 7)
 
 
 def test_a_batch_is_a_pure_function_of_seed_and_index() -> None:
@@ -82,6 +83,7 @@ def test_cached_tokens_are_those_of_this_text_and_tokenizer_only(
     texts: list[str], tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, cache = load_tokenizer(tokenizer_directory, tiny_config()), tmp_path / "tokens"
+    monkeypatch.setattr(tokens, "_BLOCK_BYTES", 64)  # checksums are of many blocks
     rows = [encoded.ids for encoded in words.encode_documents(texts, end=True)]
     first = tokenize(texts, words, cache)
     assert first.ids.tolist() == list(chain(*rows)) and first.ends.tolist() == np.cumsum(list(map(len, rows))).tolist()
@@ -112,9 +114,9 @@ def test_an_interrupted_run_goes_on_where_it_was(
 ) -> None:
     """The disk fills up, or the process dies, after any of the writes; the next run has the same tokens."""
     words = load_tokenizer(tokenizer_directory, tiny_config())
-    monkeypatch.setattr(tokens, "_TOKENS_AT_ONCE", 50)
     texts = [f"line {n} of the book" for n in range(40)]
     whole = tokenize(texts, words, tmp_path / "whole")
+    monkeypatch.setattr(tokens, "_TOKENS_AT_ONCE", 50)
 
     def encoded(documents: Iterable[Document], end: bool) -> Iterator[EncodedDocument]:
         for each in TextTokenizer.encode_documents(words, documents, end):
