@@ -34,6 +34,7 @@ from export.runtime.slots import open_slots
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Logits, open_draft
+from sportsllm.inference.sampling import Sampling
 from sportsllm.serving import access as access_module
 from sportsllm.serving import app as app_module
 from sportsllm.serving import engine as engine_module
@@ -42,7 +43,7 @@ from sportsllm.serving.app import Server
 from sportsllm.serving.engine import Engine
 from sportsllm.serving.models import ServedModel
 from sportsllm.serving.prefixes import PrefixCache
-from sportsllm.serving.requests import ApiError
+from sportsllm.serving.requests import ApiError, CompletionRequest, parse_request
 from sportsllm.serving.sampler import Sampler
 from tests.support.command_line import CommandLine
 from tests.support.models import STORIES
@@ -316,8 +317,6 @@ def test_stops_biases_penalties_and_constraints(client: httpx.Client, loaded: Lo
     token = loaded.tokenizer.encode("z")[-1]
     assert set(complete(client, logit_bias={str(token): 100}).replace(" ", "")) == {"z"}
     assert complete(client, repetition_penalty=5) != text
-    assert complete(client, max_tokens=120, frequency_penalty=2) != complete(client, max_tokens=120)
-    assert complete(client, temperature=1, min_p=1) == text
     pytest.importorskip("llguidance")
     assert complete(client, regex="[0-9]{2}:[0-9]{2}")[2] == ":"
     schema = {"type": "object", "properties": {"goals": {"enum": [1, 2, 3]}}, "required": ["goals"]}
@@ -574,7 +573,7 @@ def test_exports_that_cannot_be_served_are_refused(export: Path, cli: CommandLin
     cli.refuses(3, "model.onnx.data: not found", "serve", tmp_path / "stories", "--port", 0)
 
 
-def test_the_prefix_cache_makes_room_before_it_copies() -> None:
+def test_the_prefix_cache_forgets_what_was_used_first_and_makes_room_before_it_copies() -> None:
     cache, sizes = PrefixCache(1_000, whole=False), list[int]()
 
     class Watched(np.ndarray[Any, Any]):
@@ -582,6 +581,33 @@ def test_the_prefix_cache_makes_room_before_it_copies() -> None:
             sizes.append(self.nbytes + sum(array.nbytes for each in cache._kept for array in each.arrays))
             return np.array(self)
 
-    for number in range(4):
-        cache.keep([number], [np.zeros(400, np.uint8).view(Watched)])
+    def keep(*ids: int, size_bytes: int = 400) -> list[list[int]]:
+        cache.keep(ids, [np.zeros(size_bytes, np.uint8).view(Watched)])
+        return [each.ids.tolist() for each in cache._kept]
+
+    assert [keep(number) for number in range(4)][-1] == [[2], [3]]
     assert sizes == [400, 800, 800, 800] and cache.size_bytes == 800
+    assert cache.find(np.array([2, 5]))[0] == 1 and keep(4, 5) == [[2], [4, 5]]
+    assert keep(4, 5, 6) == keep(4, 5) == keep(9, size_bytes=1_001) == [[2], [4, 5, 6]]  # known, and too large
+    cache = PrefixCache(1_000, whole=True)
+    assert keep(1) == [[1]] and keep(1, 2, 3) == [[1], [1, 2, 3]]  # a state cannot be cut to a shorter text
+    assert cache.find(np.array([1, 2, 4]))[0] == 1 and cache.find(np.array([1, 2, 3, 4]))[0] == 3
+
+
+def test_penalties_and_the_least_probability_by_hand() -> None:
+    """A token loses presence + frequency * times. At temperature 2 the half of the largest is 2 * log(2) below it."""
+    logits = np.array([2.0, 1.0, 0.0], np.float32)
+    penalized = Sampler(Sampling(0), presence=0.5, frequency=0.3, bias={2: -1.0})
+    assert [penalized.choose(logits, []) for _ in range(5)] == [0, 0, 1, 0, 0] and logits.tolist() == [2, 1, 0]
+    assert Sampler(Sampling(0), bias={0: -0.5}).choose(logits, []) == 0  # added, not put in its place
+    samplers = (Sampler(Sampling(2.0, 0, 1.0, seed=seed), min_p=0.5) for seed in range(50))
+    assert {sampler.choose(logits, []) for sampler in samplers} == {0, 1}
+
+
+def test_a_request_becomes_a_sequence(served: ServedModel) -> None:
+    fields = {"presence_penalty": 0.5, "frequency_penalty": 1.5, "min_p": 0.25, "cache_prompt": False, "seed": 7}
+    body = parse_request(CompletionRequest, json.dumps({"prompt": "Once", "max_tokens": 10**6, **fields}).encode())
+    (job,) = served.jobs(body, lambda _: None)
+    sampler = job.sampler
+    assert (sampler.presence, sampler.frequency, sampler.min_p, sampler.sampling.seed) == (0.5, 1.5, 0.25, 7)
+    assert not job.reuse and job.most == 512 - len(job.prompt)  # the context's end
