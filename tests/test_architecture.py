@@ -74,7 +74,7 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_212,
+    "sportsllm": 19_210,
     "compress": 7_567,
     "export": 6_443,
     "benchmarks": 9_214,

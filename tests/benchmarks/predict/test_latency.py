@@ -192,7 +192,10 @@ def test_a_row_has_the_band_of_the_coefficients() -> None:
     # Whole bytes.
     assert row["peak_rss_bytes_high"] == pytest.approx(KNOWN.band.memory * row["peak_rss_bytes"], abs=1)
     assert isinstance(row["peak_rss_bytes"], int)
-    assert predict_figures(SMALL, DEVICE, INT4).band["tpot_p95_ms"] == KNOWN.band.tpot
+    found = predict_figures(SMALL, DEVICE, INT4)
+    assert found.band["tpot_p95_ms"] == KNOWN.band.tpot
+    assert found.figures["tpot_p95_ms"] == pytest.approx(1.25 * tpot_ms(SMALL, DEVICE, INT4, 512))
+    assert found.figures["peak_memory_mb"] == pytest.approx(peak_memory_bytes(SMALL, DEVICE, INT4, 1_024) / 1e6)
 
 
 def test_a_directory_is_predicted_as_it_is_stored(tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ def test_all_that_bench_measured_is_shown() -> None:
         },
         against={"llama.cpp": peer, "genai": {"status": "not installed", "install": "pip install it"}},
         against_ratios={"generated_tokens_per_s.32": ratio},
+        texts={"copying": {"proposed": 8, "accepted": 6, "tokens_per_pass": 4.0, "tokens_per_s": 900.0}},
         quality_loss_percent=2.0,
         quality_interval_percent=[1.0, 3.0],
         quality_documents=20,
@@ -193,6 +194,7 @@ def test_all_that_bench_measured_is_shown() -> None:
         "| llama.cpp (noisy) | \u2013 | 50.0 | 236 | \u2013 |",
         "tokens\\_per\\_s.32: 2.00 (1.50 to 2.50; llama.cpp; higher is better) genai: not installed: pip install it",
         "Quality: 2.00% worse than the teacher in bits per byte (95% interval +1.00 to +3.00%, 20 documents)",
+        "| copying | 75.0 % | 4.00 | 900 | \u2013 |",
         "| quiz | acc | 0.2500 ± 0.0100 | 0.5000 | 99 |",
         "Accuracy: +25.00 points below the teacher's (95% interval +20.00 to +30.00)",
     ):

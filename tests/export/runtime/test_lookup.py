@@ -11,10 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.labels import MISSING
 from benchmarks.measure.worker import LEAST_STEPS, measure_texts
-from benchmarks.reporting.bench_tables import bench_tables
-from benchmarks.reporting.measured import as_bench
 from export.kernels import library as built
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.slots import open_slots
@@ -214,7 +211,3 @@ def test_bench_writes_kinds_of_text_with_and_without_lookup(exports: Exports, st
     slow = measure_texts(asked | {"longest_text_s": 0.0})["texts"].values()
     assert {text["tokens"] for text in slow} == {LEAST_STEPS - 1}, "a slow model writes shorter texts"
     assert found["copying"]["tokens_per_pass"] > max(4, found["match reports"]["tokens_per_pass"])
-    texts = {"copying": {"proposed": 8, "accepted": 6, "tokens_per_pass": 4.0, "tokens_per_s": 900.0}}
-    tables = bench_tables(as_bench({"directory": "x", "tpot_ms": {}, "texts": texts}))
-    (table,) = (table for table in tables if table.title == "Prompt lookup")
-    assert table.rows == [("copying", "75.0 %", "4.00", "900", MISSING)]

@@ -15,7 +15,7 @@ from sportsllm.inference.scoring import TextScore
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import preset
-from sportsllm.text.packing import PackedSequences
+from sportsllm.text.packing import IGNORE, PackedSequences
 from sportsllm.training.loop import METRICS, language_model_loss, train_model
 from sportsllm.training.optimizers import Muon, build_optimizers, newton_schulz, rate_factor
 from sportsllm.training.settings import TrainConfig
@@ -24,17 +24,20 @@ from tests.support.models import fresh, tiny_config, weights
 from tests.support.training import interrupted_at
 
 CONFIG = TrainConfig(
-    steps=6, batch_size=2, accumulation=2, sequence=32, learning_rate=1e-3, warmup=2, log_every=2, precision="fp32"
+    steps=6, batch_size=2, accumulation=2, sequence=32, learning_rate=1e-3, warmup=2, log_every=3, precision="fp32"
 )
 EXPERTS = preset("tiny-experts").with_changes(num_hidden_layers=2)
 
 
-@pytest.mark.parametrize(("optimizer", "number"), [("adamw", signal.SIGINT), ("muon", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("number", "changes"),
+    [(signal.SIGINT, {}), (signal.SIGTERM, {"optimizer": "muon"}), (signal.SIGINT, {"optimizer_bits": 8})],
+)
 def test_interrupted_and_resumed_equals_uninterrupted(
-    batches: PackedSequences, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, number: signal.Signals
+    batches: PackedSequences, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: Any, number: signal.Signals
 ) -> None:
-    config = dataclasses.replace(CONFIG, optimizer=optimizer)
-    whole, half = fresh(dropout=0.1), fresh(dropout=0.1)
+    config = dataclasses.replace(CONFIG, **changes)
+    whole, half = fresh(dropout=0.1), fresh(dropout=0.1).eval()
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     train_model(whole, batches, language_model_loss, config, tmp_path / "a")
@@ -66,14 +69,36 @@ def test_training_learns_and_reports(batches: PackedSequences, tmp_path: Path) -
 
 
 def test_accumulation_equals_one_large_batch(batches: PackedSequences, tmp_path: Path) -> None:
-    large = PackedSequences(batches._documents, 32, 4, seed=0)
-    results, short = [], dataclasses.replace(CONFIG, steps=3, warmup=50)
-    for data, size, accumulation in ((batches, 2, 2), (large, 4, 1)):
+    pairs = ([PackedSequences(batches._documents, 32, size, seed) for size in (2, 4)] for seed in range(99))
+    small, large = next(pair for pair in pairs if (pair[1].batch(0).targets == IGNORE).any())  # a document ends
+    results, short = [], dataclasses.replace(CONFIG, steps=3, warmup=50, log_every=1)
+    for data, size, accumulation in ((small, 2, 2), (large, 4, 1)):
         model, config = fresh(), dataclasses.replace(short, batch_size=size, accumulation=accumulation)
         train_model(model, data, language_model_loss, config, tmp_path)
         results.append(weights(model))
     # Adam divides by the root of a tiny second moment, so rounding shows at about 1e-4 of the rate.
     assert torch.allclose(*results, atol=1e-6)
+    losses, chosen = [record["loss"] for _, record in read_json_lines(tmp_path / METRICS)], small.step(0, 2)
+    scored = sum(int((batch.targets != IGNORE).sum()) for batch in chosen)
+    nats = sum(float(language_model_loss(fresh(), batch).detach()) for batch in chosen)
+    assert losses[0] == pytest.approx(nats / scored)
+
+
+def test_gradients_are_clipped(batches: PackedSequences, tmp_path: Path) -> None:
+    """To a norm beside which Adam's epsilon, 1e-8, leaves no step."""
+    config = dataclasses.replace(CONFIG, clip_norm=1e-12, weight_decay=0.0)
+    train_model(model := fresh(), batches, language_model_loss, config, tmp_path)
+    assert torch.allclose(weights(model), weights(fresh()), atol=1e-6)
+
+
+def test_a_model_learns_as_well_with_states_of_8_bits(batches: PackedSequences, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, steps=30, accumulation=1, learning_rate=3e-3, warmup=4, log_every=10)
+    plain, small = (
+        train_model(fresh(), batches, language_model_loss, dataclasses.replace(config, optimizer_bits=bits), tmp_path)
+        for bits in (32, 8)
+    )
+    assert plain.loss is not None and plain.loss < 5
+    assert small.loss == pytest.approx(plain.loss, rel=0.01) and small.loss != plain.loss
 
 
 def test_auxiliary_loss_of_the_model_is_trained(batches: PackedSequences, tmp_path: Path) -> None:
@@ -104,12 +129,16 @@ def test_schedules() -> None:
 @pytest.mark.parametrize(("config", "routers"), [(tiny_config(tie_word_embeddings=False), 0), (EXPERTS, 2)])
 def test_muon_takes_the_hidden_matrices_without_routers(config: ModelConfig, routers: int) -> None:
     model = SportsLLM(config)
-    adamw, muon = build_optimizers(model, TrainConfig(optimizer="muon", weight_decay=0))
+    adamw, muon = build_optimizers(model, TrainConfig(optimizer="muon"))
     names = {id(p): name for name, p in model.named_parameters()}
     taken, rest = ({names[id(p)] for g in each.param_groups for p in g["params"]} for each in (muon, adamw))
     gates = {name for name in names.values() if name.endswith("mlp.gate.weight")}
     hidden = {name for name, p in model.named_parameters() if p.ndim > 1 and ".layers." in name}
     assert taken == hidden - gates and rest == set(names.values()) - taken and len(gates) == routers
+    groups = [group for each in (adamw, muon) for group in each.param_groups]
+    assert {(p.ndim > 1, g["weight_decay"]) for g in groups for p in g["params"]} == {(True, 0.1), (False, 0.0)}
+    assert [group["peak_lr"] for group in groups] == [3e-4, 3e-4, 0.02]
+    assert all(group["betas"] == (0.9, 0.95) for group in adamw.param_groups)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def scripted(scores: list[float], seen: list[torch.Tensor]) -> Callable[[SportsL
     return validate
 
 
-@pytest.mark.parametrize(("scores", "best"), [([3, 2, 1, 5, 4], 2), ([1, 2, 3, 4, 5], 0), ([5, 4, 3, 2, 1], 4)])
+@pytest.mark.parametrize(("scores", "best"), [([3, 2, 1, 5, 4], 2), ([1, 2, 1, 4, 5], 0), ([5, 4, 3, 2, 1], 4)])
 def test_the_best_step_stays(
     batches: PackedSequences, tmp_path: Path, capsys: pytest.CaptureFixture[str], scores: list[float], best: int
 ) -> None:
