@@ -144,9 +144,8 @@ def test_several_gpus_share_weights_gradients_and_states(capsys: pytest.CaptureF
     outside = parameters - config.num_hidden_layers * sum(part.numel for part in block_matrices(config))
     assert sharded["gathered_bytes"] == 4 * (2 * outside + 5 * feed_forward)
     for name in ("plain", "checkpointed"):
-        assert many[name]["tokens_per_s"] == pytest.approx(64 * one[name]["tokens_per_s"])
-        assert many[name]["hours"] == pytest.approx(one[name]["hours"] / 64)
-        assert many[name]["price"] == pytest.approx(one[name]["price"])
+        for key, factor in {"tokens_per_s": 64, "hours": 1 / 64, "price": 1, "energy_kwh": 1}.items():
+            assert many[name][key] == pytest.approx(factor * one[name][key])
     row = next(row for row in (DOCS / "how-to" / "plan.md").read_text().splitlines() if row.startswith("| memory, MB"))
     totals = [many[name]["total_bytes"] for name in ("plain", "checkpointed", "sharded", "sharded_checkpointed")]
     assert row == f"| memory, MB | {' | '.join(f'{total / 1e6:,.0f}' for total in totals)} |"
