@@ -40,8 +40,10 @@ def test_energies_by_the_definition() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0.0)  # float32 sums in another order
 
 
-def test_an_expert_that_nobody_chose_leaves_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
-    model = model_with(router="sigmoid", choice_bias=True, shared=1)
+@pytest.mark.parametrize("normed", [False, True])
+def test_an_expert_that_nobody_chose_leaves_no_trace(normed: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = Experts(4, 2, router="sigmoid", choice_bias=True, shared=1)
+    model = tiny_model(mlp_kind="experts", experts=experts, output_norms=normed)
     with torch.no_grad():
         for layer, unused in ((0, 0), (1, 2)):
             model.model.layers[layer].mlp.gate.bias[unused] = -9.0
@@ -55,7 +57,7 @@ def test_an_expert_that_nobody_chose_leaves_no_trace(capsys: pytest.CaptureFixtu
 
 def test_a_fit_leaves_no_more_than_least_squares_over_all_experts() -> None:
     """Every expert sees every token, so that all down_proj together are one regression, solved here in float64."""
-    half = model_with(active=4, shared=1).model.layers[0].mlp
+    half = model_with(active=4, shared=1, gated=False).model.layers[0].mlp
     generator = torch.Generator().manual_seed(0)
     x, target = torch.randn(2_000, 64, generator=generator), torch.randn(2_000, 64, generator=generator)
 
@@ -63,17 +65,18 @@ def test_a_fit_leaves_no_more_than_least_squares_over_all_experts() -> None:
         with torch.inference_mode():
             return float((half(x[None])[0] - target).double().square().mean())
 
-    before = error()
     with torch.inference_mode():
         scores = (x @ half.gate.weight.T).softmax(-1)
         names = [*(f"experts.{n}" for n in range(4)), "shared_experts"]
         weights = [*(scores[:, [n]] for n in range(4)), torch.ones(2_000, 1)]
         modules = [half.get_submodule(name) for name in names]
-        values = torch.cat(
-            [w * silu(m.gate_proj(x)) * m.up_proj(x) for w, m in zip(weights, modules, strict=True)], dim=1
-        ).double()
-    best = torch.linalg.lstsq(values, target.double()).solution
-    least = float((values @ best - target).square().mean())
+        for module in modules:
+            module.down_proj.bias.normal_(generator=generator)
+        biases = sum(w * m.down_proj.bias for w, m in zip(weights, modules, strict=True)).double()
+        values = torch.cat([w * silu(m.up_proj(x)) for w, m in zip(weights, modules, strict=True)], dim=1).double()
+    best = torch.linalg.lstsq(values, target - biases).solution
+    least = float((values @ best + biases - target).square().mean())
+    before = error()
     fit_experts(half, x, target)
     assert before > 1.1 * error()
     assert least <= error() < least + 0.1 * (before - least)  # two passes, one expert after the other

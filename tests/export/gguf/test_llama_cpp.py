@@ -134,6 +134,8 @@ def test_types_are_those_of_llama_quantize() -> None:
         f"self_attn.{part}_proj": kind for part, kind in zip("qkvo", ("Q4_K", "Q8_0", "Q8_0", "Q5_K"), strict=True)
     }
     assert found.items() >= (attention | {"mlp.gate": "F32", "mlp.experts.7.down_proj": "Q4_K"}).items()
+    shared = block_types(tiny_config(**WIDE, num_key_value_heads=1), "iq4_nl", calibrated=True)  # by four heads
+    assert shared["model.layers.1.self_attn.v_proj"] == "Q5_K" and shared["model.layers.1.mlp.down_proj"] == "IQ4_NL"
     odd = block_types(tiny_config(hidden_size=48, intermediate_size=80, head_dim=12), "q4_0", calibrated=False)
     assert set(odd.values()) == {"F16"}
 
