@@ -208,11 +208,9 @@ def test_what_stays_is_closed_and_reads_as_naive_bpe(source: Path, made: Path, t
         assert naive_bpe(list(token), merges) == [token], "what stays can still be made"
     tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
     for text in [texts[0], texts[9], "zzz Unseen, words: 12345"]:
-        words = (
-            [text]
-            if tokenizer.pre_tokenizer is None
-            else [w for w, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-        )
+        words = [text]
+        if tokenizer.pre_tokenizer is not None:
+            words = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
         if tokenizer.normalizer is not None:
             words = [tokenizer.normalizer.normalize_str(text)]
         pieces = [piece for word in words for piece in naive_bpe(list(word), merges)]
@@ -242,11 +240,8 @@ def test_special_ids_are_rewritten_everywhere(llama3: Path, texts: list[str], tm
     assert (config.vocab_size, config.bos_token_id, config.eos_token_id) == (320, begin, (stop, turn))
     assert [entry["id"] for entry in data["added_tokens"]] == ids
     assert data["post_processor"]["processors"][1]["special_tokens"]["<|text|>"]["ids"] == [begin]
-    assert read_json(out / "generation_config.json") == {
-        "bos_token_id": begin,
-        "eos_token_id": [stop, turn],
-        "top_p": 0.5,
-    }
+    named = {"bos_token_id": begin, "eos_token_id": [stop, turn], "top_p": 0.5}
+    assert read_json(out / "generation_config.json") == named
     decoder = read_json(out / "tokenizer_config.json")["added_tokens_decoder"]
     assert {number: entry["content"] for number, entry in decoder.items()} == {
         str(begin): "<|text|>",
@@ -293,7 +288,6 @@ def test_bits_per_byte_before_and_after(
         assert result[f"tokens_per_byte_{key}"] == len(words.encode(texts[30])) / len(texts[30].encode())
     assert (result["vocab_size"], result["vocab_size_before"]) == (320, TINY_VOCAB)
     assert result["parameters"] == load_config(checkpoint).parameters - (TINY_VOCAB - 320) * 64
-    assert list(generate(TorchDecoder(load_checkpoint(out)), [0, 40], 5, Sampling(temperature=0)))
     again = prune_files(checkpoint, tmp_path, texts[0], 300, valid=[held_out])
     assert again["cached"] and not result["cached"]
 

@@ -61,12 +61,9 @@ def test_a_searched_grid_is_never_worse(bits: int, block: int, symmetric: bool) 
         torch.testing.assert_close(mirrored, searched, rtol=1e-4, atol=1e-9)  # the longer side may be either
 
 
-def test_the_least_scale_of_float16_is_not_zero() -> None:
-    assert stored_scales(torch.tensor([1e-9, -1e-9, 0.0])).tolist() == [2**-24, -(2**-24), 0.0]
-
-
 def test_the_weights_of_a_q8_0_file_stay() -> None:
-    """Blocks of GGUF's Q8_0, as its own package writes them, are on an 8-bit grid already."""
+    """Blocks of GGUF's Q8_0, as its own package writes them, are on an 8-bit grid already. No scale becomes 0."""
+    assert stored_scales(torch.tensor([1e-9, -1e-9, 0.0])).tolist() == [2**-24, -(2**-24), 0.0]
     weight = np.random.default_rng(0).standard_normal((64, 96), dtype=np.float32)
     stored = torch.from_numpy(dequantize(quantize(weight, GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0))
     grid = fit_grid(stored, 8, 32, True, search=True)

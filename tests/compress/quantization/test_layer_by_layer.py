@@ -16,7 +16,7 @@ from compress.quantization.layer_by_layer import TABLE_SHARE, quantize_calibrate
 from compress.quantization.mixed_precision import measure_groups
 from compress.quantization.packed_checkpoint import PackedCheckpoint
 from sportsllm.errors import ArtifactError
-from sportsllm.models.config import Experts, ModelConfig
+from sportsllm.models.config import Experts
 from sportsllm.models.description import block_matrices, block_units
 from sportsllm.models.language_model import SportsLLM
 from tests.compress.pruning.test_refit import BIASES, Inputs, ridge_solution, targets
@@ -41,26 +41,21 @@ def rounded(
     return packed, originals
 
 
-class Given(PackedCheckpoint):
-    """Keeps what is rounded by GPTQ, and its damped second moment."""
-
-    def __init__(self, model: ModelConfig, config: QuantizationConfig) -> None:
-        super().__init__(model, config)
-        self.given: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def add_by_gptq(self, module: str, weight_NK: torch.Tensor, gram_KK: torch.Tensor) -> None:
-        self.given[module] = weight_NK.double(), gram_KK.clone()
-        super().add_by_gptq(module, weight_NK, gram_KK)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("changes", [{}, BIASES | {"tie_word_embeddings": False}], ids=str)
 def test_every_matrix_is_fitted_to_what_the_quantized_model_reads(changes: dict[str, Any], tmp_path: Path) -> None:
     """To give what the full model gives; a tied table is not fitted, see `layer_by_layer`."""
+    given: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    class Given(PackedCheckpoint):
+        def add_by_gptq(self, module: str, weight_NK: torch.Tensor, gram_KK: torch.Tensor) -> None:
+            given[module] = weight_NK.double(), gram_KK
+            super().add_by_gptq(module, weight_NK, gram_KK)
+
     model = tiny_model(**changes)
     uneven(model)
-    before = model(TEXT[0])
-    config, packed, originals = model.config, Given(model.config, QuantizationConfig(4, 32, 4)), {}
+    before, config, originals = model(TEXT[0]), model.config, dict[str, torch.Tensor]()
+    packed = Given(config, QuantizationConfig(4, 32, 4))
     quantize_calibrated(saved(tmp_path, model), config, packed, TEXT, originals=originals)
     vectors = {name: packed.tensors[name] for name, value in model.state_dict().items() if value.ndim == 1}
     model.load_state_dict(vectors | {f"{name}.weight": each for name, each in originals.items()}, strict=False)
@@ -82,13 +77,13 @@ def test_every_matrix_is_fitted_to_what_the_quantized_model_reads(changes: dict[
     if model.lm_head is not None:
         cases["lm_head"] = read, theirs @ head.T
     else:
-        weight, gram = packed.given.pop("model.embed_tokens")
+        weight, gram = given.pop("model.embed_tokens")
         moment = theirs[:600].T @ theirs[:600]  # of the first 5 samples, which have 8 tokens for each channel
         moment = moment / moment.diagonal().mean() + TABLE_SHARE * torch.eye(64)
         assert torch.equal(weight, head) and torch.allclose(gram, damped_gram(moment), rtol=1e-4, atol=1e-5)
-    assert packed.given.keys() == cases.keys()
+    assert given.keys() == cases.keys()
     for name, (inputs, wanted) in cases.items():
-        weight, gram = packed.given[name]
+        weight, gram = given[name]
         start = model.get_parameter(f"{name}.weight").double()
         expected = ridge_solution(inputs, wanted, start, pull * inputs.shape[1])
         assert (weight - expected).norm() < 1e-4 * expected.norm() < 1e-2 * (weight - start).norm(), name

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from gguf import TokenType
 
 import sportsllm
 from compress.quantization.config import QuantizationConfig
@@ -18,6 +19,7 @@ from compress.quantize import quantize_checkpoint
 from export.gguf.tokenizer import tokenizer_metadata
 from export.gguf.write import GGUF_FILE, encode
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.files import read_json, write_json
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.convert import convert_gguf
 from sportsllm.formats.huggingface import load_config
@@ -178,10 +180,17 @@ def test_sentencepiece_comes_back(stories: Path, tmp_path: Path) -> None:
     assert [again.encode(text) for text in TEXTS] == [ours.encode(text) for text in TEXTS]
 
 
-def test_single_digits_have_a_name_in_llama_cpp(checkpoint: Path, texts: list[str], tmp_path: Path) -> None:
+def test_a_tokenizers_habits_have_names_in_llama_cpp(checkpoint: Path, texts: list[str], tmp_path: Path) -> None:
+    """Single digits, a text's begin token, and added tokens that are shown."""
     source = shutil.copytree(checkpoint, tmp_path / "source")
     train_tokenizer(texts, TINY_VOCAB, source, "single")
-    assert tokenizer_metadata(source, load_config(source))["ggml.pre"] == "smollm"
+    data = read_json(source / "tokenizer.json")
+    for begins in (True, False):
+        found = tokenizer_metadata(source, load_config(source))
+        assert (found["ggml.pre"], found["ggml.add_bos_token"]) == ("smollm", begins)
+        assert found["ggml.token_type"][2] == (TokenType.CONTROL if begins else TokenType.USER_DEFINED)
+        data["post_processor"], data["added_tokens"][2]["special"] = None, False
+        write_json(source / "tokenizer.json", data)
 
 
 def test_end_tokens_beyond_those_that_gguf_names_are_reported(
