@@ -75,7 +75,7 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 19_210,
-    "compress": 7_567,
+    "compress": 7_565,
     "export": 6_443,
     "benchmarks": 9_214,
     "tests": 24_969,

@@ -69,10 +69,8 @@ def balanced_scale(
 
 
 def _log_size(squares_K: Tensor, rows_K: Tensor) -> Tensor:
-    """Logarithm of the root mean square of columns, those that share a row of the source together."""
-    count_R = torch.bincount(rows_K)
-    sums_R = squares_K.new_zeros(len(count_R)).index_add_(0, rows_K, squares_K)
-    shared_K = (sums_R / count_R)[rows_K]
+    """Logarithm of the size of columns, up to a constant; those that share a row of the source count together."""
+    shared_K = squares_K.new_zeros(len(rows_K)).index_add_(0, rows_K, squares_K)[rows_K]
     return 0.5 * shared_K.clamp(min=max(1e-8 * float(shared_K.mean()), 1e-30)).log()
 
 

@@ -79,7 +79,6 @@ def test_unscored_tokens_take_no_part_whatever_their_logits() -> None:
 
 
 def test_logits_of_all_tokens_never_exist() -> None:
-    """All that is allocated is less than one copy of them; half of it is gradients of hidden states."""
     g = torch.Generator().manual_seed(0)
     hidden, weight, teacher = (torch.randn(rows, 4, generator=g) for rows in (3_200, 50, 50))
     targets = torch.zeros(3_200, dtype=torch.int64)

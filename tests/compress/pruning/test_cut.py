@@ -132,7 +132,6 @@ def test_a_layer_that_does_nothing_is_the_one_dropped() -> None:
         for module in (model.model.layers[2].self_attn.o_proj, model.model.layers[2].mlp.down_proj):
             module.weight.zero_()
     scores = measure_scores(model, SHORT)
-    assert scores.layer_distance[2, 3] < 1e-6
     scores.layer_distance[range(4), range(1, 5)] = torch.tensor([0.02, 0.04, 0.03, 0.01])  # the loss decides
     keep, tried = kept_layers(model, scores, 3, SHORT, KnownStates(model))
     assert keep == [0, 1, 3] and [run.first_dropped for run in tried] == [3, 0, 2]

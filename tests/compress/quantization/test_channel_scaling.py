@@ -11,6 +11,7 @@ from compress.quantization.channel_scaling import scale_block
 from compress.quantization.config import QuantizationConfig
 from sportsllm.models.config import Experts
 from sportsllm.models.language_model import first_positions
+from tests.compress.pruning.test_refit import BIASES
 from tests.support.gelu_kind import registered
 from tests.support.models import tiny_model
 
@@ -20,12 +21,13 @@ def uneven(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if "layernorm" in name:
             parameter.data[::7] *= 12
+            parameter.data += 0.5 * name.endswith("bias")
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}, {"qk_norm": True}])
+@pytest.mark.parametrize("changes", [{}, BIASES | {"norm_kind": "layer"}, {"qk_norm": True}], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @torch.no_grad()
-def test_the_layer_computes_the_same(changes: dict[str, bool], kv_heads: int) -> None:
+def test_the_layer_computes_the_same(changes: dict[str, Any], kv_heads: int) -> None:
     model = tiny_model(num_key_value_heads=kv_heads, **changes)
     uneven(model)
     rope = model.rope

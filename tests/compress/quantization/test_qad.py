@@ -34,7 +34,7 @@ def packed_matrix(bits: int = 4, symmetric: bool = True, columns: int = 72) -> t
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_it_starts_as_the_packed_matrix_and_packs_what_it_multiplies_by(bits: int, symmetric: bool) -> None:
     weight, packed = packed_matrix(bits, symmetric)
-    layer = FakeQuantLinear(packed, None, weight)
+    layer = FakeQuantLinear(packed, None, 2 * weight)  # many steps away
     x = torch.eye(72)
     assert torch.allclose(layer(x).T, torch.from_numpy(packed.dequantize()), atol=1e-6)
     again = layer.pack()
