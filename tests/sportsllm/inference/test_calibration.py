@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sportsllm.errors import ArtifactError
+from sportsllm.inference import calibration
 from sportsllm.inference.calibration import calibration_samples, check_familiar, usual_samples
 from sportsllm.models.presets import preset
 from sportsllm.text.split import load_corpus
@@ -31,9 +32,7 @@ def book_of(lines: int, folder: Path) -> Path:
 
 def test_no_token_is_read_twice(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     found = calibration_samples([book_of(4_000, tmp_path)], [], words, CONFIG, None, 64, most=50)
-    numbers = [
-        number for piece in found for number in words.decode(piece[0].tolist()).split()[1:-1] if number.isdigit()
-    ]
+    numbers = [n for piece in found for n in words.decode(piece[0].tolist()).split()[1:-1] if n.isdigit()]
     assert len(numbers) == len(set(numbers))
     assert 50 * 64 <= sum(piece.numel() for piece in found) < 51 * 64
     assert max(map(int, numbers)) > 2_000  # not the start of the file alone
@@ -64,7 +63,8 @@ def test_draws_are_seeded(words, tmp_path: Path) -> None:  # type: ignore[no-unt
     assert not held_out & {text.strip() + " " for text in texts(0)} and held_out
 
 
-def test_short_and_long_documents_have_their_share(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_short_and_long_documents_have_their_share(words, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(calibration, "_RESERVOIR_CHARACTERS", 0)  # a tenth of the text is in memory
     long, short = tmp_path / "long.jsonl", tmp_path / "short.jsonl"
     long.write_text(json.dumps({"text": ("book " * 20 + "\n\n") * 3_000}) + "\n", encoding="utf-8")
     short.write_text("".join(json.dumps({"text": f"note {n} " * 80}) + "\n" for n in range(500)), encoding="utf-8")
