@@ -78,7 +78,7 @@ MOST_LINES = {
     "compress": 7_565,
     "export": 6_443,
     "benchmarks": 9_214,
-    "tests": 24_969,
+    "tests": 24_967,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -243,11 +243,8 @@ def test_special_ids_are_rewritten_everywhere(llama3: Path, texts: list[str], tm
     named = {"bos_token_id": begin, "eos_token_id": [stop, turn], "top_p": 0.5}
     assert read_json(out / "generation_config.json") == named
     decoder = read_json(out / "tokenizer_config.json")["added_tokens_decoder"]
-    assert {number: entry["content"] for number, entry in decoder.items()} == {
-        str(begin): "<|text|>",
-        str(stop): "<|stop|>",
-        str(turn): "<|turn|>",
-    }
+    wanted = {str(begin): "<|text|>", str(stop): "<|stop|>", str(turn): "<|turn|>"}
+    assert {number: entry["content"] for number, entry in decoder.items()} == wanted
 
 
 def test_an_added_token_without_a_row_goes(llama3: Path, texts: list[str], tmp_path: Path) -> None:
@@ -334,9 +331,8 @@ def test_somebody_elses_checkpoint(stories: Path, tmp_path: Path) -> None:
     result = prune_files(stories, tmp_path, text, 352)
     out = tmp_path / "out"
     model, words = load_checkpoint(out), load_tokenizer(out)
-    ids = list(
-        generate(TorchDecoder(model), [words.begin_id, *words.encode("Once upon a time")], 8, Sampling(temperature=0))
-    )
+    begun = [words.begin_id, *words.encode("Once upon a time")]
+    ids = list(generate(TorchDecoder(model), begun, 8, Sampling(temperature=0)))
     assert words.decode(ids) == ", there was a little girl"
     assert result["tokens_per_byte_before"] == result["tokens_per_byte_after"]
 
