@@ -39,7 +39,7 @@ from benchmarks.search.recipe import Effort, Target
 from benchmarks.search.trials import BENCH_S, Clock, Losses, Trials
 from compress.pruning.shapes import Shape, widest_shapes
 from sportsllm.console import log
-from sportsllm.errors import GateError
+from sportsllm.errors import ArtifactError, DivergedError, GateError, SportsLLMError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.memory import usual_cache
 
@@ -76,6 +76,7 @@ class Search:
         timed: figures by the limits' names, of the candidates that were timed.
         busy: names of those whose times are not used, since other programs ran meanwhile.
         tried: trials of those that were recovered and rounded, by name.
+        failed: errors of those whose trial failed, by name; they are not tried again.
     """
 
     teacher: ModelConfig
@@ -88,6 +89,7 @@ class Search:
     timed: dict[str, dict[str, float | None]] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
     tried: dict[str, Tried] = field(default_factory=dict)
+    failed: dict[str, SportsLLMError] = field(default_factory=dict)
     _ratios: list[tuple[ModelFormat, dict[str, float]]] = field(default_factory=list)
 
     def figures(self, candidate: Candidate) -> Mapping[str, float | None]:
@@ -184,6 +186,10 @@ class Search:
         counts = expert_counts(self.teacher)
         return list(widest_shapes(self.teacher, fits, experts=counts if counts != [0] else (), most=_VALUES))
 
+    def settled(self, candidate: Candidate) -> bool:
+        """Whether a candidate was tried before, with or without success."""
+        return candidate.name in self.tried or candidate.name in self.failed
+
     def small_enough(self) -> dict[str, Tried]:
         """The tried candidates whose exported files, if there are any, keep to the limit."""
         limit = self.device.limits.file_mb
@@ -234,6 +240,7 @@ def run_rounds(search: Search, trials: Trials, effort: Effort, clock: Clock) -> 
 
     Raises:
         GateError: even the nearest candidate misses a limit as timed.
+        SportsLLMError: that of the first trial, if all failed.
     """
     for sure in (False,) if search.decides else (True, False):
         try_plain(search, trials, effort, clock, sure)
@@ -243,7 +250,7 @@ def run_rounds(search: Search, trials: Trials, effort: Effort, clock: Clock) -> 
         if best <= search.device.limits.quality_loss_percent:
             break  # what is surely inside is good enough: nothing else need be tried
     if not search.tried:
-        raise GateError(nothing_fits(search))
+        raise next(iter(search.failed.values()), GateError(nothing_fits(search)))
     try_longer(search, trials, effort, clock)
     return search.ranking()
 
@@ -260,12 +267,12 @@ def try_plain(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
         worst = max((tried.losses.rounded for tried in search.tried.values()), default=0.0)
         if _good_enough(search) and (planned.way != WHOLE or worst > EQUAL_PERCENT):
             return
-        if planned.name in search.tried:
+        if search.settled(planned):
             continue
         if search.tried and not _has_time(planned, effort, clock):
             return
         candidate = _as_timed(search, trials, planned, sure)
-        if candidate is None or candidate.name in search.tried:
+        if candidate is None or search.settled(candidate):
             continue
         _try(search, trials, candidate, effort.search_tokens, clock)
 
@@ -283,7 +290,7 @@ def try_mixed(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
         candidate = candidate_of("mixed", size, best.format, search.teacher, search.device)
         if search.decides and candidate.name not in search.timed:
             search.record(candidate, *trials.timed(candidate))
-        if candidate.name in search.tried or search.missed(candidate, sure):
+        if search.settled(candidate) or search.missed(candidate, sure):
             continue
         if not _has_time(candidate, effort, clock):
             return
@@ -358,8 +365,15 @@ def _as_timed(search: Search, trials: Trials, planned: Candidate, sure: bool) ->
 def _try(search: Search, trials: Trials, candidate: Candidate, tokens: int, clock: Clock, longer: bool = False) -> None:
     cuts = candidate.way != WHOLE
     log(f"trying {candidate.name} ({candidate.way})" + f", recovered on {tokens:,} tokens" * cuts)
-    with clock.step("trial" if cuts else "rounding", tokens if cuts else 1.0):
-        losses = trials.losses(candidate, tokens, trained=longer)
+    try:
+        with clock.step("trial" if cuts else "rounding", tokens if cuts else 1.0):
+            losses = trials.losses(candidate, tokens, trained=longer)
+    except (ArtifactError, GateError, DivergedError) as error:
+        log(f"{candidate.name}: the trial failed, and the search goes on without it: {error}")
+        search.failed[candidate.name] = error
+        if len(search.tried) > 1:  # a shorter trial of it may have succeeded
+            search.tried.pop(candidate.name, None)
+        return
     search.found.setdefault(candidate.name, candidate)
     search.tried[candidate.name] = Tried(tokens, losses, longer)
     later = f" now, {search.expected(candidate):+.1f}% expected after {search.tokens:,} tokens" * cuts

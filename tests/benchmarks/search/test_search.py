@@ -28,7 +28,7 @@ from benchmarks.search.trials import BENCH_S, Clock, Losses, Timed, Trials
 from compress.pruning.shapes import Shape, shape_for_share
 from compress.quantization.config import QuantizationConfig, SizeBudget
 from sportsllm import console
-from sportsllm.errors import ConflictError, GateError, InterruptedRun, UsageError
+from sportsllm.errors import ArtifactError, ConflictError, GateError, InterruptedRun, UsageError
 from sportsllm.formats.huggingface import load_config, to_hf
 from sportsllm.formats.manifest import Manifest, directory_bytes, manifest_of
 from sportsllm.models.config import Experts, ModelConfig, Selection
@@ -291,6 +291,27 @@ def test_on_the_device_a_model_that_is_outside_as_timed_is_replaced_by_a_smaller
     try_plain(search, cast(Trials, trials), EFFORT, Clock())
     assert search.tried and all(name in search.timed for name in search.tried)
     assert all(search.timed[name]["tpot_p50_ms"] <= 1.0 for name in search.tried)  # type: ignore[operator]
+
+
+def test_a_search_goes_on_without_candidates_whose_trials_fail() -> None:
+    """In either round; if all fail, it ends with the first one's error."""
+    search, trials = started(with_limits(file_mb=0.5)), Rule()
+    failing, losses = [one.name for one in search.plain(sure=False)[::2]], trials.losses
+
+    def fail(candidate: Candidate, tokens: int, trained: bool) -> Losses:
+        made = losses(candidate, tokens, trained)
+        if candidate.name in failing or trained:
+            raise ArtifactError(f"{candidate.name} overflows")
+        return made
+
+    trials.losses = fail  # type: ignore[method-assign]
+    ranking = run_rounds(search, cast(Trials, trials), EFFORT, Clock())
+    short = [name for name, _, trained in trials.calls if not trained]
+    assert len(short) == len({*short}) and {*failing} & {*short}
+    assert ranking and not {one.name for one in ranking} & {*search.failed}
+    failing += short
+    with pytest.raises(ArtifactError, match=f"{short[0]} overflows"):
+        run_rounds(started(with_limits(file_mb=0.5)), cast(Trials, trials), EFFORT, Clock())
 
 
 @pytest.mark.parametrize("minutes", [1.5, 4.0])
