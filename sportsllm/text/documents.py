@@ -160,8 +160,9 @@ def _names(files: Sequence[Path], folder: Path) -> str:
 
 
 def _kind(path: Path) -> str | None:
-    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    return kind if kind in _SUFFIXES and not path.name.endswith(".parquet.gz") else None
+    name = Path(path.name.lower())
+    kind = name.with_suffix("").suffix if name.suffix == ".gz" else name.suffix
+    return kind if kind in _SUFFIXES and not name.name.endswith(".parquet.gz") else None
 
 
 def read_documents(paths: Sequence[Path], field: str = USUAL.text_field) -> Iterator[Document]:
@@ -203,7 +204,7 @@ def _decoded(path: Path, least: int = 0) -> Iterator[str]:
     """A file's text in pieces of `least` bytes and the line that these end in."""
     read = 0
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
             while data := file.read(least) + file.readline():
                 yield data.decode("utf-8")
                 read += len(data)

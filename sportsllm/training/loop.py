@@ -130,7 +130,8 @@ def train_model(
             last, rate = state.step == config.steps, tokens_per_s()
             bar.advance(config.tokens_per_step, f"{shown(step_loss)} · {rate:,.0f} tokens/s")
             pause = time.perf_counter()
-            run.log_step(last, validation, lr=learning_rate, grad_norm=norm, tokens_per_s=round(rate, 1))
+            known_norm = norm if math.isfinite(norm) else None  # float16's scaled gradients may overflow
+            run.log_step(last, validation, lr=learning_rate, grad_norm=known_norm, tokens_per_s=round(rate, 1))
             if run.stopping and not last:
                 raise state.interrupted()
             if run.saving:
@@ -166,7 +167,7 @@ class _Run:
         step = {"step": self.state.step, "tokens": self.state.step * self.config.tokens_per_step}
         self.metrics.write(json.dumps(step | record) + "\n")
 
-    def log_step(self, last: bool, validation: Validation | None, **figures: float) -> None:
+    def log_step(self, last: bool, validation: Validation | None, **figures: float | None) -> None:
         """Log every few steps, and score held-out text when it is time, both after the `last` step too."""
         step, every = self.state.step, self.config.validate_every
         if step % self.config.log_every == 0 or last:

@@ -41,10 +41,10 @@ from tests.support.checkpoint_files import one_line
 
 
 def test_every_kind_of_file_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "b.txt").write_text("plain", encoding="utf-8")
+    (tmp_path / "b.TXT").write_text("plain", encoding="utf-8")
     (tmp_path / "c.md").write_text("# marked", encoding="utf-8")
     (tmp_path / "d.jsonl").write_bytes('\ufeff{"text": "one"}\r\n\n{"text": "two", "id": 3}\r\n'.encode())
-    with gzip.open(tmp_path / "e.jsonl.gz", "wt", encoding="utf-8") as stream:
+    with gzip.open(tmp_path / "e.JSONL.GZ", "wt", encoding="utf-8") as stream:
         stream.write('{"text": "zipped"}\n')
     table = pyarrow.table({"text": ["column", ""], "other": [1, 2]})
     (tmp_path / "sub").mkdir()
@@ -53,9 +53,9 @@ def test_every_kind_of_file_and_folders(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "._b.txt").write_bytes(b"\x00\x05\x16\x07 of macOS")
     (tmp_path / "README.md").write_text("About these files", encoding="utf-8")
     assert list(read_documents([tmp_path])) == ["plain", "# marked", "one", "two", "zipped", "column"]
-    log_files([tmp_path, tmp_path / "b.txt"])
+    log_files([tmp_path, tmp_path / "b.TXT"])
     said = capsys.readouterr().err.replace("\n", " ")
-    assert "reading b.txt, c.md, d.jsonl, e.jsonl.gz, sub/f.parquet; not reading README.md, ignored.png" in said
+    assert "reading b.TXT, c.md, d.jsonl, e.JSONL.GZ, sub/f.parquet; not reading README.md, ignored.png" in said
 
 
 def test_long_plain_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path: Path) -> None:
