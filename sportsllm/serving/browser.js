@@ -66,7 +66,8 @@ function generate(model, chat, { messages, prompt, max_tokens = 256, temperature
 window.local = async (path, { body, signal }) => {
   const model = await loaded;
   if (path === "v1/models") return Response.json({ data: [{ id: name }] });
-  if (path.startsWith("props")) return Response.json({ device, default_generation_settings: { params: DEFAULTS } });
+  const { chat_template } = model.tokenizer;
+  if (path.startsWith("props")) return Response.json({ device, chat_template, default_generation_settings: { params: DEFAULTS } });
   return new Response(generate(model, path.includes("chat"), JSON.parse(body), signal));
 };
 
@@ -74,8 +75,5 @@ for (const field of document.querySelectorAll(".settings input, .settings textar
   field.closest("label").hidden = !SUPPORTED.includes(field.id);
 }
 await window.start();
-const hasTemplate = await loaded.then((model) => !!model.tokenizer.chat_template, () => true);
-if (!hasTemplate) {
-  document.querySelector("[value=text]").click();
-  document.querySelector("[value=chat]").disabled = true;
-}
+const canChat = await loaded.then((model) => !!model.tokenizer.chat_template, () => true);
+document.querySelector("[value=chat]").disabled = !canChat;
