@@ -21,7 +21,7 @@ from sportsllm.settings import FIT, LIMITS, TEXT, parse_settings
 
 if TYPE_CHECKING:
     from benchmarks.search.candidates import Candidate
-    from benchmarks.search.recipe import Effort, HeldOut, Source, Target
+    from benchmarks.search.recipe import Effort, Source, Target
     from benchmarks.search.trials import Clock
 
 RESULT, SETTINGS, RECIPE = "fit.json", "search.json", "recipe.toml"
@@ -172,9 +172,11 @@ def run_fit(
     from benchmarks.search.results import summary
     from benchmarks.search.rounds import run_rounds, start_search
     from benchmarks.search.trials import Clock, Trials
+    from sportsllm.console import log
     from sportsllm.files import atomic_write_text
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.packed import quantization_config
+    from sportsllm.inference.scoring import LEAST_DOCUMENTS
     from sportsllm.training.base_model import training_seconds
 
     clock = Clock(effort.minutes)
@@ -202,7 +204,11 @@ def run_fit(
         return FitResult.of({**summary(search, planned[0]), "dry_run": True})
     _claim(out, source, target, effort, asked)
     text = held_out_text(source, out / "text")
-    _warn_of_little_text(text)
+    if min(text.selection_documents, text.report_documents) < LEAST_DOCUMENTS:
+        log(
+            f"held-out text is short: {text.selection_documents} documents for choices and {text.report_documents} for "
+            f"the final loss, which may differ much from the trials'; give {2 * LEAST_DOCUMENTS} or more with --valid"
+        )
     source = with_samples(source)
     clock.token_s = training_seconds(teacher, 1, forwards=4)  # with a teacher; the student counts as large
     where = target.provider, target.processor
@@ -310,17 +316,6 @@ def complaint(result: FitResult, tokens: int) -> str:
     else:
         advice = f"relax {', '.join(failed)}" + ", or repeat it on a quiet machine" * timed
     return f"{result.chosen}: the best found; {verdict_line(as_budget(result.bench['budget']))}; {advice}"
-
-
-def _warn_of_little_text(text: HeldOut) -> None:
-    from sportsllm.console import log
-    from sportsllm.inference.scoring import LEAST_DOCUMENTS
-
-    if min(text.selection_documents, text.report_documents) < LEAST_DOCUMENTS:
-        log(
-            f"held-out text is short: {text.selection_documents} documents for choices and {text.report_documents} for "
-            f"the final loss, which may differ much from the trials'; give {2 * LEAST_DOCUMENTS} or more with --valid"
-        )
 
 
 def _claim(out: Path, source: Source, target: Target, effort: Effort, vocabularies: Sequence[int]) -> None:

@@ -186,10 +186,6 @@ class Search:
         counts = expert_counts(self.teacher)
         return list(widest_shapes(self.teacher, fits, experts=counts if counts != [0] else (), most=_VALUES))
 
-    def settled(self, candidate: Candidate) -> bool:
-        """Whether a candidate was tried before, with or without success."""
-        return candidate.name in self.tried or candidate.name in self.failed
-
     def small_enough(self) -> dict[str, Tried]:
         """The tried candidates whose exported files, if there are any, keep to the limit."""
         limit = self.device.limits.file_mb
@@ -267,12 +263,12 @@ def try_plain(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
         worst = max((tried.losses.rounded for tried in search.tried.values()), default=0.0)
         if _good_enough(search) and (planned.way != WHOLE or worst > EQUAL_PERCENT):
             return
-        if search.settled(planned):
+        if planned.name in (seen := {*search.tried, *search.failed}):
             continue
         if search.tried and not _has_time(planned, effort, clock):
             return
         candidate = _as_timed(search, trials, planned, sure)
-        if candidate is None or search.settled(candidate):
+        if candidate is None or candidate.name in seen:
             continue
         _try(search, trials, candidate, effort.search_tokens, clock)
 
@@ -290,7 +286,7 @@ def try_mixed(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
         candidate = candidate_of("mixed", size, best.format, search.teacher, search.device)
         if search.decides and candidate.name not in search.timed:
             search.record(candidate, *trials.timed(candidate))
-        if search.settled(candidate) or search.missed(candidate, sure):
+        if candidate.name in {*search.tried, *search.failed} or search.missed(candidate, sure):
             continue
         if not _has_time(candidate, effort, clock):
             return

@@ -160,9 +160,8 @@ def _names(files: Sequence[Path], folder: Path) -> str:
 
 
 def _kind(path: Path) -> str | None:
-    name = Path(path.name.lower())
-    kind = name.with_suffix("").suffix if name.suffix == ".gz" else name.suffix
-    return kind if kind in _SUFFIXES and not name.name.endswith(".parquet.gz") else None
+    kind = Path(path.name.lower().removesuffix(".gz")).suffix
+    return kind if kind in _SUFFIXES and (kind != ".parquet" or path.suffix.lower() == kind) else None
 
 
 def read_documents(paths: Sequence[Path], field: str = USUAL.text_field) -> Iterator[Document]:

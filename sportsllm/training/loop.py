@@ -130,8 +130,7 @@ def train_model(
             last, rate = state.step == config.steps, tokens_per_s()
             bar.advance(config.tokens_per_step, f"{shown(step_loss)} · {rate:,.0f} tokens/s")
             pause = time.perf_counter()
-            known_norm = norm if math.isfinite(norm) else None  # float16's scaled gradients may overflow
-            run.log_step(last, validation, lr=learning_rate, grad_norm=known_norm, tokens_per_s=round(rate, 1))
+            run.log_step(last, validation, lr=learning_rate, grad_norm=norm, tokens_per_s=round(rate, 1))
             if run.stopping and not last:
                 raise state.interrupted()
             if run.saving:
@@ -197,8 +196,8 @@ class _Run:
             peak_rss_bytes=peak_rss_bytes(),
         )
 
-    def take_step(self, batches: PackedSequences, loss: Loss) -> tuple[float, float, float]:
-        """One optimizer step; returns its loss in nats per token, the learning rate and the gradient norm."""
+    def take_step(self, batches: PackedSequences, loss: Loss) -> tuple[float, float, float | None]:
+        """One optimizer step; returns its loss in nats per token, the learning rate and, if finite, the gradient norm."""
         config = self.config
         self.model.train()
         factor = rate_factor(config, self.state.step)
@@ -223,7 +222,7 @@ class _Run:
             balance_biases(self.model)
         self.state.step += 1
         self.state.losses = [*self.state.losses, total][-config.log_every :]
-        return total, config.learning_rate * factor, norm
+        return total, config.learning_rate * factor, norm if math.isfinite(norm) else None
 
     def _summed(self, *values: float) -> list[float]:
         """Sums over all processes that compute other sequences."""
