@@ -197,7 +197,7 @@ class _Run:
         )
 
     def take_step(self, batches: PackedSequences, loss: Loss) -> tuple[float, float, float | None]:
-        """One optimizer step; returns its loss in nats per token, the learning rate and, if finite, the gradient norm."""
+        """One optimizer step: its loss in nats per token, the learning rate and, if finite, the gradient norm."""
         config = self.config
         self.model.train()
         factor = rate_factor(config, self.state.step)

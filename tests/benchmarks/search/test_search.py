@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -204,6 +204,7 @@ class Rule:
     def __init__(self, scale: float = 30.0, rounding: float = 1.0) -> None:
         self.scale, self.rounding, self.calls = scale, rounding, list[tuple[str, int, bool]]()
         self.now = 0.0  # a second for each thousand tokens
+        self.fails: Callable[[str, bool], bool] = lambda name, longer: False
 
     def recovered(self, size: Size, tokens: int) -> float:
         weights = {"intermediate": 0.2, "layers": 1.0, "hidden": 1.5, "heads": 0.5, "kv_heads": 0.5}
@@ -213,6 +214,8 @@ class Rule:
     def losses(self, candidate: Candidate, tokens: int, trained: bool) -> Losses:
         self.calls.append((candidate.name, tokens, trained))
         self.now += tokens / 1_000
+        if self.fails(candidate.name, trained):
+            raise ArtifactError(f"{candidate.name} overflows")
         loss = self.recovered(candidate.size, tokens)
         return Losses(loss, loss + self.rounding * {"fp32": 0.0, "int8": 0.2, "int4": 1.0}[candidate.format.precision])
 
@@ -296,21 +299,14 @@ def test_on_the_device_a_model_that_is_outside_as_timed_is_replaced_by_a_smaller
 def test_a_search_goes_on_without_candidates_whose_trials_fail() -> None:
     """In either round; if all fail, it ends with the first one's error."""
     search, trials = started(with_limits(file_mb=0.5)), Rule()
-    failing, losses = [one.name for one in search.plain(sure=False)[::2]], trials.losses
-
-    def fail(candidate: Candidate, tokens: int, trained: bool) -> Losses:
-        made = losses(candidate, tokens, trained)
-        if candidate.name in failing or trained:
-            raise ArtifactError(f"{candidate.name} overflows")
-        return made
-
-    trials.losses = fail  # type: ignore[method-assign]
+    failing = {one.name for one in search.plain(sure=False)[::2]}
+    trials.fails = lambda name, longer: longer or name in failing
     ranking = run_rounds(search, cast(Trials, trials), EFFORT, Clock())
-    short = [name for name, _, trained in trials.calls if not trained]
-    assert len(short) == len({*short}) and {*failing} & {*short}
+    assert {*search.failed} & failing and {*search.failed} - failing and search.tried
     assert ranking and not {one.name for one in ranking} & {*search.failed}
-    failing += short
-    with pytest.raises(ArtifactError, match=f"{short[0]} overflows"):
+    assert len({call[::2] for call in trials.calls}) == len(trials.calls)  # none twice
+    trials.fails = lambda name, longer: True
+    with pytest.raises(ArtifactError, match=f"{trials.calls[0][0]} overflows"):
         run_rounds(started(with_limits(file_mb=0.5)), cast(Trials, trials), EFFORT, Clock())
 
 
@@ -387,9 +383,6 @@ class Line:
             "peak_rss_bytes": 80_000_000,
             "ttft_ms": {"512": 100.0},
             "tpot_ms": {"512": {"p50": 1.0, "p95": 2.0}},
-            "memory_floor": {"by_depth_ms": {}},
-            **{"threads": 1, "load_s": 0.1, "memory_floor_tpot_ms": 0.5, "prefill_tokens_per_s": None},
-            **{"decode_tokens_per_s": {"512": 1000.0}, "clean": True},
         }
 
     def timed(self, directory: Path, device: Device, threads: int | None = None, provider: str = "cpu") -> ShortBench:
