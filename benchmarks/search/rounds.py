@@ -245,9 +245,9 @@ def run_rounds(search: Search, trials: Trials, effort: Effort, clock: Clock) -> 
         best = min((search.expected(search.found[name]) for name in search.small_enough()), default=math.inf)
         if best <= search.device.limits.quality_loss_percent:
             break  # what is surely inside is good enough: nothing else need be tried
+    try_longer(search, trials, effort, clock)
     if not search.tried:
         raise next(iter(search.failed.values()), GateError(nothing_fits(search)))
-    try_longer(search, trials, effort, clock)
     return search.ranking()
 
 
@@ -367,8 +367,7 @@ def _try(search: Search, trials: Trials, candidate: Candidate, tokens: int, cloc
     except (ArtifactError, GateError, DivergedError) as error:
         log(f"{candidate.name}: the trial failed, and the search goes on without it: {error}")
         search.failed[candidate.name] = error
-        if len(search.tried) > 1:  # a shorter trial of it may have succeeded
-            search.tried.pop(candidate.name, None)
+        search.tried.pop(candidate.name, None)  # a shorter trial of it may have succeeded
         return
     search.found.setdefault(candidate.name, candidate)
     search.tried[candidate.name] = Tried(tokens, losses, longer)
