@@ -139,12 +139,11 @@ def gptq(weight_NK: Tensor, gram_KK: Tensor, grid: AnyGrid, *, act_order: bool) 
         for place in range(start, stop):
             group = groups[place]
             if not act_order and place % block_size == 0:
-                # What earlier columns left to this block; all of it lies in this panel or has been brought up to date.
+                # What earlier columns left to this block, which lies in this panel or begins with it.
                 end = place + block_size
-                ahead_SN = left_KN[place:end].clone()
-                ahead_SN[stop - place :] -= factor_KK[start:place, stop:end].T @ errors_KN[: place - start]
+                ahead_NS = _transposed(left_KN[place:end])
                 block_NS, weights_1S = (
-                    split_blocks(each, block_size)[:, 0] for each in (_transposed(ahead_SN), diagonal[None, place:end])
+                    split_blocks(each, block_size)[:, 0] for each in (ahead_NS, diagonal[None, place:end])
                 )
                 scales_GN[group], zeros_GN[group] = grid.fit_block(block_NS, weights_1S[0], group)
             scale, zero = scales_GN[group], zeros_GN[group]
