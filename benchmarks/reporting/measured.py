@@ -194,8 +194,7 @@ class Bench:
         keys |= {f"tpot_{name}_ms": f"tpot_ms.{depth}.{name}" for name in ("p50", "p95")}
         timed = {name: self.noise[key] for name, key in keys.items() if key in self.noise}
         found = {name: None if one.rounds == 1 else (one.low, one.high) for name, one in timed.items()}
-        scored = {name: ends for name, ends in QUALITIES.items() if getattr(self, name) is not None}
-        return found | {name: getattr(self, ends) for name, ends in scored.items()}
+        return found | {name: getattr(self, ends) for name, ends in QUALITIES.items()}
 
 
 def as_bench(data: Mapping[str, Any], where: object = "bench") -> Bench:
