@@ -98,7 +98,7 @@ CASES: list[tuple[str, int, str]] = [
     (f"report {TAKEN}", ARTIFACT, "holds no model"),
     # options that exclude each other
     (f"train --model tiny-300k --corpus {TEXT} --out {NEW} --steps 1 --tokens 5", USAGE, "--tokens"),
-    (f"prune {MODEL} --out {NEW} --params 0.5 --size-mb 1 --calibration {TEXT}", USAGE, "--size-mb, not both"),
+    (f"prune {MODEL} --out {NEW} --params 1 --size-mb 1 --layers 1 --calibration {TEXT}", USAGE, "--layers, not both"),
     (f"quantize {MODEL} --out {NEW} --bits 4 --size-mb 1 --set bits_per_weight=5", USAGE, "not both"),
     (f"quantize {MODEL} --out {NEW} --method rtn --qad 1k --corpus {TEXT} --calibration {TEXT}", USAGE, "rtn uses no"),
     (f"quantize {MODEL} --out {NEW} --method rtn --valid {TEXT}", USAGE, "--valid: --method rtn reads no text"),

@@ -194,8 +194,11 @@ def find_finalists(
 
 
 def thinned(shapes: Sequence[Shape], most: int) -> list[Shape]:
-    """At most `most` of the shapes, evenly spread over depths, hidden sizes and heads."""
-    ordered = sorted(shapes, key=lambda shape: (shape.layers, shape.hidden, shape.heads, shape.kv_heads))
+    """At most `most` of the shapes, evenly spread over depths, hidden sizes and heads.
+
+    Most heads first: a few that are left out are then those with the fewest heads of each depth and hidden size.
+    """
+    ordered = sorted(shapes, key=lambda shape: (shape.layers, shape.hidden, -shape.heads, -shape.kv_heads))
     most = min(most, len(ordered))
     return [ordered[number * len(ordered) // most] for number in range(most)]
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from compress.pruning.search import thinned
 from compress.pruning.shapes import (
     Shape,
-    Target,
     block_counter,
     candidate_shapes,
     head_counts,
@@ -128,11 +128,9 @@ def test_share_is_met_and_shapes_fit_the_kernels(name: str, share: float) -> Non
     assert shape.heads * config.num_key_value_heads == shape.kv_heads * config.num_attention_heads
 
 
-def test_share_and_dimensions_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match="not both"):
-        Target(0.5, dimensions={"hidden": 32}).shape(tiny_config())
-    with pytest.raises(UsageError, match="at most 1"):
-        shape_for_share(tiny_config(), 1.5)
+def test_of_too_many_shapes_those_with_the_fewest_heads_are_left_out() -> None:
+    shapes = [Shape(64, 96, heads, 2, layers, 16) for layers in (1, 2, 3) for heads in (2, 4, 6, 8, 10)]
+    assert {shape.heads for shape in {*shapes} - {*thinned(shapes, 12)}} == {2}
 
 
 def test_a_size_is_a_share_and_impossible_ones_are_refused() -> None:
@@ -143,6 +141,8 @@ def test_a_size_is_a_share_and_impossible_ones_are_refused() -> None:
         share_for_megabytes(full, 0.001)
     with pytest.raises(UsageError, match="already"):
         share_for_megabytes(full, 1_000)
+    with pytest.raises(UsageError, match="at most 1"):
+        shape_for_share(full, 1.5)
 
 
 def test_candidates_are_the_widest_of_every_shape_that_fits() -> None:
