@@ -75,10 +75,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 19_210,
-    "compress": 7_565,
+    "compress": 7_567,
     "export": 6_443,
-    "benchmarks": 9_214,
-    "tests": 24_967,
+    "benchmarks": 9_216,
+    "tests": 24_977,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

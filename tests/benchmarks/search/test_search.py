@@ -266,9 +266,9 @@ def test_simple_cuts_come_first_and_the_best_export_is_always_tried_for_longer()
 def test_a_teacher_that_loses_nothing_whole_is_not_cut() -> None:
     """INT8 loses less than counts: INT4 is still tried, as it could be equal and faster; cuts cannot be better."""
     search, trials = started(load_device("laptop-x86")), Rule()
-    ranking = run_rounds(search, cast(Trials, trials), EFFORT, Clock())
+    best, *_ = run_rounds(search, cast(Trials, trials), EFFORT, Clock())
     assert {search.found[name].way for name in search.tried} == {WHOLE}
-    assert ranking[0].format.precision == "int8" and not any(longer for *_, longer in trials.calls)
+    assert best.format.precision == "int8" and not any(longer for *_, longer in trials.calls)
 
 
 def test_elsewhere_what_is_surely_inside_comes_first() -> None:
@@ -302,9 +302,8 @@ def test_a_search_goes_on_without_candidates_whose_trials_fail() -> None:
     failing = {one.name for one in search.plain(sure=False)[::2]}
     trials.fails = lambda name, longer: longer or name in failing
     ranking = run_rounds(search, cast(Trials, trials), EFFORT, Clock())
-    assert {*search.failed} & failing and {*search.failed} - failing and search.tried
+    assert {*search.failed} & failing and {*search.failed} - failing
     assert ranking and not {one.name for one in ranking} & {*search.failed}
-    assert len({call[::2] for call in trials.calls}) == len(trials.calls)  # none twice
     trials.fails = lambda name, longer: True
     with pytest.raises(ArtifactError, match=f"{trials.calls[0][0]} overflows"):
         run_rounds(started(with_limits(file_mb=0.5)), cast(Trials, trials), EFFORT, Clock())
@@ -503,7 +502,6 @@ def test_short_sequences_of_a_recovery_do_not_ask_the_first_ranking_for_samples_
 
 
 def finished(name: str, loss: float, **figures: float) -> dict[str, Any]:
-    """A finished model in short."""
     device = with_limits("host", ttft_ms=900.0, quality_loss_percent=3.0)
     judged = judge(device, {"quality_loss_percent": loss, "ttft_ms": 100.0, **figures})
     limits = [asdict(one) | {"verdict": "pass" if one.value is None else one.verdict} for one in judged]
@@ -563,14 +561,12 @@ def test_the_advice_is_about_the_limits_that_are_missed() -> None:
 
 @pytest.fixture
 def fresh(line: Line, tmp_path: Path) -> Line:
-    """The same, with nothing made yet."""
     return replace(line, out=tmp_path / "fit", calls=[])
 
 
 def test_a_dry_run_lists_all_makes_nothing_and_needs_no_text(fresh: Line, capsys: pytest.CaptureFixture[str]) -> None:
     result = fit(teacher=fresh.teacher, target=str(fresh.budget), out=fresh.out, dry_run=True)
-    assert not fresh.out.exists() and not fresh.calls
-    assert result.chosen and not any(one["tried_tokens"] for one in result.candidates)
+    assert not fresh.out.exists() and not fresh.calls and not any(one["tried_tokens"] for one in result.candidates)
     shown = capsys.readouterr().out.replace("\n", "")
     assert all(one["name"] in shown for one in result.candidates) and "chosen" not in shown
 
