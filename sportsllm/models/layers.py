@@ -83,20 +83,13 @@ class KVCache:
     at a third of the speed. Of a `State` that is not kept for each token: (layers, B, ...), zeros before the first.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch: int,
-        length: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, batch: int, length: int, device: torch.device | None = None) -> None:
         self.room, self.length = length, 0
         first = min(length, _GROWTH)
         rows, self.tensors = (config.num_hidden_layers, batch), list[Tensor]()
         for state in block_state(config):
             make = torch.empty if state.per_token else torch.zeros
-            self.tensors.append(make((*rows, *cached_shape(state, first)), dtype=dtype, device=device))
+            self.tensors.append(make((*rows, *cached_shape(state, first)), dtype=torch.float32, device=device))
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Write one layer's new states, tokens on the last axis but one, after the `length` old ones; returns all."""
