@@ -6,9 +6,10 @@ Every tensor is checked for name, shape and type.
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -133,14 +134,6 @@ def load_block(tensors: TensorFiles, config: ModelConfig, layer: int) -> Block:
     return block.eval().requires_grad_(False)
 
 
-def load_table(tensors: TensorFiles, config: ModelConfig, module: str) -> Tensor:
-    """The embedding's or the head's matrix, packed or not, (V, D) float32."""
-    shape = (config.vocab_size, config.hidden_size)
-    if f"{module}.weight_packed" in tensors:
-        return torch.from_numpy(read_packed(tensors, module, shape).dequantize())
-    return read_tensor(tensors, f"{module}.weight", shape)
-
-
 @dataclass(frozen=True)
 class StoredModel:
     """A checkpoint that is computed one layer after the other, on `device`; each part is read when it is asked for."""
@@ -168,8 +161,11 @@ class StoredModel:
         return EMBEDDING if self.config.tie_word_embeddings else HEAD
 
     def table(self, module: str) -> Tensor:
-        """The embedding or the head, in the CPU's memory, see `load_table`."""
-        return load_table(self.tensors, self.config, module)
+        """The embedding's or the head's matrix, packed or not, in the CPU's memory, (V, D) float32."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        if f"{module}.weight_packed" in self.tensors:
+            return torch.from_numpy(read_packed(self.tensors, module, shape).dequantize())
+        return read_tensor(self.tensors, f"{module}.weight", shape)
 
     def block(self, layer: int) -> Block:
         """One layer."""
@@ -253,19 +249,15 @@ def save_checkpoint(directory: Path, model: SportsLLM, tokenizer_from: Path | No
 
     Of several processes all call this, and the first writes. Layers that are not in memory are written one by one.
     """
-    stored = any(isinstance(layer, StoredBlock) for layer in model.model.layers)
     tensors = {name: processes.whole(tensor) for name, tensor in model.state_dict().items()}
+    stored = (
+        (f"model.layers.{number}.{name}", tensor)
+        for number, layer in enumerate(model.model.layers)
+        if isinstance(layer, StoredBlock)
+        for name, tensor in layer.read().state_dict().items()
+    )
     if processes.rank() == 0:
-        every = _one_by_one(model, tensors) if stored else tensors.items()
-        write_checkpoint(directory, model.config, every, tokenizer_from)
-
-
-def _one_by_one(model: SportsLLM, ends: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model of `StoredBlock`s."""
-    yield from ends.items()
-    for number, layer in enumerate(model.model.layers):
-        assert isinstance(layer, StoredBlock), "all layers are stored or none"
-        yield from ((f"model.layers.{number}.{name}", tensor) for name, tensor in layer.read().state_dict().items())
+        write_checkpoint(directory, model.config, chain(tensors.items(), stored), tokenizer_from)
 
 
 def write_checkpoint(

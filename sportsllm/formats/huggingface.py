@@ -272,16 +272,6 @@ def _has_llama_names(directory: Path) -> bool:
     return {name for name in first if not name.endswith("_proj.bias")} == llama
 
 
-def packed_by_bitsandbytes(quantization: object) -> str | None:
-    """`NF4`, `FP4` or `INT8` where config.json's quantization_config is bitsandbytes', else None."""
-    if not isinstance(quantization, dict):
-        return None
-    eight, four = bool(quantization.get("load_in_8bit")), bool(quantization.get("load_in_4bit"))
-    if quantization.get("quant_method", "bitsandbytes" if eight or four else None) != "bitsandbytes":
-        return None
-    return "INT8" if eight else str(quantization.get("bnb_4bit_quant_type", "fp4")).upper()
-
-
 @contextmanager
 def checkpoint_with(checkpoint: Path, config: ModelConfig) -> Iterator[Path]:
     """A directory of links to a checkpoint's files, whose config.json has the context and rotary scaling of `config`.

@@ -206,13 +206,7 @@ class Ancestor(NamedTuple):
     manifest: Manifest
 
 
-def parents_by_nearness(manifest: Manifest) -> list[Parent]:
-    """Everything a stage read, the model that it started from first."""
-    starts = [start for key in _STARTS if (start := manifest.text(key))]
-    return sorted(manifest.parents, key=lambda each: starts.index(each.path) if each.path in starts else len(starts))
-
-
-def is_stage(directory: Path, value: str) -> bool:
+def _is_stage(directory: Path, value: str) -> bool:
     """Whether a finished stage with this digest lies there; a damaged one is another."""
     try:
         return (directory / MANIFEST).is_file() and digest(directory) == value
@@ -229,14 +223,13 @@ def ancestors(manifest: Manifest, directory: Path) -> list[Ancestor]:
     found: list[Ancestor] = []
     while len(found) < _LONGEST_CHAIN:
         keys = (*_STARTS, "student") if manifest.text("start") == "weights" else _STARTS
-        starts = {manifest.text(key) for key in keys}
-        parents = parents_by_nearness(manifest)
-        if not parents:
+        starts = [manifest.text(key) for key in keys]
+        if not manifest.parents:
             break
         # A stage that names no start reads its model first.
-        parent = next((each for each in parents if each.path in starts), parents[0])
+        parent = min(manifest.parents, key=lambda each: starts.index(each.path) if each.path in starts else len(starts))
         places = [Path(parent.path), directory.parent / Path(parent.path).name]
-        stage = next((place for place in places if is_stage(place, parent.sha256)), None)
+        stage = next((place for place in places if _is_stage(place, parent.sha256)), None)
         if stage is None:
             foreign = [each for each in places if (each / "config.json").is_file() and not (each / MANIFEST).exists()]
             return [*found, *(Ancestor(place, Manifest()) for place in foreign[:1])]

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from sportsllm.errors import ArtifactError
 from sportsllm.files import as_object, read_json, validate
-from sportsllm.formats.huggingface import packed_by_bitsandbytes
 from sportsllm.models.memory import SCALE_BYTES
 
 ByteArray = npt.NDArray[np.uint8]
@@ -46,8 +45,14 @@ class QuantizationRecord:
 
 
 def bitsandbytes_kind(directory: Path) -> str | None:
-    """`NF4`, `FP4` or `INT8` where bitsandbytes packed a checkpoint's matrices, else None."""
-    return packed_by_bitsandbytes(read_json(directory / "config.json").get("quantization_config"))
+    """`NF4`, `FP4` or `INT8` if bitsandbytes packed a checkpoint's matrices, else None."""
+    record = read_json(directory / "config.json").get("quantization_config")
+    if not isinstance(record, dict):
+        return None
+    eight, four = bool(record.get("load_in_8bit")), bool(record.get("load_in_4bit"))
+    if record.get("quant_method", "bitsandbytes" if eight or four else None) != "bitsandbytes":
+        return None
+    return "INT8" if eight else str(record.get("bnb_4bit_quant_type", "fp4")).upper()
 
 
 def quantization_config(directory: Path) -> QuantizationRecord | None:

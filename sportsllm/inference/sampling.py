@@ -148,11 +148,6 @@ def _draw_among(ids: list[int], logits: list[float], sampling: Sampling, uniform
     return ids[places[bisect(cumulative, uniform * cumulative[-1])]]
 
 
-def choose(logits: Logits, seen: Sequence[int], sampling: Sampling, rng: np.random.Generator) -> int:
-    """The next token id from one row of logits, (V,)."""
-    return draw_token(penalize(logits, seen, sampling.repetition_penalty), sampling, rng.random())
-
-
 def generate(
     decoder: Decoder,
     prompt: Sequence[int],
@@ -181,7 +176,7 @@ def generate(
     logits_TV, proposed = decoder.prefill([prompt], max_length=len(prompt) + room), list[int]()
     while True:
         for place, logits_V in enumerate(logits_TV):
-            token = choose(logits_V, seen, sampling, rng)
+            token = draw_token(penalize(logits_V, seen, sampling.repetition_penalty), sampling, rng.random())
             if token in stop_tokens:
                 return
             yield token

@@ -18,9 +18,11 @@ from compress.distillation.loss import DistillationConfig
 from compress.distillation.student import StudentTraining
 from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
+from sportsllm.files import write_json
 from sportsllm.formats.bitsandbytes import companions, read_dense
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.huggingface import load_config, packed_by_bitsandbytes
+from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.packed import bitsandbytes_kind
 from sportsllm.formats.safetensors import WEIGHTS, TensorFiles
 from sportsllm.inference.calibration import CalibrationText
 from sportsllm.training.settings import TrainConfig
@@ -224,7 +226,10 @@ def test_exports_dense_and_leaves_no_trace_of_the_packing(
     assert np.allclose(open_export(tmp_path / "onnx", 2).logits(IDS[0].tolist()), wanted, atol=1e-3 * wanted.std())
 
 
-def test_config_alone_says_how_it_was_packed() -> None:
-    assert [packed_by_bitsandbytes(quantization(kind)) for kind in KINDS] == ["NF4", "NF4", "FP4", "FP4", "INT8"]
-    assert packed_by_bitsandbytes({"load_in_8bit": True}) == "INT8", "older files name no method"
-    assert packed_by_bitsandbytes({"quant_method": "awq", "bits": 4}) is None and packed_by_bitsandbytes(None) is None
+def test_config_alone_says_how_it_was_packed(tmp_path: Path) -> None:
+    older, other = {"load_in_8bit": True}, {"quant_method": "awq", "bits": 4}  # older files name no method
+    kinds = list[str | None]()
+    for record in (*map(quantization, KINDS), older, other, None):
+        write_json(tmp_path / "config.json", {"quantization_config": record})
+        kinds.append(bitsandbytes_kind(tmp_path))
+    assert kinds == ["NF4", "NF4", "FP4", "FP4", "INT8", "INT8", None, None]
