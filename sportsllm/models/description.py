@@ -57,13 +57,9 @@ def is_llama_like(config: ModelConfig) -> bool:
     return kinds <= {("grouped_query", "swiglu", False), ("grouped_query", "geglu", False)}
 
 
-def block_matrices(config: ModelConfig) -> list[Matrix]:
-    """The matrices of one block in order; names, inputs and scale sources begin with the sublayer: `mlp.up_proj`."""
-    return list(_block_matrices(config))
-
-
 @lru_cache(maxsize=64)
-def _block_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
+def block_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
+    """The matrices of one block in order; names, inputs and scale sources begin with the sublayer: `mlp.up_proj`."""
     found = []
     for name, sublayer in sublayers(config).items():
         for matrix in sublayer.matrices:
@@ -226,8 +222,7 @@ def described_shape(config: ModelConfig) -> str:
         inner += f" after {config.dense_layers} with FFN {config.dense_intermediate_size:,}"
     dropout = f", dropout {config.dropout:g}" if config.dropout else ""
     return (
-        f"{config.num_hidden_layers} layers of {config.hidden_size:,}, {inner}, "
-        f"{mixing}, "
+        f"{config.num_hidden_layers} layers of {config.hidden_size:,}, {inner}, {mixing}, "
         f"vocabulary {config.vocab_size:,} ({'tied' if config.tie_word_embeddings else 'untied'}), "
         f"context {config.max_position_embeddings:,}{dropout}: {config.parameters:,} parameters"
     )

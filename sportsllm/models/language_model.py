@@ -46,8 +46,8 @@ def rope_of(config: ModelConfig, device: torch.device | None = None) -> Rope:
     """A model's tables on a device, one row a position of its context; none without rotary positions."""
     if config.position_kind == "none":
         return ()
-    bases = [config.rope_theta] + [config.rope_local_theta] * (config.rope_local_theta is not None)
-    tables = [rope_tables(config, config.max_position_embeddings, local=place > 0) for place in range(len(bases))]
+    kinds = (False,) if config.rope_local_theta is None else (False, True)
+    tables = [rope_tables(config, config.max_position_embeddings, local) for local in kinds]
     return tuple(torch.from_numpy(table).to(device) for pair in tables for table in pair)
 
 

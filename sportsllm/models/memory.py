@@ -96,9 +96,8 @@ def _by_module(config: ModelConfig, found: dict[str, int]) -> dict[str, int]:
     """Sums over the tensors of a module, matrices and biases before norms."""
     sums: dict[str, int] = {}
     for item in sorted(block_tensors(config), key=lambda item: item.component == "norms"):
-        name = item.name if item.component == "norms" else item.name.removesuffix(".weight")
-        name = name.removeprefix("self_attn.").removeprefix("mlp.")
-        name = name.rpartition(".")[0] if item.component == "norms" else name
+        name = item.name.removeprefix("self_attn.").removeprefix("mlp.")
+        name = name.rpartition(".")[0] if item.component == "norms" else name.removesuffix(".weight")
         sums[name] = sums.get(name, 0) + found[item.name]
     return sums
 
