@@ -347,18 +347,17 @@ def load_tokenizer(directory: Path, config: ModelConfig | None = None, reading: 
 
 def _special_ids(directory: Path, tokenizer: Tokenizer, config: ModelConfig | None) -> tuple[int | None, int | None]:
     if config is not None:
-        stops = config.stop_token_ids
-        end = stops[0] if stops else None
-        return (config.bos_token_id if config.bos_token_id is not None else end), end
-    names = read_json(directory / "tokenizer_config.json")
+        begin, end = config.bos_token_id, next(iter(config.stop_token_ids), None)
+    else:
+        names = read_json(directory / "tokenizer_config.json")
 
-    def identify(key: str) -> int | None:
-        token = names.get(key)
-        text = token.get("content") if isinstance(token, dict) else token
-        return tokenizer.token_to_id(text) if isinstance(text, str) and text else None
+        def identify(key: str) -> int | None:
+            token = names.get(key)
+            text = token.get("content") if isinstance(token, dict) else token
+            return tokenizer.token_to_id(text) if isinstance(text, str) and text else None
 
-    begin, end = identify("bos_token"), identify("eos_token")
-    return (begin if begin is not None else end), end
+        begin, end = identify("bos_token"), identify("eos_token")
+    return (end if begin is None else begin), end
 
 
 def stop_tokens(directory: Path, config: ModelConfig) -> tuple[int, ...]:

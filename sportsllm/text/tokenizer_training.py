@@ -1,6 +1,5 @@
 """Byte-level BPE, trained on a text."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from sportsllm.console import log
 from sportsllm.errors import UsageError
-from sportsllm.files import JsonObject
+from sportsllm.files import JsonObject, write_json
 from sportsllm.text.tokenizer import PAD, TextTokenizer
 
 BEGIN, END = "<|begin|>", "<|end|>"
@@ -43,10 +42,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digi
     `digits` is a key of `PRE_TOKENIZERS`.
 
     Raises:
-        UsageError: vocab_size is too small, or `digits` is not known.
+        UsageError: vocab_size is too small.
     """
-    if digits not in PRE_TOKENIZERS:
-        raise UsageError(f"--set digits={digits}: use one of {', '.join(PRE_TOKENIZERS)}")
     check_vocabulary(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[digits]
@@ -64,6 +61,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digi
         tokenizer.add_special_tokens([f"<|reserved_{number}|>" for number in range(missing)])
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    config = LOADED_AS | {"bos_token": BEGIN, "eos_token": END, "pad_token": PAD}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    names = {"bos_token": BEGIN, "eos_token": END, "pad_token": PAD}
+    write_json(directory / "tokenizer_config.json", LOADED_AS | names)
     return TextTokenizer(tokenizer, begin_id=0, end_id=1, directory=directory)

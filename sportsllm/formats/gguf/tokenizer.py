@@ -58,20 +58,9 @@ def write_tokenizer(file: GGUFFile, directory: Path) -> None:
     # A converter fills up rows that no token belongs to.
     vocabulary = {t: i for i, t in enumerate(tokens) if not (types[i] == TokenType.UNUSED and t == f"[PAD{i}]")}
     tokenizer = _byte_level(file, vocabulary) if kind == "gpt2" else _sentencepiece(file, vocabulary, types)
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(t, special=True, normalized=False)
-            for t, i in vocabulary.items()
-            if types[i] in (TokenType.UNKNOWN, TokenType.CONTROL)
-        ]
-    )
-    tokenizer.add_tokens(
-        [
-            AddedToken(t, special=False, normalized=False)
-            for t, i in vocabulary.items()
-            if types[i] == TokenType.USER_DEFINED
-        ]
-    )
+    for special, kinds in ((True, (TokenType.UNKNOWN, TokenType.CONTROL)), (False, (TokenType.USER_DEFINED,))):
+        added = [t for t, i in vocabulary.items() if types[i] in kinds]
+        tokenizer.add_tokens([AddedToken(t, special=special, normalized=False) for t in added])
     named = _named_tokens(file, tokens)
     adds_begin = file.value_or(kind == "llama" or _name(file) == "llama-bpe", f"{PREFIX}add_bos_token", bool)
     if adds_begin and "bos_token" in named:
