@@ -65,11 +65,11 @@ def sample_texts(
         cancelled: once set, the unfinished texts are returned.
     """
     device = model.head_weight.device
-    tokens_BT = np.zeros((len(prompts), uniform_BT.shape[-1]), dtype=np.int64)
+    longest = uniform_BT.shape[-1]
+    tokens_BT = np.zeros((len(prompts), longest), dtype=np.int64)
     starts = np.array([len(prompt) for prompt in prompts])
     for row, prompt in enumerate(prompts):
         tokens_BT[row, : len(prompt)] = prompt
-    longest = uniform_BT.shape[-1]
     ends, live = np.full(len(prompts), longest), np.arange(len(prompts))
     cache = KVCache(model.config, len(prompts), longest, device=device)
     first = 0

@@ -23,8 +23,8 @@ from sportsllm.text.documents import USUAL, Reading, cut_document, held_out_file
 from sportsllm.text.split import training_side
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
-SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16
-_SAMPLING_TIMES_PARAMETERS = 4e9  # texts that a model writes, times its parameters: few for a large one
+SAMPLE_TOKENS = 512
+_LEAST_TEXTS, _TEXTS_TIMES_PARAMETERS = 16, 4e9  # that a model writes: few for a large one
 _LEAST_SAMPLES, _MOST_SAMPLES = 16, 256  # by default
 _BEFORE_TRAINING = 32  # samples: a training mends what more text would have, not a wrong layer
 _SAMPLES_TIMES_PARAMETERS = 5e9  # pruning runs the model about ten times: minutes, also for a large one
@@ -190,7 +190,7 @@ class CalibrationText:
         tokenizer = load_tokenizer(checkpoint, model, self.reading)
         if not self.files:
             count = self.samples or most
-            written = min(max(LEAST_SAMPLES, round(_SAMPLING_TIMES_PARAMETERS / model.parameters)), (count + 1) // 2)
+            written = min(max(_LEAST_TEXTS, round(_TEXTS_TIMES_PARAMETERS / model.parameters)), (count + 1) // 2)
             others = " and a general text" if count > written else ""
             log(f"no calibration text: using {written} texts that the model writes itself{others}")
             own = self_generated_text(checkpoint, model, written, length)
@@ -206,7 +206,7 @@ class CalibrationText:
         if tokens >= least or self.samples is not None:
             return found
         log(
-            f"{tokens:,} tokens of calibration text are too few: adding {LEAST_SAMPLES} texts that the model "
+            f"{tokens:,} tokens of calibration text are too few: adding {_LEAST_TEXTS} texts that the model "
             "writes itself"
         )
-        return [*found, *self_generated_text(checkpoint, model, LEAST_SAMPLES, length)]
+        return [*found, *self_generated_text(checkpoint, model, _LEAST_TEXTS, length)]

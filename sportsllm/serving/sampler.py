@@ -1,4 +1,4 @@
-"""How the next token of a request is chosen: penalties, biases, constraints, then `sportsllm.inference.decoder`'s draw.
+"""How the next token of a request is chosen: penalties, biases, constraints, then `draw_token`.
 
 Shape suffix: V vocabulary.
 """
@@ -108,8 +108,8 @@ class Constraints:
             "regex": LLMatcher.grammar_from_regex,
             "grammar": lambda text: LLMatcher.grammar_from_lark(gbnf_to_lark(text)),
         }
-        data = tokenizer.to_json()
-        self._tokenizer = LLTokenizer(data, n_vocab=config.vocab_size, eos_token=list(stop_tokens))
+        stops = list(stop_tokens)
+        self._tokenizer = LLTokenizer(tokenizer.to_json(), n_vocab=config.vocab_size, eos_token=stops)
 
     def make(self, field: str, given: Any) -> Any:
         """What a field of a request says: a JSON schema, a regular expression, or a grammar in llama.cpp's GBNF.

@@ -1,1 +1,1 @@
-"""One module per command of this package: `train`, `eval`, `generate`, `data`, `run`, `verify`."""
+"""One module per command of this package: `train`, `eval`, `generate`, `serve`, `data`, `run`, `verify`."""
