@@ -199,7 +199,7 @@ def parse_settings(
     """
     known = {name: setting for group in groups for name, setting in group.items()}
     pairs = [(name, _spelled(value)) for name, value in given.items()] if isinstance(given, Mapping) else []
-    for text in given or [] if not isinstance(given, Mapping) else []:
+    for text in () if given is None or isinstance(given, Mapping) else given:
         name, separator, value = text.partition("=")
         if not separator:
             raise UsageError(f"{option} {text}: write {text}=VALUE")

@@ -29,8 +29,6 @@ _CARRIED = ("license", "license_name", "license_link", "base_model", "language")
 _RELATIONS = {"quantize": "quantized", "train": "finetune", "distill": "finetune", "prune": "finetune"}
 _TAGS = {"distill": "distillation", "prune": "pruning", "quantize": "quantization"}
 _OURS = "sportsllm-compress"
-
-
 _FORMS = {
     "*.gguf": ("A GGUF file", "gguf", "gguf"),
     "*.onnx": ("An ONNX graph with key/value cache", "onnx", "onnx"),

@@ -31,7 +31,6 @@ INDEX = "model.safetensors.index.json"
 REOPEN_BYTES = 64_000_000
 _LONGEST_NAME = 200
 
-
 Kind = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a stored tensor."""
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}

@@ -110,8 +110,7 @@ def test_wrong_missing_and_extra(copy: Path) -> None:
     refused(copy, r"k_proj.weight' has shape \(16, 64\), config.json asks for \(32, 64\)")
     edit_tensors(copy, {name: None})
     refused(copy, "k_proj.weight' is missing")
-    edit_tensors(copy, {name: torch.zeros(32, 64)})
-    edit_tensors(copy, {"model.layers.7.mystery": torch.zeros(3)})
+    edit_tensors(copy, {name: torch.zeros(32, 64), "model.layers.7.mystery": torch.zeros(3)})
     refused(copy, "mystery' belongs to no part")
 
 

@@ -249,8 +249,8 @@ def test_what_a_teacher_holds_out_is_not_trained_on_either(tmp_path: Path, capsy
 def test_few_documents_give_one_to_choose_and_one_to_judge_by(tmp_path: Path) -> None:
     for count in range(4, 40):
         split = load_corpus([write(tmp_path / "few.jsonl", [f"text {n}" for n in range(count)])], [])
-        choosing, judging = split.parts()
-        assert choosing and judging and not set(choosing) & set(judging) and not set(split.train) & set(split.held_out)
+        selection, report = split.parts()
+        assert selection and report and not set(selection) & set(report) and not set(split.train) & set(split.held_out)
 
 
 def test_a_held_out_book_leaves_as_a_whole(tmp_path: Path) -> None:
@@ -268,11 +268,11 @@ def test_a_held_out_book_leaves_as_a_whole(tmp_path: Path) -> None:
 
 def test_the_text_that_chooses_is_not_the_text_that_is_reported() -> None:
     texts = [f"text {n}" for n in range(40)]
-    choosing, judging = TextSplit(["x"], [*texts[:39], *texts]).parts()  # copies are on one side
-    assert len(choosing) == len(judging) == 20 and set(choosing) | set(judging) == set(texts)
+    selection, report = TextSplit(["x"], [*texts[:39], *texts]).parts()  # copies are on one side
+    assert len(selection) == len(report) == 20 and set(selection) | set(report) == set(texts)
     book = "".join(f"line {n}\n\n" for n in range(10_000))
-    choosing, judging = TextSplit(["x"], [book]).parts()
-    assert choosing and judging and not set(choosing) & set(judging)
+    selection, report = TextSplit(["x"], [book]).parts()
+    assert selection and report and not set(selection) & set(report)
     assert TextSplit(["x"], ["short"]).parts() == (["short"], ["short"])  # nothing else is there
     assert all(TextSplit(["x"], ["a b " * 5_000 + "\n\n"]).parts())  # blank lines at the end are no half
 

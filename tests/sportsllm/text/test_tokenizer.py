@@ -54,9 +54,7 @@ def test_a_vocabulary_with_holes_prints_nothing(
 ) -> None:
     data = read_json(tokenizer_directory / "tokenizer.json")
     data["model"]["merges"] = data["model"]["merges"][:-2]
-    data["model"]["vocab"] = {
-        token: number for token, number in data["model"]["vocab"].items() if number != TINY_VOCAB - 2
-    }
+    data["model"]["vocab"] = {token: n for token, n in data["model"]["vocab"].items() if n != TINY_VOCAB - 2}
     (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
     holed = TextTokenizer(read_tokenizer(tmp_path / "tokenizer.json"), 0, 1)
     assert json.loads(holed.to_json()) and holed.fingerprint()
@@ -134,15 +132,14 @@ def test_an_added_token_without_a_row_is_left_out(
 TEXT = "Obura 82-84 Vestnes, naïve 東京\n🏉 <|begin|>"
 
 
-def test_counts_are_sums_over_documents(tokenizer_directory: Path, texts: list[str], corpus_file: Path) -> None:
-    words = load_tokenizer(tokenizer_directory)
-    size, [count] = count_tokens([words], read_documents([corpus_file]))
+def test_counts_are_sums_over_documents(tokenizer: TextTokenizer, texts: list[str], corpus_file: Path) -> None:
+    size, [count] = count_tokens([tokenizer], read_documents([corpus_file]))
     assert size == {
         "documents": len(texts),
         "bytes": sum(len(text.encode()) for text in texts),
         "words": sum(len(re.findall(r"\S+", text)) for text in texts),
     }
-    assert count == Counter(token for text in texts for token in words.encode(text))
+    assert count == Counter(token for text in texts for token in tokenizer.encode(text))
 
 
 def test_pieces_are_the_text(tokenizer_directory: Path) -> None:
