@@ -247,7 +247,8 @@ def _settings(
         if not isinstance(item, str):
             return item
         if not item.startswith("@"):
-            needs.update(stage for stage, made in known.items() if Path(item).is_relative_to(made))
+            path = Path(item)
+            needs.update(each for each, made in known.items() if path == known[_FOLDER] or path.is_relative_to(made))
             return item
         stage, slash, rest = item[1:].partition("/")
         if stage not in known:

@@ -151,6 +151,9 @@ checkpoint = "@out/elsewhere"
 """
     recipe = load_recipe(write(tmp_path, text), tmp_path / "there")
     assert recipe.stages[0].settings["checkpoint"] == tmp_path / "there" / "elsewhere"
+    for folder in ("@out", tmp_path / "there"):
+        reads = f'{text}[[stage]]\nname = "all"\ncommand = "data tokens"\ntokenizer = "small"\nfiles = "{folder}"\n'
+        assert load_recipe(write(tmp_path, reads), tmp_path / "there").stages[1].needs == ("first",)
     with pytest.raises(UsageError, match="the name is not free"):
         load_recipe(write(tmp_path, text.replace("first", "out")))
 
