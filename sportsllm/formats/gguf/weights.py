@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import gguf
 import numpy as np
@@ -27,22 +25,14 @@ _ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()
 
 
 def gguf_names(kind: str, config: ModelConfig) -> dict[str, str]:
-    """By a parameter's name in the model its tensor in a GGUF file, which GPT-2's query, key and value share."""
-    its = ARCHITECTURES[kind]
-    stored = {name: part.stored for name, part in parts_of(its.layout or its.family, config).items()}
-    return {name: found for name in stored if (found := gguf_name(kind, config, stored[name])) is not None}
-
-
-def gguf_name(kind: str, config: ModelConfig, parameter: str) -> str | None:
-    """What a GGUF file of an architecture calls a parameter that Hugging Face names so; all experts share a tensor."""
-    parameter = _EXPERT.sub("experts", parameter)
-    found: str | None = _name_map(kind, config.num_hidden_layers).get_name(parameter, (".weight", ".bias"))
+    """By a parameter's name its tensor in a GGUF file, which all experts share, and GPT-2's query, key and value."""
+    its, names = ARCHITECTURES[kind], gguf.get_tensor_name_map(_ARCHITECTURES[kind], config.num_hidden_layers)
+    found = dict[str, str]()
+    for name, part in parts_of(its.layout or its.family, config).items():
+        stored = names.get_name(_EXPERT.sub("experts", part.stored), (".weight", ".bias"))
+        if stored is not None:
+            found[name] = stored
     return found
-
-
-@cache
-def _name_map(kind: str, layers: int) -> Any:
-    return gguf.get_tensor_name_map(_ARCHITECTURES[kind], layers)
 
 
 def paired_heads(kind: str, config: ModelConfig, parameter: str) -> int:
@@ -87,12 +77,10 @@ class GGUFTensors(Mapping[str, Tensor]):
         factors = granite_factors(file) if kind == "granite" else {}
         its = ARCHITECTURES[kind]
         self._parts = parts_of(its.layout or its.family, config, config_json=factors)
-        self._parameters, self._stored = {item.name: item for item in parameters(config)}, dict[str, str]()
-        for parameter, part in self._parts.items():
-            name = gguf_name(kind, config, part.stored)
-            if name is None or name not in file.tensors:
+        self._parameters, self._stored = {item.name: item for item in parameters(config)}, gguf_names(kind, config)
+        for name in map(self._stored.get, self._parts):
+            if name not in file.tensors:
                 raise file.error(f"tensor {name!r} is missing; convert the model again")
-            self._stored[parameter] = name
         if extra := set(file.tensors) - {ROPE_FACTORS, *self._stored.values()}:
             raise file.error(f"tensor {min(extra)!r} belongs to no part of a {kind} model; use the original checkpoint")
         self._file = replace(file, metadata={})  # the vocabulary takes more memory than all names
