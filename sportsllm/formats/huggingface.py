@@ -178,13 +178,12 @@ def _rope_scaling(data: JsonObject, context: int | None, where: str) -> RopeScal
 
 def to_hf(config: ModelConfig) -> JsonObject:
     """The config.json that Hugging Face's loaders read; one of our own if a model is of none of their families."""
-    model_type = family_of(config)
-    if model_type is None:
-        own = {"architectures": ["SportsLLM"], "model_type": OWN_MODEL_TYPE} | asdict(config)
-        return own | {"rope_scaling": _scaling_of(config)}
-    data = _of_family(config, model_type)
-    assert data is not None, "it is of this family"
-    return data
+    for model_type in FAMILIES:
+        data = _of_family(config, model_type)
+        if data is not None and _reads_back(config, data):
+            return data
+    own = {"architectures": ["SportsLLM"], "model_type": OWN_MODEL_TYPE} | asdict(config)
+    return own | {"rope_scaling": _scaling_of(config)}
 
 
 def _of_family(config: ModelConfig, model_type: str) -> JsonObject | None:
@@ -206,12 +205,11 @@ def _of_family(config: ModelConfig, model_type: str) -> JsonObject | None:
 
 def family_of(config: ModelConfig) -> str | None:
     """The model type that a model is written as: the first that reads back as the same model; None for no family."""
-    return next((name for name in FAMILIES if _reads_back(config, name)), None)
+    model_type: str = to_hf(config)["model_type"]
+    return None if model_type == OWN_MODEL_TYPE else model_type
 
 
-def _reads_back(config: ModelConfig, model_type: str) -> bool:
-    if (data := _of_family(config, model_type)) is None:
-        return False
+def _reads_back(config: ModelConfig, data: JsonObject) -> bool:
     try:
         found = config_from_hf(data)
     except ArtifactError:
