@@ -43,9 +43,8 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     else:
         choices = ["rugby", "tennis", "a long-distance run", "judo"]
         lines = [json.dumps({"question": f"Game {n} is", "choices": choices, "answer": n % 4}) for n in range(24)]
-    lines[::2] = (
-        re.sub(r'"choices": \["', '"choices": [" ', line) for line in lines[::2]
-    )  # as simulated questions have
+    # As simulated questions have.
+    lines[::2] = [re.sub(r'"choices": \["', '"choices": [" ', line) for line in lines[::2]]
     questions.write_text("\n".join(lines), encoding="utf-8")
     task = TASK.replace("corpus/questions.jsonl", str(questions)).replace("acc_bytes}", "acc_bytes}, {metric: acc}")
     (tmp_path / "task.yaml").write_text(task, encoding="utf-8")
@@ -65,11 +64,9 @@ def test_accuracy_is_that_of_eval_questions(checkpoint: Path, task: Path) -> Non
     ((name, (score, values)),) = run_tasks(decoder, tokenizer, [str(task)]).items()
     assert (name, score.metric, score.documents, score.shots) == ("my_questions", "acc_bytes", 24, 0)
     assert score.value == accuracy == sum(values) / 24
+    assert set(score.metrics) == {"acc_bytes", "acc"}
     # The standard error of a mean of zeros and ones, with n - 1.
-    assert score.error == pytest.approx((accuracy * (1 - accuracy) / 23) ** 0.5) and set(score.metrics) == {
-        "acc_bytes",
-        "acc",
-    }
+    assert score.error == pytest.approx((accuracy * (1 - accuracy) / 23) ** 0.5)
 
 
 def test_log_likelihoods_equal_a_brute_force_sum(checkpoint: Path, texts: list[str]) -> None:
@@ -121,10 +118,8 @@ def test_generated_text_ends_at_a_stop(checkpoint: Path) -> None:
     begin = [tokenizer.begin_id, *tokenizer.encode("The match")]
     text = tokenizer.decode(list(generate(decoder, begin, 6, Sampling(temperature=0), decoder.config.stop_token_ids)))
     given = [{"max_gen_toks": 6}, {"max_gen_toks": 6, "until": [text[2:4]]}]
-    assert harness.generate_until([request("The match", each) for each in given]) == [
-        text,
-        text[: text.find(text[2:4])],
-    ]
+    found = harness.generate_until([request("The match", each) for each in given])
+    assert found == [text, text[: text.find(text[2:4])]]
 
 
 def test_requests_in_the_chat_template_begin_once(checkpoint: Path, tmp_path: Path) -> None:
