@@ -271,15 +271,24 @@ def finish_best(
     Returns:
         The result of the best finished candidate (by verdict, then by how far its worst limit is missed, then by
         quality) and `gave_up`, the limits that the others fail, by name.
+
+    Raises:
+        SportsLLMError: that of the first candidate, if none could be finished.
     """
+    from benchmarks.search.rounds import FAILURES
     from sportsllm.console import log
 
-    attempts: list[dict[str, Any]] = []
+    attempts, errors = list[dict[str, Any]](), list[Exception]()
     for candidate in ranking:
         if attempts and not clock.allows(candidate.name, "finish"):
             break
-        with clock.step("finish"):
-            attempts.append(finish(candidate))
+        try:
+            with clock.step("finish"):
+                attempts.append(finish(candidate))
+        except FAILURES as error:
+            log(f"{candidate.name}: could not be finished, and the search goes on without it: {error}")
+            errors.append(error)
+            continue
         failed = failed_limits(attempts[-1])
         if not failed:
             break
@@ -289,6 +298,8 @@ def finish_best(
         quality = result["bench"][_QUALITY] or 0.0
         return _STANDING[result["bench"]["budget"]["verdict"]], max(failed_limits(result).values(), default=0), quality
 
+    if not attempts:
+        raise errors[0]
     best = min(attempts, key=standing)
     return best | {"gave_up": {one["chosen"]: list(failed_limits(one)) for one in attempts if one is not best}}
 

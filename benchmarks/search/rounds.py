@@ -45,6 +45,8 @@ from sportsllm.models.memory import usual_cache
 
 EQUAL_PERCENT = 0.3
 """Losses this close count as equal, and the faster model goes first: a short text does not tell them apart."""
+FAILURES = (ArtifactError, GateError, DivergedError)
+"""Errors of one candidate; the search goes on without it."""
 _TIMES = ("ttft_ms", "tpot_p50_ms", "tpot_p95_ms")
 _DECAY = 0.3  # a cut's loss falls with recovery's tokens to this power: 0.25 to 0.35 on teachers of 1M parameters
 _LARGER = 1.05  # times the parameters of finer formats, for a model in a coarser format
@@ -364,7 +366,7 @@ def _try(search: Search, trials: Trials, candidate: Candidate, tokens: int, cloc
     try:
         with clock.step("trial" if cuts else "rounding", tokens if cuts else 1.0):
             losses = trials.losses(candidate, tokens, trained=longer)
-    except (ArtifactError, GateError, DivergedError) as error:
+    except FAILURES as error:
         log(f"{candidate.name}: the trial failed, and the search goes on without it: {error}")
         search.failed[candidate.name] = error
         search.tried.pop(candidate.name, None)  # a shorter trial of it may have succeeded

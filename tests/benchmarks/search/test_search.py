@@ -28,7 +28,7 @@ from benchmarks.search.trials import BENCH_S, Clock, Losses, Timed, Trials
 from compress.pruning.shapes import Shape, shape_for_share
 from compress.quantization.config import QuantizationConfig, SizeBudget
 from sportsllm import console
-from sportsllm.errors import ArtifactError, ConflictError, GateError, InterruptedRun, UsageError
+from sportsllm.errors import ArtifactError, ConflictError, DivergedError, GateError, InterruptedRun, UsageError
 from sportsllm.formats.huggingface import load_config, to_hf
 from sportsllm.formats.manifest import Manifest, directory_bytes, manifest_of
 from sportsllm.models.config import Experts, ModelConfig, Selection
@@ -517,14 +517,25 @@ def finished(name: str, loss: float, **figures: float) -> dict[str, Any]:
         ([finished("a", 1.0, ttft_ms=2000.0), finished("b", 1.0, ttft_ms=1000.0)], "b", 2),
         ([finished("a", 1.0, ttft_ms=1000.0), finished("b", 1.0, ttft_ms=2000.0)], "a", 2),
         ([finished("a", 1.0, ttft_ms=2000.0), finished("b", 2.0), finished("c", 1.0)], "b", 2),
+        ([{}, finished("b", 2.0), finished("c", 1.0)], "b", 2),  # the first one could not be finished
     ],
 )
 def test_the_best_of_the_finished_models_is_returned(made: list[dict[str, Any]], best: str, attempts: int) -> None:
     ranking = started(load_device("laptop-x86")).plain(False)[: len(made)]
     left = list(made)
-    result = finish_best(ranking, lambda _: left.pop(0), Clock())
+
+    def finish(_: Candidate) -> dict[str, Any]:
+        if not (one := left.pop(0)):
+            raise DivergedError("the loss is not finite")
+        return one
+
+    result = finish_best(ranking, finish, Clock())
     assert result["chosen"] == best and len(made) - len(left) == attempts
-    assert set(result["gave_up"]) == {one["chosen"] for one in made[:attempts]} - {best}
+    assert set(result["gave_up"]) == {one["chosen"] for one in made[:attempts] if one} - {best}
+    if not made[0]:
+        left = [{}]
+        with pytest.raises(DivergedError):
+            finish_best(ranking[:1], finish, Clock())
 
 
 def test_a_finish_that_the_time_cut_short_is_kept_and_made_anew_with_more_time(
