@@ -106,7 +106,8 @@ def prune(
     search: Annotated[
         int | None,
         _recovery(
-            min=0,
+            parser=partial(options.count, least=0),
+            metavar="N",
             help="With --params or --size-mb: recovery tokens of each finalist; 0: cut all widths by the same factor.",
             show_default="5% of --recover",
         ),

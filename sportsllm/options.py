@@ -22,16 +22,16 @@ BY_NAME, TRAINABLE, READS_TEXT = Mark
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
 
-def count(text: str) -> int:
-    """A positive whole number such as 100000, 100_000, 100k, 2.5M or 1B."""
+def count(text: str, least: int = 1) -> int:
+    """A whole number of `least` or more, such as 100000, 100_000, 100k, 2.5M or 1B."""
     given = str(text).strip().lower().replace("_", "")
     unit = _UNITS.get(given[-1:], 1)
     try:
         value = float(given[:-1] if unit > 1 else given) * unit
-        if value != int(value) or value < 1:
+        if value != int(value) or value < least:
             raise ValueError
     except (ValueError, OverflowError):
-        message = f"{text!r} is not a positive whole number such as 100000, 100k or 2.5M"
+        message = f"{text!r} is not a whole number of {least} or more, such as 100000, 100k or 2.5M"
         raise typer.BadParameter(message) from None
     return int(value)
 

@@ -138,7 +138,7 @@ def test_quantized_input_and_empty_calibration_are_refused(
     [
         ({"layers": 2}, r"nothing is cut, the model has that shape \(hidden 64, "),
         ({"params": 1.0}, "nothing is cut"),
-        ({"params": 0.5, "search": 10}, "--search needs"),
+        ({"params": 0.5, "search": "1k"}, "--search needs"),
         ({"layers": 1, "search": 0}, "--search needs"),
         ({"params": 0.5, "settings": {"kl_weight": 1}}, "options of --recover: --set kl_weight"),
     ],
@@ -280,7 +280,7 @@ def test_a_full_disk_leaves_nothing(run: Pruning, tmp_path: Path, monkeypatch: p
 
 def test_the_first_cut_reads_all_its_samples(run: Pruning, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which layers stay is tried on fewer of them, and then known for the cuts that follow."""
-    monkeypatch.setattr("compress.pruning.cut._RUN_SAMPLES", 2)
+    monkeypatch.setattr("compress.pruning.cut._RUN_SAMPLES", (2,))
     work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], samples=4))
     first, second = (work.cut(tiny_config(num_hidden_layers=1), work.samples, True).model for _ in range(2))
     assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))

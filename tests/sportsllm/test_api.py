@@ -107,7 +107,7 @@ def test_commands_are_functions_with_typed_results_that_take_strings_as_paths() 
     assert signature.parameters["tokens"].annotation == int | None
     assert "tokens: Tokens to train on" in str(sportsllm.train.__doc__)
     for tokens in ("10x", -5, 1.5, "2,5M"):
-        with pytest.raises(UsageError, match=f"tokens: '{tokens}' is not a positive whole number"):
+        with pytest.raises(UsageError, match=f"tokens: '{tokens}' is not a whole number of 1 or more"):
             sportsllm.train(model="tiny-300k", tokens=tokens)
     with pytest.raises(UsageError, match="corpus: must be a list"):
         sportsllm.train(model="tiny-300k", corpus={"path": "text.txt"})
