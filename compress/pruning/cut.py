@@ -42,7 +42,8 @@ from sportsllm.training.loss import cross_entropy
 
 SAMPLE_LENGTH = 512
 """Tokens of a calibration sample."""
-_RUNS_TRIED, _RUN_SAMPLES = 3, 32  # all runs read the same text, so little of it tells them apart
+_RUNS_TRIED = 3
+_RUN_SAMPLES, _CLOSE = (8, 32), 0.1  # all runs read the same text, and more of it if losses are close, nats a token
 # Fields in which a student may differ from the model that it is cut out of; a cut keeps all others.
 _FREE = {
     *DIMENSIONS.values(), "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
@@ -111,28 +112,23 @@ def prune_model(
     """
     known = known or KnownStates(model)
     layers, tried = chosen or kept_layers(model, scores, smaller.num_hidden_layers, samples, known)
-    reduced = None
-    if heads_change(model.config, smaller):
+    reduced, full = None, model.config
+    merged = Shape.of(smaller).merges_kv_heads(full)
+    if merged or any(getattr(full, name) != getattr(smaller, name) for name in HEADS[2:]):
         reduced = reduce_heads(model, smaller, scores, samples)
         alike = torch.ones(smaller.num_attention_heads)
-        every = {("query_head", layer): alike for layer in range(model.config.num_hidden_layers)}
+        every = {("query_head", layer): alike for layer in range(full.num_hidden_layers)}
         scores = dataclasses.replace(scores, units=scores.units | every)
     source = model if reduced is None else reduced
     kept = choose_units(source.config, scores, smaller, layers)
     hidden, into = smaller.hidden_size, None
-    if hidden < model.config.hidden_size:
+    if hidden < full.hidden_size:
         into = scores.directions.into(hidden).to(model.head_weight.device)
         source = rotate(source, scores.directions, hidden)
     pruned = slice_model(source, kept)
     if refit:
         refit_layers(pruned, model, kept, samples, reduced, into, known=known)
     return PrunedModel(pruned, layers, tried)
-
-
-def heads_change(full: ModelConfig, smaller: ModelConfig) -> bool:
-    """Whether the heads of a pruned model are more than a choice among the full model's heads."""
-    merged = Shape.of(smaller).merges_kv_heads(full)
-    return merged or any(getattr(full, name) != getattr(smaller, name) for name in HEADS[2:])
 
 
 def cut_to_config(model: SportsLLM, config: ModelConfig, samples: Sequence[Tensor]) -> PrunedModel:
@@ -174,7 +170,7 @@ def kept_layers(
     """Indices of the `count` layers that stay when a contiguous run is dropped, and the runs that were tried.
 
     Distance alone can mislead. So the three runs that move the residual stream least are left out on trial, and the one
-    that costs the first calibration samples the least loss is dropped. A mixture's first layers without experts stay.
+    that costs a few calibration samples the least loss is dropped. A mixture's first layers without experts stay.
     """
     layers = list(range(model.config.num_hidden_layers))
     dropped = len(layers) - count
@@ -182,12 +178,17 @@ def kept_layers(
         return layers, []
     starts = range(model.config.dense_layers, count + 1)
     distances = {start: float(scores.layer_distance[start, start + dropped]) for start in starts}
-    tried = []
-    for start in sorted(starts, key=distances.__getitem__)[:_RUNS_TRIED]:
-        loss = loss_per_token(model, samples[:_RUN_SAMPLES], layers[:start] + layers[start + dropped :], known)
-        tried.append(LayerRun(start, distances[start], loss))
-    best = min(tried, key=lambda run: run.loss).first_dropped
-    return layers[:best] + layers[best + dropped :], tried
+    close = sorted(starts, key=distances.__getitem__)[:_RUNS_TRIED]
+    tried: dict[int, LayerRun] = {}
+    for few in _RUN_SAMPLES:
+        for start in close:
+            loss = loss_per_token(model, samples[:few], layers[:start] + layers[start + dropped :], known)
+            tried[start] = LayerRun(start, distances[start], loss)
+        best = min(close, key=lambda start: tried[start].loss)
+        close = [start for start in close if tried[start].loss <= tried[best].loss + _CLOSE]
+        if len(close) == 1 or len(samples) <= few:
+            break
+    return layers[:best] + layers[best + dropped :], list(tried.values())
 
 
 @torch.no_grad()
