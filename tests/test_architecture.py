@@ -75,10 +75,10 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 19_141,
-    "compress": 7_567,
+    "compress": 7_569,
     "export": 6_443,
-    "benchmarks": 9_216,
-    "tests": 24_974,
+    "benchmarks": 9_229,
+    "tests": 24_988,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
