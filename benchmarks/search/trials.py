@@ -40,6 +40,7 @@ from sportsllm.files import atomic_write_text, read_json
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import digest, directory_bytes, manifest_of
 from sportsllm.models.config import ModelConfig
+from sportsllm.text.conversations import Document
 
 LOG = "log.txt"
 _SCORED_TOKENS = 16_384
@@ -204,8 +205,7 @@ class Trials:
         if candidate.format.quantized and self.processor == "cpu":
             made = self._exported(made, candidate.format)
             file_mb = directory_bytes(made) / 1e6
-        own, teacher = self._score(made), self._score(self.source.teacher)
-        interval = quality_loss(own, teacher)[1]
+        interval = quality_loss(self._scores_of(made)["nats"], self._scores_of(self.source.teacher)["nats"])[1]
         return Losses(self._loss(student), self._loss(made), interval, file_mb)
 
     def timed(self, candidate: Candidate) -> Timed:
@@ -239,31 +239,39 @@ class Trials:
         return Timed(figures, busy=True)
 
     def bits_per_byte(self, directory: Path) -> float:
-        """On the first 16,384 or so tokens of the text; a score is kept for a search that is run again."""
-        return float(sum(self._score(directory)) / self._scores_of(directory)["bits"])
+        """On the first 16,384 or so of the teacher's tokens of the text."""
+        scores = self._scores_of(directory)
+        return float(sum(scores["nats"]) / scores["bits"])
 
     def documents(self) -> int:
         """How many documents of the text are scored."""
-        return len(self._score(self.source.teacher))
+        return len(self._documents)
 
-    def _score(self, directory: Path) -> list[float]:
-        """Nats of each document for a checkpoint or an export."""
-        return list(self._scores_of(directory)["nats"])
-
-    def _scores_of(self, directory: Path) -> dict[str, Any]:
-        from sportsllm.inference.decoder import open_decoder, require_finite
-        from sportsllm.inference.scoring import score_documents
+    @functools.cached_property
+    def _documents(self) -> list[Document]:
+        """The same for every candidate: a smaller vocabulary makes more tokens of each."""
+        from sportsllm.inference.scoring import document_windows
         from sportsllm.text.documents import read_documents
         from sportsllm.text.tokenizer import load_tokenizer
 
-        kept, key = self.directory / "scores.json", f"{digest(directory)} on {digest(self.text)}"
+        tokenizer = load_tokenizer(self.source.teacher, self._config, self.source.reading)
+        documents, context = list(read_documents([self.text])), self._config.max_position_embeddings
+        return documents[: len(document_windows(tokenizer, documents, context, _SCORED_TOKENS).tokens)]
+
+    def _scores_of(self, directory: Path) -> dict[str, Any]:
+        """Nats of each document for a checkpoint or an export, and bits of all; kept for a search that is run again."""
+        from sportsllm.inference.decoder import open_decoder, require_finite
+        from sportsllm.inference.scoring import score_documents
+        from sportsllm.text.tokenizer import load_tokenizer
+
+        kept = self.directory / "scores.json"
+        key = f"{digest(directory)} on {self.documents()} documents of {digest(self.text)}"
         scores: dict[str, Any] = read_json(kept) if kept.exists() else {}
         if key not in scores:
             decoder = open_decoder(directory, self.source.threads)
             tokenizer = load_tokenizer(directory, decoder.config, self.source.reading)
             with logged(self.directory / LOG):
-                documents = list(read_documents([self.text]))
-                score = score_documents(decoder, tokenizer, documents, max_tokens=_SCORED_TOKENS)
+                score = score_documents(decoder, tokenizer, self._documents)
             require_finite(score.nats, str(directory))
             scores[key] = {"nats": score.documents, "bits": math.log(2) * score.bytes}
             atomic_write_text(kept, json.dumps(scores) + "\n")

@@ -1,0 +1,23 @@
+"""Scores of candidates: of the same documents, whatever their tokenizers."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.devices.load import load_device
+from benchmarks.search.recipe import Source
+from benchmarks.search.trials import Trials
+from sportsllm.text.tokenizer_training import train_tokenizer
+from tests.support.models import saved, tiny_model
+
+
+def test_a_model_with_fewer_tokens_is_scored_on_the_documents_of_its_teacher(
+    checkpoint: Path, corpus_file: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokenizer makes more tokens of each, so that it reaches the number to score after fewer documents."""
+    train_tokenizer(texts, 320, tmp_path)
+    fewer = saved(tmp_path / "fewer", tiny_model(vocab_size=320), tmp_path)
+    monkeypatch.setattr("benchmarks.search.trials._SCORED_TOKENS", 2_000)
+    trials = Trials(Source(checkpoint, (), ()), load_device("host"), tmp_path / "trials", corpus_file, 1)
+    scored = [len(trials._scores_of(directory)["nats"]) for directory in (fewer, checkpoint)]
+    assert scored == [trials.documents()] * 2 and 1 < scored[0] < len(texts)
