@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -99,26 +100,19 @@ class Clock:
         needed = _MARGIN * (self.expected(kind, work) + keep)
         if self.left() > max(0.0, needed):
             return True
-        left = max(0.0, self.left()) / 60
-        if what in self._refused:
-            return False
-        self._refused.add(what)
-        log(f"no time for {what}: it needs about {needed / 60:.1f} minutes with the finish, and {left:.1f} are left")
+        if what not in self._refused:
+            self._refused.add(what)
+            minutes, left = needed / 60, max(0.0, self.left()) / 60
+            log(f"no time for {what}: it needs about {minutes:.1f} minutes with the finish, and {left:.1f} are left")
         return False
 
     def affordable(self, kind: str, work: int, least: int, keep: float = 0.0) -> int:
         """The most work, between `least` and `work`, whose step is expected to end with `keep` seconds left."""
 
-        def fits(work: int) -> bool:
-            return _MARGIN * (self.expected(kind, work) + keep) <= self.left()
+        def needed(work: int) -> float:
+            return _MARGIN * (self.expected(kind, work) + keep)
 
-        if fits(work):
-            return work
-        low, high = least, work
-        while high - low > max(1, work // 100):
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        return max(least, least + bisect_right(range(least, work + 1), self.left(), key=needed) - 1)
 
 
 class Losses(NamedTuple):
