@@ -89,8 +89,9 @@ def bench(
         ChildFailure: a measuring process crashed, hung or was killed; nothing is reported then.
     """
     from benchmarks.devices.load import load_target
-    from benchmarks.devices.verdict import DISTANCES, check_on_device
-    from benchmarks.measure.bench import parse_numbers, round_checks, run_bench
+    from benchmarks.devices.verdict import DISTANCES, check_on_device, depths_that_fit
+    from benchmarks.measure.bench import STEPS, parse_lengths, prompts_that_fit, round_checks, run_bench
+    from benchmarks.measure.process import DEFAULT_TIMEOUT_S
     from benchmarks.predict.latency import predict_directory
     from benchmarks.quality import Model, task_quality, text_quality
     from benchmarks.reporting.bench_tables import print_bench, verdict_line
@@ -109,14 +110,19 @@ def bench(
     _check(out, [*(text or []), *(tasks or [])], teacher, target, on_device, against, provider)
     require_directory(directory, "a checkpoint or an export")
     checks = round_checks(found.get("rounds"), found.get("most_rounds"))
+    timeout_s = found.get("timeout", DEFAULT_TIMEOUT_S)
     runtimes = parse_runtimes(against, directory) + ([portable_too(directory)] if kernels == BOTH else [])
     kernels = "native" if kernels == BOTH else kernels
     placed, config = find_provider(provider), load_config(directory)
     device = load_target(target, limits) if target or limits else None
     if device is not None:
         check_on_device(device, on_device, placed.processor)
+    context = config.max_position_embeddings  # what it has no room for is refused now rather than after minutes
+    prompts = prompts_that_fit(context, parse_lengths(found.get("prompt_lengths")))
+    if minutes and not depths_that_fit(context):
+        raise UsageError(f"--minutes: a context of {context} tokens has no room for {STEPS} steps after a prompt")
     if runtimes:
-        turn_depths(config.max_position_embeddings)  # refused now rather than after minutes
+        turn_depths(context)
     if (gguf := source_gguf(directory)) is not None:
         log(
             "speed and memory are those of its float32 checkpoint in PyTorch, by which no budget is judged; to measure "
@@ -130,19 +136,10 @@ def bench(
     distance = device is not None and not DISTANCES.isdisjoint(device.limits.given())
     quality = text_quality(own, reference, text or [], distance)
     quality |= task_quality(own, reference, tasks, found) if tasks else {}
-    result = run_bench(
-        directory,
-        checks,
-        threads=threads,
-        timeout_s=found.get("timeout"),
-        prompt_lengths=parse_numbers("prompt_lengths", found.get("prompt_lengths")),
-        minutes=minutes,
-        kernels=kernels,
-        provider=provider,
-    )
+    result = run_bench(directory, checks, prompts, timeout_s, minutes, threads, kernels, provider)
     result |= quality
     if runtimes:
-        result |= measure_against(directory, config, runtimes, result["settings"], checks, found.get("timeout"))
+        result |= measure_against(directory, config, runtimes, result["settings"], checks, timeout_s)
         if unsteady := [name for name, one in result["against"].items() if one.get("steady") is False]:
             result["clean"] = False
             result["noise_reasons"].append(f"the turns of {', '.join(unsteady)} do not agree or are too few")

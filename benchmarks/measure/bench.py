@@ -47,15 +47,15 @@ SHORT = {"steps": 48, "warm_up_steps": 8, "repeats": 5, "seconds_per_figure": 0.
 def run_bench(
     directory: Path,
     check_after_rounds: Sequence[int],
-    *,
-    threads: int | None = None,
-    timeout_s: float | None = None,
-    prompt_lengths: Sequence[int] = (),
-    minutes: float = 0.0,
-    kernels: str = "auto",
-    provider: str = "cpu",
+    prompts: list[int],
+    timeout_s: float,
+    minutes: float,
+    threads: int | None,
+    kernels: str,
+    provider: str,
 ) -> dict[str, Any]:
-    """Measure a directory: speed and bandwidth in turns, then memory and `minutes` of decoding.
+    """Measure a directory: speed, for `prompts` that fit its context, and bandwidth in turns, then memory and `minutes`
+    of decoding.
 
     Returns:
         Figures in ms, bytes and tokens per second; `settings` of the workers; `raw`, every sample of every round; and
@@ -63,21 +63,16 @@ def run_bench(
 
     Raises:
         ArtifactError: the directory is damaged.
-        UsageError: the context has no room for a prompt or for `minutes`.
         ChildFailure: a measuring process crashed, hung or was killed.
     """
-    timeout_s = timeout_s or DEFAULT_TIMEOUT_S
     config = load_config(directory)
     context = config.max_position_embeddings
     depth = budget_depth(depths := depths_that_fit(context))
-    if minutes and not depths:
-        raise UsageError(f"--minutes: a context of {context} tokens has no room for {STEPS} steps after a prompt")
     read = bytes_read_per_token(directory, config)
     per_token = read["weight_bytes"] + read["kv_bytes_per_token"] * depth
     settings = {
-        **_settings(directory, threads, provider),
-        "kernels": kernels,
-        "prompts": prompts_that_fit(context, prompt_lengths),
+        **_settings(directory, threads, provider, kernels),
+        "prompts": prompts,
         "depths": depths,
         "steps": STEPS,
         "warm_up_steps": WARM_UP_STEPS,
@@ -165,15 +160,17 @@ def round_checks(rounds: int | None, most_rounds: int | None) -> list[int]:
     return sorted({*range(least, most, CHECK_EVERY), most})
 
 
-def parse_numbers(setting: str, text: str | None) -> list[int]:
-    """The numbers of a setting like `1,4`, each once and ascending; none if it was not given.
+def parse_lengths(text: str | None) -> list[int]:
+    """The numbers of `--set prompt_lengths=64,256`, each once and ascending; none if it was not given.
 
     Raises:
         UsageError: the text is something else.
     """
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise UsageError(f"--set {setting}={text}: give whole numbers from 1, separated by commas, for example 1,4")
+        raise UsageError(
+            f"--set prompt_lengths={text}: give whole numbers from 1, separated by commas, for example 1,4"
+        )
     return sorted({int(word) for word in words})
 
 
@@ -185,7 +182,7 @@ def prompts_that_fit(context: int, asked: Sequence[int] = ()) -> list[int]:
     return sorted({*asked, *(prompt for prompt in PROMPTS if prompt <= context)})
 
 
-def _settings(directory: Path, threads: int | None, provider: str) -> dict[str, Any]:
+def _settings(directory: Path, threads: int | None, provider: str, kernels: str = "auto") -> dict[str, Any]:
     threads = threads or default_threads()
     where = {"threads": threads, "cpus": choose_cpus(threads), "provider": provider}
-    return {"directory": str(directory.resolve()), **where, "seed": 0, "kernels": "auto"}
+    return {"directory": str(directory.resolve()), **where, "seed": 0, "kernels": kernels}

@@ -130,7 +130,7 @@ def measure_against(
     runtimes: Sequence[Runtime],
     settings: Mapping[str, Any],
     check_after_rounds: Sequence[int],
-    timeout_s: float | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> dict[str, Any]:
     """Measure our model in turns with others of its shape; `settings` has the `threads` and `cpus` of all.
 
@@ -143,17 +143,14 @@ def measure_against(
     entries = {runtime.name: runtime for runtime in (ours, *runtimes)}
     asked = {key: settings[key] for key in ("threads", "cpus")} | {"vocab_size": config.vocab_size}
     asked["depths"] = turn_depths(config.max_position_embeddings)
-    failures: dict[str, dict[str, Any]] = {}
-
-    def failed(name: str, failure: ChildFailure) -> None:
-        failures[name] = _failure(entries[name], failure)
-
+    failures: dict[str, ChildFailure] = {}
     title = f"bench {directory.name} against others"
     turns = [_turn(runtime, asked) for runtime in entries.values()]
-    timeout_s = timeout_s or DEFAULT_TIMEOUT_S
-    raw = take_turns(title, turns, check_after_rounds, lambda raw: all(map(_steady, raw.values())), timeout_s, failed)
+    raw = take_turns(
+        title, turns, check_after_rounds, lambda raw: all(map(_steady, raw.values())), timeout_s, failures.__setitem__
+    )
     against = {
-        name: failures[name] if name in failures else _summary(runtime, raw[name], config)
+        name: _failure(runtime, failures[name]) if name in failures else _summary(runtime, raw[name], config)
         for name, runtime in entries.items()
     }
     kept = {name: raw[name] for name, one in against.items() if one["status"] == "measured"}

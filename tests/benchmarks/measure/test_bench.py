@@ -56,7 +56,7 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_depths_and_prompts_fit_the_context() -> None:
+def test_depths_and_prompts_fit_the_context(export: Path) -> None:
     assert depths_that_fit(2048) == [32, 512, 1900]
     assert depths_that_fit(1024) == [32, 512, 876]
     assert depths_that_fit(660) == [32, 512]
@@ -65,8 +65,9 @@ def test_depths_and_prompts_fit_the_context() -> None:
     assert prompts_that_fit(511) == [128]
     assert prompts_that_fit(512) == [128, 512]
     assert prompts_that_fit(600, [600, 64]) == [64, 128, 512, 600]
-    with pytest.raises(UsageError, match="prompt_lengths=513"):
-        prompts_that_fit(512, [513])
+    for wrong in ("301", "two"):  # refused before the text is read
+        with pytest.raises(UsageError, match=f"prompt_lengths={wrong}"):
+            run(export, text=[export / "absent"], settings={"prompt_lengths": wrong})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.measure.bench import parse_numbers, round_checks
+from benchmarks.measure.bench import parse_lengths, round_checks
 from benchmarks.measure.process import ChildFailure, Payloads, Turn, run_child, take_turns
 from benchmarks.measure.summary import summarise, summarise_sustained
 from benchmarks.measure.worker import decode_windows
@@ -154,11 +154,11 @@ def test_windows_show_how_the_speed_falls(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_lists_of_numbers_are_checked() -> None:
-    assert parse_numbers("prompt_lengths", "4,1,4") == [1, 4]
-    assert parse_numbers("prompt_lengths", None) == []
+    assert parse_lengths("4,1,4") == [1, 4]
+    assert parse_lengths(None) == []
     for wrong in ("0", "two", "1;4", "-1"):
         with pytest.raises(UsageError, match="--set prompt_lengths"):
-            parse_numbers("prompt_lengths", wrong)
+            parse_lengths(wrong)
 
 
 def rounds(count: int, runs: int, noise: float, correlation: float, seed: int = 0) -> list[list[float]]:

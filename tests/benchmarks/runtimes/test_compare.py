@@ -153,7 +153,7 @@ def gguf(tmp_path: Path) -> Path:
     return path
 
 
-def measure(export: Path, runtimes: list[Runtime], timeout_s: float | None = None) -> dict[str, Any]:
+def measure(export: Path, runtimes: list[Runtime], timeout_s: float = 900.0) -> dict[str, Any]:
     settings = {"threads": 1, "cpus": choose_cpus(1)}
     return measure_against(export, CONFIG, runtimes, settings, [1], timeout_s)
 
