@@ -131,14 +131,7 @@ def _value(limit: LimitVerdict) -> str:
 
 def bench_tables(bench: Bench) -> list[Table]:
     """Figures, times by depth, the sustained run and other runtimes, as far as they were measured."""
-    tables = [
-        _figures(bench),
-        _depths(bench),
-        _texts(bench),
-        _sustained(bench),
-        _peers(bench),
-        _tasks(bench),
-    ]
+    tables = [table(bench) for table in (_figures, _depths, _texts, _sustained, _peers, _tasks)]
     return [table for table in tables if table.rows or table.caption]
 
 
@@ -168,7 +161,7 @@ def _figures(bench: Bench) -> Table:
     return Table("Measured", ("figure", "median", between), rows)
 
 
-def _noise(bench: Bench, key: str, scale: float = 1.0) -> str:
+def _noise(bench: Bench, key: str, scale: float) -> str:
     found = bench.noise.get(key) if bench.rounds > 1 else None
     return "" if found is None else interval(found.low, found.high, scale) + (" (noisy)" if found.noisy else "")
 

@@ -46,15 +46,12 @@ class Box:
     most_bits: float | None = None
 
 
-def pareto_front(points: Iterable[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """The points that no other is at least as good as in every coordinate, sorted; lower is better.
-
-    Equal points count once. In order, a point can only be beaten by one before it, and by one of the front if by any.
-    """
-    front: list[tuple[float, ...]] = []
-    for point in sorted(set(points)):
-        if not any(all(a <= b for a, b in zip(best, point, strict=True)) for best in front):
-            front.append(point)
+def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other is at least as good as in both coordinates, sorted; lower is better."""
+    front: list[tuple[float, float]] = []
+    for x, y in sorted(points):
+        if not front or y < front[-1][1]:
+            front.append((x, y))
     return front
 
 
