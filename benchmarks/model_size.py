@@ -35,8 +35,6 @@ CACHES = ("fp32", "fp16", "int8")
 # to 2,250 a layer.
 GRAPH_BYTES, LAYER_GRAPH_BYTES = 4_000, 5_000
 CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES = {"fp32": 0, "fp16": 240, "int8": 400}, 7_600
-# The backward pass is two products for each one of the forward pass (Kaplan et al., section 2.1).
-FORWARDS_PER_STEP = 3
 _HEAD_FORMATS = {4: "int4", 8: "int8", 32: "fp32"}
 
 
@@ -241,5 +239,6 @@ def forward_flops_per_token(config: ModelConfig, sequence: int) -> int:
 
 
 def training_flops_per_token(config: ModelConfig, sequence: int) -> int:
-    """FLOPs of training on one token, 6 N + 12 L (H E) (T + 1) / 2: forward, and twice that backward."""
-    return FORWARDS_PER_STEP * forward_flops_per_token(config, sequence)
+    """FLOPs of training on one token, 6 N + 12 L (H E) (T + 1) / 2: forward, and twice that backward (Kaplan et al.,
+    section 2.1)."""
+    return 3 * forward_flops_per_token(config, sequence)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _training: Any = partial(typer.Option, rich_help_panel="Training")
 DEFAULT_LENGTH = 512
-_ZERO_POINTS = True  # of 4-bit blocks, as `quantize` rounds by default
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT])", re.IGNORECASE)
 _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -84,7 +83,7 @@ def plan(
     from benchmarks.console_plan import print_plan
     from benchmarks.devices.load import load_target
     from benchmarks.model_size import CACHES, stored_format
-    from benchmarks.predict.training import UTILIZATION, Cost, plan_training
+    from benchmarks.predict.training import Cost, plan_training
     from sportsllm.console import output
     from sportsllm.formats.manifest import directory_bytes
     from sportsllm.inference.decoder import is_onnx_directory
@@ -97,10 +96,10 @@ def plan(
         raise UsageError(f"--limit {next(iter(limits))}: give --target NAME too, whose limit it replaces")
     group_size, head_bits, kv_cache = rare.get("group_size", 32), rare.get("head_bits", 8), rare.get("kv_cache")
     cached = rare.get("cache_tokens")
-    optimizer, precision, price = rare.get("optimizer", "adamw"), rare.get("precision"), rare.get("price_per_hour")
-    utilization, gpus = rare.get("utilization"), rare.get("gpus")
-    cost = {"tokens": tokens, "price_per_hour": price, "utilization": utilization, "gpus": gpus}
-    given = [f"--set {name}" if name in rare else f"--{name}" for name, value in cost.items() if value is not None]
+    optimizer, precision = rare.get("optimizer", "adamw"), rare.get("precision")
+    cost: dict[str, Any] = {} if tokens is None else {"tokens": tokens}
+    cost |= {name: rare[name] for name in ("price_per_hour", "utilization", "gpus") if name in rare}
+    given = [f"--set {name}" if name in rare else f"--{name}" for name in cost]
     if given and not training:
         raise UsageError(f"{', '.join(given)}: only with --training")
     count = parameter_count(model)
@@ -131,8 +130,7 @@ def plan(
         rare.get("optimizer_bits", 32),
         "cpu" if device is None else device.processor,
     )
-    efficiency = UTILIZATION if utilization is None else utilization
-    planned = plan_training(config, step, device, Cost(tokens, price, efficiency, gpus or 1))
+    planned = plan_training(config, step, device, Cost(**cost))
     formats = [stored] if stored else _formats(config, group_size, head_bits, kv_cache)
     figures = _sizes(model, config, formats, [stored.cache] if stored else CACHES)
     figures |= {"training_memory_bytes": planned["plain"]["total_bytes"], "training": planned}
@@ -248,7 +246,8 @@ def _formats(config: ModelConfig, group_size: int, head_bits: int, cache: str | 
     from benchmarks.model_size import ModelFormat
     from sportsllm.models.memory import PRECISIONS, usual_cache
 
-    formats = (ModelFormat(name, group_size, head_bits, _ZERO_POINTS and name == "int4") for name in PRECISIONS)
+    # 4-bit blocks have zero points, as `quantize` rounds by default.
+    formats = (ModelFormat(name, group_size, head_bits, zero_points=name == "int4") for name in PRECISIONS)
     return [replace(each, cache=cache or usual_cache(config, each.quantized)) for each in formats]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -138,9 +138,8 @@ def bytes_read_per_token(directory: Path, config: ModelConfig) -> dict[str, int]
     return {"weight_bytes": round(weights), "kv_bytes_per_token": kv_cache_bytes_per_token(config)[cache]}
 
 
-def budget_depth(depths: Iterable[int]) -> int:
+def budget_depth(depths: Sequence[int]) -> int:
     """The depth whose time per token a budget judges: 512 tokens, else the deepest measured, 0 without any."""
-    depths = list(depths)
     return BUDGET_DEPTH if BUDGET_DEPTH in depths else max(depths, default=0)
 
 

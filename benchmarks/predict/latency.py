@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks.devices.schema import Band, Coefficients, Device
 from benchmarks.devices.verdict import Predicted, depths_that_fit, limit_lengths
@@ -53,7 +53,6 @@ _STUDY = "`benchmarks.studies.prediction_error`"
 CALIBRATED_BAND = Band(tpot=1.5, ttft=1.5, memory=1.2, source=_STUDY, measured=True)
 
 Terms = Mapping[str, float]
-Arithmetic = Literal["fp32_gop_per_s", "int8_gop_per_s"]
 
 
 @dataclass(frozen=True)
@@ -254,7 +253,7 @@ class Formulas:
         return terms
 
 
-def _arithmetic(group: WeightGroup) -> Arithmetic:
+def _arithmetic(group: WeightGroup) -> str:
     """What prices products with weights: on a GPU those in float16 run on the cores that multiply int8."""
     return "fp32_gop_per_s" if group.weight_format == "fp32" else "int8_gop_per_s"
 
@@ -271,7 +270,8 @@ def predict(config: ModelConfig, device: Device, stored: ModelFormat) -> list[di
         A row a depth: `precision`, `depth`, `prompt_tokens`, and with the ends of their bands (`_low`, `_high`)
         `ttft_ms`, `tpot_ms` and `peak_rss_bytes`.
     """
-    prices, band, rows = costs(resolve(device)), resolve(device).band, []
+    coefficients, rows = resolve(device), []
+    prices, band = costs(coefficients), coefficients.band
     formulas = Formulas(config, stored, SHARES[device.processor])
     prompt = min(PROMPT_TOKENS, config.max_position_embeddings)
     for depth in depths_that_fit(config.max_position_embeddings, DEPTHS):

@@ -98,12 +98,8 @@ def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None
 
 def _layouts(step: TrainingStep, gpus: int) -> dict[str, TrainingStep]:
     layouts = {"plain": step, "checkpointed": replace(step, checkpointed=True)}
-    if gpus > 1:
-        sharded = {
-            "sharded" + f"_{name}" * each.checkpointed: replace(each, shards=gpus) for name, each in layouts.items()
-        }
-        layouts |= sharded
-    return layouts
+    sharded = {"sharded" + f"_{name}" * each.checkpointed: replace(each, shards=gpus) for name, each in layouts.items()}
+    return layouts | sharded if gpus > 1 else layouts
 
 
 def _divided(config: ModelConfig, step: TrainingStep, gpus: int) -> dict[str, TrainingStep]:

@@ -57,16 +57,6 @@ class Source:
         """The option that names held-out text, if there is any."""
         return {"valid": list(self.valid)} if self.valid else {}
 
-    def training(self) -> dict[str, Any]:
-        """Flags of the commands that train."""
-        return {
-            "corpus": list(self.corpus),
-            **self.held_out(),
-            "seed": self.seed,
-            "threads": self.threads,
-            **self.settings,
-        }
-
     @property
     def sequence(self) -> int:
         """Tokens of a sequence."""
@@ -204,7 +194,8 @@ def quantize_settings(
 
 def _training(source: Source, rare: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Arguments of a training: options by name, and `settings`, the rare ones and those in `names`."""
-    training = source.training()
+    training = {"corpus": list(source.corpus), **source.held_out(), "seed": source.seed, "threads": source.threads}
+    training |= source.settings
     rare |= {name: training.pop(name) for name in names if name in training}
     return training | _rare(rare | source.reading.record())
 
@@ -249,7 +240,7 @@ def write_recipe(path: Path, candidate: Candidate, source: Source, effort: Effor
     """
     import tomli_w
 
-    stages = list(_stages(path.parent, candidate, source, effort, target, text))
+    stages = _stages(path.parent, candidate, source, effort, target, text)
     recipe = {
         "name": f"fit-{candidate.name}",
         "out": str(path.parent),
