@@ -15,6 +15,7 @@ from sportsllm.files import atomic_write_text
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import manifest_of
 from sportsllm.settings import STEPS, TRAINING
+from sportsllm.text.conversations import Document
 from sportsllm.text.documents import USUAL, Reading
 
 if TYPE_CHECKING:
@@ -98,8 +99,19 @@ def held_out_text(source: Source, directory: Path) -> HeldOut:
     parts = load_corpus(source.corpus, source.valid, known, field, [source.teacher]).parts()
     paths = directory / "selection.jsonl", directory / "report.jsonl"
     for path, documents in zip(paths, parts, strict=True):
-        atomic_write_text(path, "".join(json.dumps({"text": text}) + "\n" for text in documents))
+        atomic_write_text(path, "".join(json.dumps(_record(document)) + "\n" for document in documents))
     return HeldOut(*paths, *map(len, parts))
+
+
+def _record(document: Document) -> dict[str, Any]:
+    """What is read as the document again."""
+    if isinstance(document, str):
+        return {"text": document}
+    messages: list[dict[str, Any]] = [*document.records()]
+    replies = [message for message in messages if message["role"] == "assistant"]
+    for number in document.unlearned:
+        replies[number]["weight"] = 0
+    return {"messages": messages}
 
 
 @dataclass(frozen=True)
