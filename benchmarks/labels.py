@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -133,6 +135,15 @@ class Table:
         head, *body = (f"| {' | '.join(cells)} |" for cells in rows)
         lines = [f"### {escaped(self.title)}", "", head, f"|{'|'.join(rule)}|", *body, ""]
         return [*lines, escaped(self.caption), ""] if self.caption else lines
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
+    """Rows as comma-separated values below the names of the columns; a cell without a value is empty."""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
 
 
 def escaped(text: str) -> str:

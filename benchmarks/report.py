@@ -72,7 +72,7 @@ def report(
         ArtifactError: an input is missing or damaged.
     """
     from benchmarks.reporting.inputs import collect
-    from benchmarks.reporting.page import csv_text, html_page, markdown, savings_line, stage_table
+    from benchmarks.reporting.page import html_page, markdown, savings_line, stage_table, stages_csv
     from sportsllm.console import output
 
     format = next((name for name, suffixes in _SUFFIXES.items() if out.suffix.lower() in suffixes), None)
@@ -83,7 +83,7 @@ def report(
     if sample:
         texts, skipped = before_and_after(inputs.stages, sample)
         inputs = replace(inputs, samples=[*inputs.samples, *texts], skipped=skipped)
-    text = csv_text(inputs) if format == "csv" else (html_page if format == "html" else markdown)(title, inputs)
+    text = stages_csv(inputs) if format == "csv" else (html_page if format == "html" else markdown)(title, inputs)
     atomic_write_text(out, text)
     written = _write_cards(inputs.stages, directories) if cards else []
     console, saved = output(), savings_line(inputs.stages)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.labels import LIMITS, MISSING, Table, bits, count, escaped, number, with_unit
+from benchmarks.labels import LIMITS, MISSING, Table, bits, count, csv_text, escaped, number, with_unit
 from benchmarks.reporting.bench_tables import bench_tables, budget_table, describe, verdict_lines
 from benchmarks.reporting.charts import Chart, render_page
 from benchmarks.reporting.fits import fit_tables
@@ -17,10 +15,8 @@ from benchmarks.reporting.inputs import Inputs, StageSummary
 from benchmarks.reporting.measured import Scored
 from benchmarks.reporting.plots import trade_off_charts, training_charts
 
-_HEADERS = (
-    *("#", "stage", "command", "parameters", "tokens", "FLOPs", "size", "bits/byte"),
-    *("first token", "per token", "memory", "budget"),
-)
+_HEADERS = ("#", "stage", "command", "parameters", "tokens", "FLOPs", "size", "bits/byte", "first token", "per token",
+            "memory", "budget")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -160,14 +156,11 @@ def markdown(title: str, inputs: Inputs) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def csv_text(inputs: Inputs) -> str:
+def stages_csv(inputs: Inputs) -> str:
     """One row a stage with unrounded numbers; a cell without a figure is empty."""
     own = ("command", "directory", "parameters", "tokens", "flops", "verdict")
-    stream = io.StringIO()
-    columns = ["number", "stage", *own, "scored_by", "bits_per_byte", *LIMITS]
-    writer = csv.DictWriter(stream, columns, lineterminator="\n")
-    writer.writeheader()
+    rows = []
     for place, stage in enumerate(inputs.stages, start=1):
         row = {"number": place, "stage": stage.name, **{name: getattr(stage, name) for name in own}}
-        writer.writerow(row | {"scored_by": stage.scored and stage.scored[0]} | stage.figures())
-    return stream.getvalue()
+        rows.append(row | {"scored_by": stage.scored and stage.scored[0]} | stage.figures())
+    return csv_text(["number", "stage", *own, "scored_by", "bits_per_byte", *LIMITS], rows)

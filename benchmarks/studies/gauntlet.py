@@ -11,14 +11,15 @@ takes away. What `fit` made is scored as its export, by its own bench on that sp
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.labels import csv_text
 from benchmarks.reporting.fits import read_fit
 from sportsllm.console import output
+from sportsllm.files import atomic_write_text
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.manifest import MANIFEST, read_manifest
 from sportsllm.inference.scoring import TextScore, score_documents
@@ -90,14 +91,13 @@ def main() -> None:
     names = sorted(path.parent.name for path in given.directory.glob(f"*/{MANIFEST}"))
     teachers = [name for name in names if any(f"{name}-{kind}" in names for kind in KINDS)]
     rows = {name: row(measure(given.directory, name), given.directory / f"{name}-fit") for name in teachers}
-    given.out.mkdir(parents=True, exist_ok=True)
-    with (given.out / "gauntlet.csv").open("w", encoding="utf-8", newline="") as stream:
-        for file in (stream, output().file):
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["teacher", *COLUMNS])
-            for name, each in (rows | summary(rows)).items():
-                figures = (each.get(column) for column in COLUMNS)
-                writer.writerow([name, *("" if value is None else f"{value:.4g}" for value in figures)])
+    lines = [
+        {"teacher": name} | {column: f"{value:.4g}" for column, value in each.items() if value is not None}
+        for name, each in (rows | summary(rows)).items()
+    ]
+    table = csv_text(("teacher", *COLUMNS), lines)
+    atomic_write_text(given.out / "gauntlet.csv", table)
+    output().file.write(table)
 
 
 if __name__ == "__main__":

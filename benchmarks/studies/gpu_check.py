@@ -81,7 +81,8 @@ def compare(device: str, work: Path, sizes: dict[str, Any]) -> Iterator[Row]:
     trained = {name: sizes[name] for name in ("steps", "batch_size", "sequence")}
     trained |= {"corpus": text, "valid": valid, "settings": _EXACT}
     teacher, fitted = work / "train-cpu", {"samples": sizes["samples"]}
-    narrow = preset(sizes["model"]).intermediate_size // 64 * 32  # a search could end in another shape on each
+    shape = preset(sizes["model"])
+    limit, narrow = bounds(shape, sizes["steps"]), shape.intermediate_size // 64 * 32  # a search could end elsewhere
     line: dict[str, dict[str, Any]] = {
         "train": {"model": sizes["model"], **trained},
         "distill": {"teacher": str(teacher), "student": sizes["student"], "start": "fresh", **trained},
@@ -92,12 +93,10 @@ def compare(device: str, work: Path, sizes: dict[str, Any]) -> Iterator[Row]:
         made = {place: work / f"{verb}-{place}" for place in ("cpu", "device")}
         for place, out in made.items():
             run(verb, "cpu" if place == "cpu" else device, out=out, **options)
-        limit = bounds(load_config(teacher), sizes["steps"])
         cpu, found = (_loss(out, valid, "cpu") for out in made.values())
         yield _row(verb, cpu, found, limit[verb])
         if verb == "quantize":
             yield _row("quantize, codes that differ", 0.0, _codes_that_differ(*made.values()), limit["codes"])
-    limit = bounds(load_config(teacher), sizes["steps"])
     yield _row("eval", _loss(teacher, valid, "cpu"), _loss(teacher, valid, device), limit["eval"])
 
 

@@ -10,7 +10,6 @@ each kind of figure and set of coefficients the band, the factor, either way, th
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from benchmarks.devices.load import load_device
 from benchmarks.devices.schema import Coefficients
+from benchmarks.labels import csv_text
 from benchmarks.measure.machine import default_threads, machine, this_machine
 from benchmarks.measure.process import QUIET_CORES
 from benchmarks.model_size import ModelFormat
@@ -37,6 +37,7 @@ from benchmarks.predict.calibrate import (
 from benchmarks.predict.latency import costs, resolve, total
 from sportsllm.console import output
 from sportsllm.errors import ConflictError
+from sportsllm.files import atomic_write_text
 from sportsllm.models.config import ModelConfig
 
 SHAPE_COUNT, SEED, MOST_PARAMETERS = 20, 20261123, 60_000_000
@@ -93,12 +94,8 @@ def run_study(out: Path, rounds: int) -> list[dict[str, Any]]:
         for name, each in sets.items()
         for kind, factor in band_of(each, figures).items()
     ]
-    out.mkdir(parents=True, exist_ok=True)
     for name, lines in (("prediction.csv", compare(figures, sets)), ("summary.csv", summary)):
-        with (out / name).open("w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, list(lines[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(lines)
+        atomic_write_text(out / name, csv_text(list(lines[0]), lines))
     return summary
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import csv
 import html
-import io
 import math
 import re
 import sys
@@ -27,6 +26,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.labels import csv_text
 from benchmarks.measure.bench import round_checks
 from benchmarks.measure.machine import choose_cpus, machine
 from benchmarks.reporting.charts import COLORS, Plot
@@ -53,9 +53,7 @@ ONNX: dict[str, dict[str, Any]] = {
 """Settings of `quantize`."""
 GGUF = ("q4_0", "iq4_xs", "q4_k_m", "q8_0")
 TITLES = {"genai": "onnxruntime-genai", "openvino": "OpenVINO"}
-COLUMNS = (
-    *("tool", "format", "file_bytes", "kl", "kl_error", "perplexity", "tokens_per_s", "depth", "machine", "date"),
-)
+COLUMNS = ("tool", "format", "file_bytes", "kl", "kl_error", "perplexity", "tokens_per_s", "depth", "machine", "date")
 PANELS = {"file_bytes": ("file, MB", 1e6), "tokens_per_s": (f"tokens per second, {THREADS} threads", 1)}
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 890, 300, 60, 60, 90  # of all panels, in pixels
 
@@ -244,11 +242,7 @@ def main() -> None:
         rows += measure(given.model, made, given.text, given.rounds)
     latest = {(row["tool"], row["format"]): row for row in rows}
     rows = sorted(latest.values(), key=lambda row: float(row["file_bytes"]))
-    table = io.StringIO()
-    writer = csv.DictWriter(table, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    atomic_write_text(given.out, table.getvalue())
+    atomic_write_text(given.out, csv_text(COLUMNS, rows))
     atomic_write_text(given.out.with_suffix(".svg"), draw(rows, given.out.stem))
 
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.report import report
 from benchmarks.reporting.inputs import Inputs, Sample, StageSummary, collect
 from benchmarks.reporting.measured import Bench, as_bench
-from benchmarks.reporting.page import csv_text, html_page, markdown
+from benchmarks.reporting.page import html_page, markdown, stages_csv
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
 from sportsllm.formats.artifact import Stage, output_directory
 from sportsllm.formats.manifest import FileEntry, Manifest, Parent
@@ -211,7 +211,7 @@ def test_markdown_leaves_out_empty_columns_and_csv_keeps_all() -> None:
     assert lines[start + 4] == "| 1 | a\\|b | train | 1,234 | 4.00 MB | 1.5000 | \u2013 | \u2013 | \u2013 | \u2013 |"
     assert lines[start + 5].endswith("| 0.500 MB | 1.6100 | 150 ms | 2.00 ms | 50.0 MB | fail |")
     assert "| Time to first token | 150 x | 100 x | fail | measured | \u2013 |" in lines
-    rows = list(csv.DictReader(io.StringIO(csv_text(Inputs(stages)))))
+    rows = list(csv.DictReader(io.StringIO(stages_csv(Inputs(stages)))))
     assert [(row["stage"], row["file_mb"], row["scored_by"]) for row in rows] == [
         ("a|b", "4.0", "training"),
         ("b", "0.5", "bench"),
