@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -111,10 +112,9 @@ def _parts(result: Mapping[str, Any]) -> Table:
 
 def _alike_together(parts: Mapping[str, int]) -> dict[str, int]:
     """Parts of a block by name, those of all experts added up."""
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for name, count in parts.items():
-        words = re.sub(r"^experts\.\d+\.", "experts.", name)
-        found[words] = found.get(words, 0) + count
+        found[re.sub(r"^experts\.\d+\.", "experts.", name)] += count
     return found
 
 

@@ -147,7 +147,7 @@ def summarize(directory: Path | None, bench: Bench | None = None) -> StageSummar
     """A finished stage or any Hugging Face checkpoint with its measurement; without a directory the measurement alone.
 
     Raises:
-        ArtifactError: the directory is missing or a file in it is damaged.
+        ArtifactError: the directory holds no stage, or a file in it is damaged.
     """
     if directory is None:
         assert bench is not None
@@ -155,8 +155,6 @@ def summarize(directory: Path | None, bench: Bench | None = None) -> StageSummar
         return StageSummary(
             place.name, "bench", str(place), bench.parameters, bench.file_bytes, bench.bits_per_byte, bench=bench
         )
-    if not directory.is_dir():
-        raise ArtifactError(f"{directory}: no such directory; give directories that the stages wrote")
     if not any((directory / name).exists() for name in (MANIFEST, "config.json", "metrics.jsonl")):
         inside = "".join(f", such as {path.parent}" for path in sorted(directory.glob(f"*/{MANIFEST}"))[:1])
         raise ArtifactError(
