@@ -84,20 +84,16 @@ def test_counts_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_stored_format_follows_the_configuration(tmp_path: Path) -> None:
-    config = to_hf(SHAPE)
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert stored_format(tmp_path).precision == "fp32"
-    config["quantization_config"] = {"quant_method": QUANT_METHOD, "bits": 4, "block_size": 64, "symmetric": False}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    stored = stored_format(tmp_path)
+    def read(**quantization: object) -> ModelFormat:
+        config = to_hf(SHAPE) | ({"quantization_config": quantization} if quantization else {})
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return stored_format(tmp_path)
+
+    stored = read(quant_method=QUANT_METHOD, bits=4, block_size=64, symmetric=False)
     assert (stored.precision, stored.block_size, stored.head_bits, stored.zero_points) == ("int4", 64, 8, True)
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert stored_format(tmp_path).precision == "fp32"
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert read().precision == read(quant_method="bitsandbytes", load_in_4bit=True).precision == "fp32"
     with pytest.raises(ArtifactError, match="quant_method 'fp8' is not supported"):
-        stored_format(tmp_path)
+        read(quant_method="fp8")
     assert stored.name == "int4-b64-asym" and dataclasses.replace(stored, cache="int8").name == "int4-b64-asym-kv8"
     assert ModelFormat("int4", head_bits=4).name == "int4-b32-h4" and ModelFormat("int4").name == "int4-b32"
     with pytest.raises(UsageError, match="no export has a cache of 'bf16'"):

@@ -151,12 +151,8 @@ def test_parts_by_percent_and_precision(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     result = plan(shape="7B")
     assert result["weight_bytes_without_scales"] == {"fp32": 28e9, "fp16": 14e9, "int8": 7e9, "int4": 3.5e9}
-    assert result["weight_bytes"] == {
-        "fp32": 28e9,
-        "fp16": 14e9,
-        "int8": 7.4375e9,
-        "int4": 4.046875e9,
-    }  # 2 bytes for 32 numbers, at 4 bits 2.5
+    # With 2 bytes for 32 numbers, at 4 bits 2.5.
+    assert result["weight_bytes"] == {"fp32": 28e9, "fp16": 14e9, "int8": 7.4375e9, "int4": 4.046875e9}
     assert "fp16, bf16 14,000" in " ".join(capsys.readouterr().out.split())
     assert plan(shape="1.5b")["parameters"] == 1_500_000_000 and plan(shape="162.4M")["parameters"] == 162_400_000
     assert "`70b` is a shape" in (plan(shape="70B"), capsys.readouterr().out)[1]

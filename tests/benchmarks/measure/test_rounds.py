@@ -15,7 +15,6 @@ from benchmarks.measure.worker import decode_windows
 from benchmarks.spread import accuracy_loss, agree, quality_loss, spread
 from sportsllm.errors import UsageError
 from sportsllm.inference.scoring import LEAST_DOCUMENTS
-from sportsllm.models.config import ModelConfig
 
 
 def test_checks_are_few_and_end_at_the_most() -> None:
@@ -26,8 +25,8 @@ def test_checks_are_few_and_end_at_the_most() -> None:
         round_checks(3, 1)
 
 
-def turn(name: str, log: Path, code: str = "") -> Turn:
-    body = f"open({str(log)!r}, 'a').write({name!r}); {code or 'pass'}; print('{{}}')"
+def turn(name: str, log: Path) -> Turn:
+    body = f"open({str(log)!r}, 'a').write({name!r}); print('{{}}')"
     return Turn(name, [sys.executable, "-S", "-c", body], f"turn {name}")
 
 
@@ -121,11 +120,6 @@ def test_only_enough_quiet_rounds_that_agree_are_clean_and_what_decided_is_named
 
 class Slowing:
     """A decoder whose steps take one millisecond at first and two after 300 of them, by a clock of its own."""
-
-    config = ModelConfig(
-        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
-    )  # fmt: skip
 
     def __init__(self) -> None:
         self.now, self.steps = 0.0, 0

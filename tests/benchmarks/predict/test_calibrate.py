@@ -66,10 +66,7 @@ def test_a_fit_finds_the_machine() -> None:
 
 def test_noise_gives_no_absurd_coefficients() -> None:
     """Times that are a thousandth and a thousand times what they should be."""
-    wild = [
-        Figure(each.kind, each.config, each.stored, each.tokens, each.value * 1_000.0 ** (-1) ** place)
-        for place, each in enumerate(_planted())
-    ]
+    wild = [replace(each, value=each.value * 1_000.0 ** (-1) ** place) for place, each in enumerate(_planted())]
     before, after = costs(START), costs(fit(wild, START))
     assert all(0.999 / MOST_CHANGE <= after[name] / before[name] <= 1.001 * MOST_CHANGE for name in before)
 
@@ -114,10 +111,7 @@ def test_the_band_holds_nine_tenths() -> None:
     """Of ten figures that are off by factors of 1.1 to 2.0 either way, nine are within 1.91."""
     (one, *_) = _planted()
     off = [1 + step / 10 for step in range(1, 11)]
-    figures = [
-        Figure(one.kind, one.config, one.stored, one.tokens, one.value * factor ** (-1) ** place)
-        for place, factor in enumerate(off)
-    ]
+    figures = [replace(one, value=one.value * factor ** (-1) ** place) for place, factor in enumerate(off)]
     # Between the ninth and the tenth, a tenth of the way, on a scale of logarithms.
     assert band_of(TRUE, figures) == {one.kind: pytest.approx(1.9 * (2.0 / 1.9) ** 0.1, abs=0.01)}
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,22 +54,12 @@ ACTIVATIONS = 4 * (768 + 768) + 2 * (768 + 2_048) + (2_048 + 768)  # inputs and 
 INT4 = ModelFormat("int4", 128)
 
 
-def _formulas(config: ModelConfig, device: Device, stored: ModelFormat) -> Formulas:
-    return Formulas(config, stored, SHARES[device.processor])
+def predicted(figure: str, config: ModelConfig, device: Device, stored: ModelFormat, tokens: int) -> float:
+    terms = getattr(Formulas(config, stored, SHARES[device.processor]), figure)(tokens)
+    return total(terms, costs(resolve(device)))
 
 
-def tpot_ms(config: ModelConfig, device: Device, stored: ModelFormat, depth: int) -> float:
-    return total(_formulas(config, device, stored).tpot(depth), costs(resolve(device)))
-
-
-def ttft_ms(config: ModelConfig, device: Device, stored: ModelFormat, prompt: int) -> float:
-    return total(_formulas(config, device, stored).ttft(prompt), costs(resolve(device)))
-
-
-def peak_memory_bytes(config: ModelConfig, device: Device, stored: ModelFormat, depth: int) -> float:
-    return total(_formulas(config, device, stored).memory(depth), costs(resolve(device)))
-
-
+tpot_ms, ttft_ms, peak_memory_bytes = (partial(predicted, figure) for figure in ("tpot", "ttft", "memory"))
 HEAD_S = HEAD_BYTES / 50e9 + 16_000 * 768 / (0.25 * 500e9)  # of INT8: read, then multiplied
 LAYERS_S = (0.55 + 12 * 0.7) * 5e-6  # a pass, and layers in the kernels
 

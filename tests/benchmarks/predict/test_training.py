@@ -20,8 +20,7 @@ STEP = {"training": True, "batch": 32, "length": 2_048, "precision": "fp16"}
 
 
 def _plan(device: str, **changes: Any) -> dict[str, Any]:
-    found = plan(shape="base-162m", device=device, **{**STEP, **changes})["training"]
-    assert isinstance(found, dict)
+    found: dict[str, Any] = plan(shape="base-162m", device=device, **{**STEP, **changes})["training"]
     return found
 
 

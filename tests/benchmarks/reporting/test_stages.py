@@ -80,20 +80,19 @@ def test_points_far_inside_a_budget_fill_the_plot() -> None:
     assert 10 ** layout["xaxis"]["range"][1] < 1 and layout["yaxis"]["range"][1] < 1.05  # limits stretch no axis
 
 
-def candidate(name: str, size: float, loss: float, **more: Any) -> dict[str, Any]:
+def candidate(name: str, size: float, **more: Any) -> dict[str, Any]:
     """A record of fit.json, as `benchmarks.search.results.summary` writes it."""
     predicted = {"file_mb": size, "peak_memory_mb": 70.0, "ttft_ms": 9.0}
     record = {"name": name, "shape": {"hidden": 64}, "precision": "int4-b32", "parameters": 10, "predicted": predicted}
-    record |= {"estimated_loss_percent": loss, "measured": None, "bits_per_byte": None, "within": True, "even": False}
-    return record | more
+    return record | {"measured": None, "bits_per_byte": None, "within": True} | more
 
 
 def test_a_search_becomes_a_table_and_points(tmp_path: Path) -> None:
     fit = tmp_path / "fit"
     fit.mkdir()
-    first = candidate("a", 1.0, 30.0, bits_per_byte=1.4, measured={"file_mb": 1.5, "quality_loss_percent": None})
+    first = candidate("a", 1.0, bits_per_byte=1.4, measured={"file_mb": 1.5, "quality_loss_percent": None})
     first["predicted"]["tpot_p50_ms"] = 2.0
-    candidates = [first, candidate("b", 2.0, 25.0, bits_per_byte=1.3, within=False), candidate("c", 0.5, 20.0)]
+    candidates = [first, candidate("b", 2.0, bits_per_byte=1.3, within=False), candidate("c", 0.5)]
     bench = {"tpot_ms": {}, "directory": "fit/a/export", "file_bytes": 1_500_000}
     data = {"candidates": candidates, "chosen": "a", "target": "host", "limits": {"file_mb": 3.0}, "bench": bench}
 

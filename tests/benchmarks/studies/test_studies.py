@@ -28,17 +28,12 @@ def test_the_shapes_are_drawn_once_and_none_is_fitted() -> None:
         assert config.hidden_size % 128 == config.intermediate_size % 128 == 0  # whole blocks
 
 
-@pytest.fixture
-def two_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real models, processes and files; whether the predictions are good depends on the machine and is not asked."""
     monkeypatch.setattr(prediction_error, "random_shapes", lambda: [shape(256, 128, 128, 1, 2, 1)])
     monkeypatch.setattr(prediction_error, "this_machine", lambda threads: DEVICE.hardware)
     monkeypatch.setattr(prediction_error, "calibrate", lambda threads, rounds: (resolve(DEVICE), 0.0))
     monkeypatch.setattr(prediction_error, "default_threads", lambda: 1)
-
-
-@pytest.mark.usefixtures("two_tiny_models")
-def test_a_study_from_start_to_end(tmp_path: Path) -> None:
-    """Real models, processes and files; whether the predictions are good depends on the machine and is not asked."""
     summary = run_study(tmp_path / "out", rounds=1)
     with (tmp_path / "out" / "prediction.csv").open(encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
