@@ -77,8 +77,8 @@ MOST_LINES = {
     "sportsllm": 19_141,
     "compress": 7_569,
     "export": 6_443,
-    "benchmarks": 9_229,
-    "tests": 24_988,
+    "benchmarks": 9_198,
+    "tests": 24_985,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
