@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from sportsllm.errors import ArtifactError, ConflictError, SportsLLMError
+from sportsllm.errors import ArtifactError, ConflictError, SportsLLMError, UsageError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -231,6 +231,19 @@ def plain(message: str) -> str:
     for said, meant in _MEANT.items():
         message = message.replace(said, meant)
     return message
+
+
+def valid_text(text: str) -> str:
+    """The text itself unless it has half of a surrogate pair, which Python makes of bytes that are no UTF-8.
+
+    Raises:
+        UsageError: there is one.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError(f"{clip(ascii(text))} is not valid UTF-8; correct it") from None
+    return text
 
 
 def clip(text: object, longest: int = _SHOWN_CHARACTERS) -> str:

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from sportsllm.errors import ArtifactError
-from sportsllm.files import JsonObject, clip, parse_json, read_json
+from sportsllm.files import JsonObject, clip, parse_json, read_json, valid_text
 
 _MOST_SECONDS = 2  # of a processor, for a conversation; without such limits (Windows) the next one alone
 _LONGEST_S = 120  # that a process is waited for, on a busy machine
@@ -148,8 +148,11 @@ class ChatRenderer:
         """The text up to where the model's answer begins.
 
         Raises:
+            UsageError: a message is not valid UTF-8.
             ArtifactError: the template fails, exceeds the bounds or refuses these messages.
         """
+        for message in messages:
+            valid_text(message["content"])
         return _text(self.ask([messages])[0], self._directory)
 
     def ask(self, conversations: Sequence[Messages]) -> list[JsonObject]:

@@ -17,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from sportsllm.console import log, log_once
 from sportsllm.errors import ArtifactError
-from sportsllm.files import JsonObject, clip, read_json
+from sportsllm.files import JsonObject, clip, read_json, valid_text
 from sportsllm.models.config import ModelConfig
 from sportsllm.process_memory import give_back
 from sportsllm.text.chat import ChatRenderer, find_template, render_conversations
@@ -77,8 +77,7 @@ class TextTokenizer:
         directory: Path | None = None,
         reading: Reading = USUAL,
     ) -> None:
-        self._tokenizer = tokenizer
-        self.directory, self.reading = directory, reading
+        self._tokenizer, self.directory, self.reading = tokenizer, directory, reading
         # Text that merely spells a special token stays text.
         self._tokenizer.encode_special_tokens = True
         self.begin_id, self.end_id = begin_id, end_id
@@ -101,7 +100,7 @@ class TextTokenizer:
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of `text`; with `special`, text that spells a special token becomes it (a chat template's does)."""
         with self._special_tokens(special):
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return list(self._tokenizer.encode(valid_text(text), add_special_tokens=False).ids)
 
     @contextmanager
     def _special_tokens(self, meant: bool) -> Iterator[None]:
@@ -124,7 +123,7 @@ class TextTokenizer:
             yield from self._encode_some(part, [self.end_id] if end and self.end_id is not None else [])
 
     def _encode_some(self, documents: Sequence[Document], last: list[int]) -> Iterator[EncodedDocument]:
-        texts = [document for document in documents if isinstance(document, str)]
+        texts = [valid_text(document) for document in documents if isinstance(document, str)]
         with self._special_tokens(self.reading.parse_special):
             plain = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         chats = self._encode_conversations([each for each in documents if isinstance(each, Conversation)])

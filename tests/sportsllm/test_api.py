@@ -94,6 +94,9 @@ def test_chat_replies_as_the_terminal_does(checkpoint: Path, tmp_path: Path) -> 
     for messages in ("Who won?", [{"role": "user", "content": "Who won?"}]):
         reply = "".join(model.chat(messages, max_new_tokens=8, seed=4))
         assert (generated.prompt, generated.text) == ("Who won?", reply)
+    for call in (model.chat, model.generate, model.score):
+        with pytest.raises(UsageError, match="is not valid UTF-8; correct it"):
+            call("a\udcff")
     for wrong in ([], [{"role": "user"}], ["Who won?"]):
         with pytest.raises(UsageError, match="messages: give a string, or dictionaries"):
             model.chat(wrong)  # type: ignore[arg-type]

@@ -304,20 +304,18 @@ def test_ctrl_c_stops_a_reply_and_not_the_conversation(
         return step(self, tokens)
 
     monkeypatch.setattr(TorchDecoder, "step", interrupted)
-    monkeypatch.setattr(sys, "stdin", StringIO("Who?\nWhen?\n"))
+    monkeypatch.setattr(sys, "stdin", StringIO("\udcff\nWho?\nWhen?\n"))
     code, _, err = cli("generate", assistant, "--chat", "--max-new-tokens", 5, "--temperature", 0, "--threads", 1)
     assert code == 0 and "2 tokens, " in err and "5 tokens, " in err, err
+    assert "'\\udcff' is not valid UTF-8; correct it, or type /reset" in err
 
 
 def test_a_model_writes_conversations(cli: CommandLine, assistant: Path, tmp_path: Path) -> None:
     (tmp_path / "questions.txt").write_text("Who won?\n\nWhen?\n", encoding="utf-8")
     flags = ["--tokens", 200, "--sequence", 64, "--batch-size", 32, "--threads", 1, "--chat"]
     cli.result("data", "sample", assistant, *flags, "--prompts", tmp_path / "questions.txt", "--out", tmp_path / "a")
-    answers = list(read_documents([tmp_path / "a" / "corpus.jsonl"]))
-    assert answers and {each.messages[0] for each in answers if isinstance(each, Conversation)} == {
-        ("user", "Who won?"),
-        ("user", "When?"),
-    }
+    answers = [each for each in read_documents([tmp_path / "a" / "corpus.jsonl"]) if isinstance(each, Conversation)]
+    assert {each.messages[0] for each in answers} == {("user", "Who won?"), ("user", "When?")}
     asked = []
     for seed in (0, 1):
         cli.result("data", "sample", assistant, *flags, "--seed", seed, "--out", tmp_path / f"own{seed}")
