@@ -45,7 +45,6 @@ def calibration_samples(
     count: int | None,
     length: int,
     most: int | None = None,
-    seed: int = 0,
     checkpoints: Sequence[Path] = (),
 ) -> list[Tensor]:
     """Token ids of random samples of training text, each (1, T) with T at most `length`.
@@ -68,7 +67,7 @@ def calibration_samples(
     field = USUAL.text_field if list(files) == [GENERAL_TEXT] else tokenizer.reading.text_field
     documents = training_side(files, valid, field, checkpoints) if files else []
     samples: list[Tensor] = []
-    tokens, rng = 0, np.random.default_rng(seed)
+    tokens, rng = 0, np.random.default_rng(0)
     reservoir = max(_RESERVOIR_CHARACTERS, _CHARACTERS_A_TOKEN * length * (count or most))
     parts = _drawn(tokenizer.warn_if_special(documents), reservoir, rng)
     for sample in _cut_samples(parts, tokenizer, length, rng):

@@ -11,14 +11,14 @@ from sportsllm.inference import calibration
 from sportsllm.inference.calibration import calibration_samples, check_familiar, usual_samples
 from sportsllm.models.presets import preset
 from sportsllm.text.split import load_corpus
-from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 from sportsllm.text.tokenizer_training import train_tokenizer
 
 CONFIG = preset("tiny-300k").with_changes(vocab_size=400)
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+def words(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     directory = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(["line 0123456789 of the book"] * 50, CONFIG.vocab_size, directory)
     return load_tokenizer(directory)
@@ -30,7 +30,7 @@ def book_of(lines: int, folder: Path) -> Path:
     return book
 
 
-def test_no_token_is_read_twice(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_no_token_is_read_twice(words: TextTokenizer, tmp_path: Path) -> None:
     found = calibration_samples([book_of(4_000, tmp_path)], [], words, CONFIG, None, 64, most=50)
     numbers = [n for piece in found for n in words.decode(piece[0].tolist()).split()[1:-1] if n.isdigit()]
     assert len(numbers) == len(set(numbers))
@@ -38,7 +38,7 @@ def test_no_token_is_read_twice(words, tmp_path: Path) -> None:  # type: ignore[
     assert max(map(int, numbers)) > 2_000  # not the start of the file alone
 
 
-def test_a_large_model_reads_less(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_large_model_reads_less(words: TextTokenizer, tmp_path: Path) -> None:
     book, large = book_of(12_000, tmp_path), preset("large").with_changes(vocab_size=CONFIG.vocab_size)
     neurons = 4 * large.intermediate_size // 256  # four tokens each
     for model, pieces in ((CONFIG, 256), (preset("small").with_changes(vocab_size=400), 59), (large, neurons)):
@@ -49,21 +49,18 @@ def test_a_large_model_reads_less(words, tmp_path: Path) -> None:  # type: ignor
     assert [usual_samples(small, 512, tokens) for tokens in (0, 100, 10**6)] == [256, 32, 32]
 
 
-def test_draws_are_seeded(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_draws_are_the_same_each_time(words: TextTokenizer, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"line {n} " * 9}) + "\n" for n in range(500)), encoding="utf-8")
 
-    def texts(seed: int) -> list[str]:
-        found = calibration_samples([corpus], [], words, CONFIG, 20, 64, seed=seed)
-        return [words.decode(piece[0].tolist()) for piece in found]
-
-    assert texts(0) == texts(0) != texts(1)
-    assert len(set(texts(0))) == 20
+    draws = (calibration_samples([corpus], [], words, CONFIG, 20, 64) for _ in range(2))
+    texts, again = ([words.decode(piece[0].tolist()) for piece in found] for found in draws)
+    assert texts == again and len(set(texts)) == 20
     held_out = set(load_corpus([corpus], []).held_out)
-    assert not held_out & {text.strip() + " " for text in texts(0)} and held_out
+    assert not held_out & {text.strip() + " " for text in texts} and held_out
 
 
-def test_short_and_long_documents_have_their_share(words, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_documents_have_their_share(words: TextTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_RESERVOIR_CHARACTERS", 0)  # a tenth of the text is in memory
     long, short = tmp_path / "long.jsonl", tmp_path / "short.jsonl"
     long.write_text(json.dumps({"text": ("book " * 20 + "\n\n") * 3_000}) + "\n", encoding="utf-8")
@@ -73,7 +70,7 @@ def test_short_and_long_documents_have_their_share(words, tmp_path, monkeypatch)
     assert 10 < books < 50  # half of the text is the book's
 
 
-def test_every_piece_counts_where_text_is_short(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_every_piece_counts_where_text_is_short(words: TextTokenizer, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("line 12 of the book", encoding="utf-8")
     found = calibration_samples([text], [], words, CONFIG, None, 64)
