@@ -87,21 +87,15 @@ def finished_manifest(out: Path, stage: Stage) -> Manifest | None:
         raise ConflictError(f"{out}: exists and was not made by this command; choose another --out or move it away")
     manifest = read_manifest(out)
     if manifest.fingerprint != stage.fingerprint():
+        made, own = {**manifest.settings, "seed": manifest.seed}, {**stage.settings, "seed": stage.seed}
+        changed = difference(made, own) if manifest.command == stage.command else ""
         raise ConflictError(
-            f"{out}: exists already, made by {manifest.command!r} with other settings or inputs"
-            f"{_differences(manifest, stage)}; {AGAIN}"
+            f"{out}: exists already, made by {manifest.command!r} with other settings or inputs{changed}; {AGAIN}"
         )
     for name in manifest.files:
         if not (out / name).exists():
             raise ArtifactError(f"{out}: {name} is missing; move {out} away and run the command again")
     return manifest
-
-
-def _differences(made: Manifest, stage: Stage) -> str:
-    """The first settings of a finished directory that this run has other values of, in brackets."""
-    if made.command != stage.command:
-        return ""
-    return difference({**made.settings, "seed": made.seed}, {**stage.settings, "seed": stage.seed})
 
 
 def difference(made: JsonObject, settings: JsonObject) -> str:

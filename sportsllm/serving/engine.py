@@ -210,13 +210,21 @@ class Engine:
             self._step()
 
     def _join(self) -> None:
-        """Give the job that has waited longest a slot."""
+        """Give the job that has waited longest a slot, with the longest beginning of its prompt that is cached."""
         with self._news:
             self.running.append(job := self.waiting.popleft())
-        job.began = time.perf_counter()
-        self.slots.clear(self._ready)
-        if job.reuse and not job.echo:
-            self._reuse(job, self._ready)
+        job.began, slot = time.perf_counter(), self._ready
+        self.slots.clear(slot)
+        if job.echo or not job.reuse:
+            return
+        running = [
+            Prefix(np.array(other.ids[: self.slots.length(place)], dtype=np.int64), self.slots.view(place))
+            for place, other in enumerate(self.running[:slot])
+        ]
+        job.cached, arrays = self.prefixes.find(np.array(job.prompt[:-1], dtype=np.int64), running)
+        if job.cached:
+            self.slots.restore(slot, arrays, job.cached)
+            self.counts["cached_tokens"] += job.cached
 
     def _read_prompt(self, job: Job) -> None:
         # Chunks end where the runtime's end, and none is so short that other kernels read it than the whole prompt's:
@@ -237,17 +245,6 @@ class Engine:
             self._ready += 1
             if (finish := self._take(job, logits_TV[-1])) is not None:
                 self._end(job, finish)
-
-    def _reuse(self, job: Job, slot: int) -> None:
-        """Take the prompt's beginning from a running sequence or from the prefix cache, whichever shares more."""
-        running = [
-            Prefix(np.array(other.ids[: self.slots.length(place)], dtype=np.int64), self.slots.view(place))
-            for place, other in enumerate(self.running[:slot])
-        ]
-        job.cached, arrays = self.prefixes.find(np.array(job.prompt[:-1], dtype=np.int64), running)
-        if job.cached:
-            self.slots.restore(slot, arrays, job.cached)
-            self.counts["cached_tokens"] += job.cached
 
     @staticmethod
     def _prompt_scores(job: Job, chunk: Sequence[int], logits_TV: Logits) -> tuple[TokenScore, ...]:

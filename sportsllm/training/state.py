@@ -196,8 +196,8 @@ class RunState:
         for number, optimizer in enumerate(self.optimizers):
             tensors = {
                 f"{parameter}.{key}": torch.as_tensor(value)
-                for parameter, state in enumerate(_states(optimizer))
-                for key, value in state.items()
+                for parameter, weight in enumerate(_parameters(optimizer))
+                for key, value in optimizer.state[weight].items()
             }
             write_tensors(fresh, f"optimizer{number}", tensors)
         if first:
@@ -256,14 +256,14 @@ def _checksums(directory: Path) -> JsonObject:
     return {str(path.relative_to(directory)): crc32(path, path.stat().st_size) for path in files}
 
 
-def _states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Each parameter's state, in the groups' order. `state_dict` would change them: types, and bitsandbytes' names."""
-    return [optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """In the groups' order; states are saved by their numbers. `state_dict` would change types, and names of 8 bits."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _restore(optimizer: torch.optim.Optimizer, source: Path, saved_as: str) -> None:
     """Put saved states back with their dtypes; scalars stay on the CPU, bitsandbytes' steps are plain integers."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _parameters(optimizer)
     tensors = read_tensors(source, saved_as, lambda name: parameters[int(name.partition(".")[0])])
     for name, tensor in tensors.items():
         number, _, key = name.partition(".")
