@@ -203,7 +203,7 @@ def _front_matter(card: Path) -> CardFields:
 def _carried(directory: Path, manifest: Manifest, older: Sequence[Ancestor]) -> CardFields:
     """Licence, base model and language: of the card that is there, else of the nearest model that says them."""
     found: CardFields = {}
-    for place, facts in [(directory, manifest), *((one.directory, one.manifest) for one in older)]:
+    for place, facts in [Ancestor(directory, manifest), *older]:
         card = {key: value for key, value in _front_matter(place / CARD).items() if key in _CARRIED}
         if facts.results.get("source_license") and "license" not in card:
             card["license"] = str(facts.results["source_license"]).lower()
@@ -248,10 +248,9 @@ def _tasks(results: Sequence[Measured]) -> Iterator[tuple[object, ...]]:
 def _scores_of_training(chain: Sequence[Ancestor], results: Sequence[Measured]) -> list[tuple[str, float, str]]:
     """The models of the chain scored on the text that the last one was scored on, if nothing measured them since."""
     measured, found = {model for model, *_ in _scores(results)}, []
-    for name, one in ((one.directory.name, one.manifest) for one in chain):
-        value, valid, corpus = one.figure("valid_bits_per_byte"), one.paths("valid"), one.paths("corpus")
+    for directory, made in chain:
+        value, valid, corpus = made.figure("valid_bits_per_byte"), made.paths("valid"), made.paths("corpus")
         if value is not None and (valid or corpus):
-            found.append(
-                (name, value, f"a part of {_texts(valid)}" if valid else f"a part of {_texts(corpus)}, held out")
-            )
+            text = f"a part of {_texts(valid)}" if valid else f"a part of {_texts(corpus)}, held out"
+            found.append((directory.name, value, text))
     return [each for each in found if each[2] == found[-1][2] and each[0] not in measured]

@@ -75,7 +75,7 @@ def _kept(weights_V: npt.NDArray[np.float64], top_k: int, top_p: float) -> npt.N
     count, total = top_k or 64, weights_V.sum()
     while True:
         ids = _largest(weights_V, count)
-        ranked = weights_V[ids] if not top_k else weights_V[ids[:top_k]]
+        ranked = weights_V[ids[: top_k or None]]
         cumulative = np.cumsum(ranked) / (ranked.sum() if top_k else total)
         if top_k or cumulative[-1] >= top_p or count >= len(weights_V):
             return ids[: 1 + int(np.count_nonzero(cumulative[:-1] < top_p))]

@@ -108,10 +108,8 @@ def _report(scene: Scene, match: Match) -> Iterator[str]:
     for number, games in enumerate(match.sets, 1):
         last = games[-1]
         slots = {"p": match.players[last.side].last, "nth": nth(number), "points": last.points}
-        slots |= {
-            "games": f"{max(last.score)}-{min(last.score)}",
-            "breaks": f"{counted(_breaks(games, last.side), 'break')} of serve",
-        }
+        slots["games"] = f"{max(last.score)}-{min(last.score)}"
+        slots["breaks"] = f"{counted(_breaks(games, last.side), 'break')} of serve"
         yield scene.say("tell_tiebreak" if last.kind == "tiebreak" else "tell_set", slots)
 
 

@@ -164,7 +164,7 @@ def _append(directory: Path, part: list[EncodedDocument], kind: type[Id], writte
         columns["scored"] = np.concatenate([np.ones(before, bool), *scored])
     files = dict[str, tuple[int, int]]()
     for name, column in columns.items():
-        (size, crc32), data = written.files.get(name, (0, 0)), column.tobytes()
+        (size, checksum), data = written.files.get(name, (0, 0)), column.tobytes()
         path = directory / name
         if name not in written.files:  # another run may still read a damaged file
             path.unlink(missing_ok=True)
@@ -172,6 +172,6 @@ def _append(directory: Path, part: list[EncodedDocument], kind: type[Id], writte
         with path.open("r+b") as file:
             file.seek(size)
             file.write(data)
-        files[name] = size + len(data), zlib.crc32(data, crc32)
+        files[name] = size + len(data), zlib.crc32(data, checksum)
     text_bytes = written.text_bytes + sum(each.bytes for each in part)
     return _Written(written.documents + len(part), written.tokens + len(ids), text_bytes, files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -217,8 +218,6 @@ def _open(
 
 def _longest(directory: Path, config: ModelConfig, context: int | None, scaling: str | None) -> ModelConfig:
     """The model's config with the context that it is asked to read."""
-    import math
-
     from sportsllm.inference.decoder import is_onnx_directory
     from sportsllm.models.rope import with_rope_scaling
 

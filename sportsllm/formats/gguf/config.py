@@ -106,10 +106,8 @@ def open_gguf(path: Path) -> GGUFFile:
         metadata = {key: field.contents() for key, field in reader.fields.items()}
     except _UnknownType as error:
         name, kind = error.args
-        known = ", ".join(READABLE)
-        raise ArtifactError(
-            f"{path}: tensor {name!r} has type {kind}, which is not supported; supported: {known}"
-        ) from None
+        known = f"which is not supported; supported: {', '.join(READABLE)}"
+        raise ArtifactError(f"{path}: tensor {name!r} has type {kind}, {known}") from None
     except (ArithmeticError, LookupError, OSError, TypeError, UnicodeError, ValueError) as error:
         raise ArtifactError(f"{path}: cut short or damaged ({error}); copy or download it again") from None
     file = GGUFFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})

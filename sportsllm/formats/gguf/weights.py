@@ -73,9 +73,9 @@ class GGUFTensors(Mapping[str, Tensor]):
         Raises:
             ArtifactError: one is missing or of no use.
         """
-        self._kind, self._config, kind = architecture(file), config, architecture(file)
+        self._kind = kind = architecture(file)
+        self._config, its = config, ARCHITECTURES[kind]
         factors = granite_factors(file) if kind == "granite" else {}
-        its = ARCHITECTURES[kind]
         self._parts = parts_of(its.layout or its.family, config, config_json=factors)
         self._parameters, self._stored = {item.name: item for item in parameters(config)}, gguf_names(kind, config)
         for name in map(self._stored.get, self._parts):
