@@ -1,1 +1,1 @@
-"""What lies on disk: artifact directories, manifests, checkpoints, packed weights. Imports models."""
+"""What lies on disk: artifact directories, manifests, checkpoints, packed weights. Imports models and text."""

@@ -70,7 +70,7 @@ def is_buffer(model_type: str, name: str) -> bool:
 
 
 def _layer(name: str) -> tuple[str, str]:
-    """`model.layers.3` and what follows, of a tensor in a layer; `` and the name of others."""
+    """`model.layers.3` and what follows, of a tensor in a layer; of others nothing and the whole name."""
     if not name.startswith("model.layers."):
         return "", name
     _, _, number, rest = name.split(".", 3)
