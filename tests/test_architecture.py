@@ -74,11 +74,11 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_141,
+    "sportsllm": 19_140,
     "compress": 7_569,
     "export": 6_443,
     "benchmarks": 9_198,
-    "tests": 24_985,
+    "tests": 24_984,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
