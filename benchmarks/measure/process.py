@@ -1,5 +1,5 @@
 """Measurements in fresh processes: one child and how it can fail, and several in turns, A B C A B C, while they do not
-agree. Standard library and psutil only: it runs on the smallest device."""
+agree. Needs no more than psutil and rich: it runs on the smallest device."""
 
 from __future__ import annotations
 

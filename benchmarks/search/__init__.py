@@ -1,1 +1,1 @@
-"""`fit`, the search for the best model within a device's budget. Imports predict, measure and devices."""
+"""`fit`, the search for the best model within a device's budget. Imports reporting, predict, measure and devices."""

@@ -252,22 +252,8 @@ def write_recipe(path: Path, candidate: Candidate, source: Source, effort: Effor
     """
     import tomli_w
 
-    stages = _stages(path.parent, candidate, source, effort, target, text)
-    recipe = {
-        "name": f"fit-{candidate.name}",
-        "out": str(path.parent),
-        "stage": [{"name": name, "command": command, **_plain(settings)} for name, command, settings in stages],
-    }
-    head = "# Written by `fit`: makes the chosen model again with `sportsllm-compress run`.\n"
-    atomic_write_text(path, head + tomli_w.dumps(recipe))
-
-
-def _stages(
-    out: Path, candidate: Candidate, source: Source, effort: Effort, target: Target, text: Path
-) -> list[tuple[str, str, dict[str, Any]]]:
-    """Name, command and settings of every stage."""
     stages: list[tuple[str, str, dict[str, Any]]] = []
-    made, teacher, format = source.teacher, load_config(source.teacher), candidate.format
+    out, made, teacher, format = path.parent, source.teacher, load_config(source.teacher), candidate.format
     if candidate.size.vocab_size != teacher.vocab_size:
         cut, tuned = out / "vocabulary", out / "teacher"
         commands = vocabulary_stages(source, cut, tuned, candidate.size.vocab_size, effort.search_tokens)
@@ -293,7 +279,14 @@ def _stages(
         "text": [text],
         "teacher": source.teacher,
     }
-    return [*stages, ("bench", "bench", bench)]
+    stages.append(("bench", "bench", bench))
+    recipe = {
+        "name": f"fit-{candidate.name}",
+        "out": str(out),
+        "stage": [{"name": name, "command": command, **_plain(settings)} for name, command, settings in stages],
+    }
+    head = "# Written by `fit`: makes the chosen model again with `sportsllm-compress run`.\n"
+    atomic_write_text(path, head + tomli_w.dumps(recipe))
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
