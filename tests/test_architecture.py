@@ -77,7 +77,7 @@ MOST_LINES = {
     "sportsllm": 19_140,
     "compress": 7_569,
     "export": 6_443,
-    "benchmarks": 9_198,
+    "benchmarks": 9_191,
     "tests": 24_984,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
