@@ -58,7 +58,7 @@ class Access:
         if self.api_key is not None and request.method != "OPTIONS" and request.url.path not in _PUBLIC:
             bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
             given = bearer or request.headers.get("x-api-key", "")
-            if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+            if not hmac.compare_digest(given.encode("latin-1"), self.api_key.encode()):  # headers are read as Latin-1
                 raise ApiError(401, "Invalid API Key", "authentication_error")
         return origin if foreign else None
 

@@ -462,12 +462,13 @@ def test_connections_beyond_the_bound_are_refused(client: httpx.Client, monkeypa
 
 
 def test_strangers_are_kept_out(served: ServedModel) -> None:
-    friend, right, path = {"Origin": "http://friend.example"}, {"Authorization": f"Bearer {KEY}"}, "/v1/completions"
-    with served_by(served, access=Access(api_key=KEY, origins=(friend["Origin"],))) as client:
+    friend, key, path = {"Origin": "http://friend.example"}, "schlüssel", "/v1/completions"
+    right = {"Authorization": f"Bearer {key}".encode()}
+    with served_by(served, access=Access(api_key=key, origins=(friend["Origin"],))) as client:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": "ü".encode()}):
             reply = client.post(path, json=ONCE, headers=headers)
             assert reply.status_code == 401 and reply.json()["error"]["type"] == "authentication_error"
-        assert client.post(path, json=ONCE, headers={"X-Api-Key": KEY}).status_code == 200
+        assert client.post(path, json=ONCE, headers={"X-Api-Key": key.encode()}).status_code == 200
         for public in ("/", "/health", "/v1/models"):
             assert client.get(public).status_code == 200
         for headers in ({"Host": "evil.example"}, {"Host": ""}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
