@@ -91,7 +91,7 @@ def generate(
         if prompt == "-":
             prompt = sys.stdin.read().removesuffix("\n")
         elif prompt_file is not None:
-            prompt = prompt_file.read_text(encoding="utf-8").removesuffix("\n")
+            prompt = prompt_file.read_text(encoding="utf-8-sig").removesuffix("\n")
         prompt.encode("utf-8")
     except UnicodeError:
         raise UsageError("the prompt is not valid UTF-8") from None

@@ -71,7 +71,7 @@ def test_json_is_one_object_and_words_go_to_stderr(cli: CommandLine, checkpoint:
     assert cli.result(*goal, "--stop", text[1:3])["text"] == text[: text.index(text[1:3])]
     cli.refuses(2, "--stop is empty", "generate", checkpoint, "--stop", "")
     cli.refuses(2, "is not valid UTF-8; correct it", "generate", checkpoint, "--stop", "\udcff")
-    (file := corpus_file.with_name("prompt.txt")).write_text("Goal\n", encoding="utf-8")
+    (file := corpus_file.with_name("prompt.txt")).write_text("Goal\n", encoding="utf-8-sig")
     from_file = ("generate", checkpoint, "--prompt-file", file, "--max-new-tokens", 5, "--json")
     for code, out, err in (cli("--quiet", *from_file), cli(*from_file, "--quiet")):
         assert json.loads(out)["text"] == text and err == f"Goal{text}\n", code
