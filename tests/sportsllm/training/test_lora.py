@@ -152,10 +152,10 @@ def test_fine_tuning_learns_a_new_text(
     result, err = cli.says(*arguments)
     assert "training from trained weights" in err and "before " in err
     assert result["trained_parameters"] == (2 * 4 * 928 if lora else result["parameters"])
-    judging = tmp_path / "judging.jsonl"
+    report = tmp_path / "report.jsonl"
     reported = TextSplit([], list(read_documents([kitchen[1]]))).parts()[1]
-    judging.write_text("".join(json.dumps({"text": text}) + "\n" for text in reported), encoding="utf-8")
-    results = [cli.result("eval", directory, "--text", judging) for directory in (trained, tmp_path / "out")]
+    report.write_text("".join(json.dumps({"text": text}) + "\n" for text in reported), encoding="utf-8")
+    results = [cli.result("eval", directory, "--text", report) for directory in (trained, tmp_path / "out")]
     scores = [each["bits_per_byte"] for each in results]
     # Merging rounds once more; eval scores the checkpoint that was written.
     assert [result["bits_per_byte_before"], result["valid_bits_per_byte"]] == pytest.approx(scores, rel=1e-5)
