@@ -103,7 +103,7 @@ def read_toml(path: Path, error_type: type[SportsLLMError] = ArtifactError) -> J
         problem = "is a directory" if path.is_dir() else "not found"
         raise error_type(f"{path}: {problem}; give a .toml file")
     try:
-        data = tomllib.loads(_read(path).decode("utf-8"))
+        data = tomllib.loads(_read(path).decode("utf-8-sig"))
         _check_nesting(data, integers=True)
     except RecursionError:
         raise error_type(f"{path}: not valid TOML (nested deeper than {MAX_NESTING}); correct it") from None

@@ -43,7 +43,7 @@ text = ["@corpus/valid.jsonl"]
 
 def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "recipe.toml"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8-sig")  # with a byte-order mark, as some editors write it
     return path
 
 
