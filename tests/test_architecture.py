@@ -78,7 +78,7 @@ MOST_LINES = {
     "compress": 7_569,
     "export": 6_443,
     "benchmarks": 9_191,
-    "tests": 24_984,
+    "tests": 24_983,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

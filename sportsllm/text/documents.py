@@ -150,7 +150,7 @@ def log_files(paths: Sequence[Path]) -> None:
     for path in paths:
         if path.is_dir():
             read = corpus_files([path])
-            left = [item for item in visible_files(path) if item not in read]
+            left = sorted({*visible_files(path)} - {*read})
             log(f"{path}: reading {_names(read, path)}" + (f"; not reading {_names(left, path)}" if left else ""))
 
 

@@ -69,13 +69,7 @@ TEMPLATES = {
 }
 CHATS = [
     [("user", "Who won?"), ("assistant", "Vestnes 🏉, 82-84.")],
-    [
-        ("system", "Be kind."),
-        ("user", " Who won? "),
-        ("assistant", "They did."),
-        ("user", "Who?"),
-        ("assistant", "Who?"),
-    ],
+    [("system", "Be kind."), ("user", " Who won? "), ("assistant", "They."), ("user", "Who?"), ("assistant", "Who?")],
     [
         ("user", "Who?"),
         ("assistant", "<think>\nHm.\n</think>\n\nThey."),
