@@ -53,7 +53,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def number(value: float | None, scale: float = 1.0) -> str:
-    """`value` / `scale` in three significant digits: 0.0123, 1.23, 123, 12,300; a dash without a finite number."""
+    """`value` / `scale` in three digits, or all before the point: 0.0123, 1.23, 12,345; a dash without a number."""
     if not is_number(value):
         return MISSING
     value /= scale
