@@ -172,7 +172,7 @@ class Trials:
         kept for a search that is run again."""
         from compress.pruning.cut import SAMPLE_LENGTH
         from compress.pruning.job import Calibration, PruneJob
-        from compress.pruning.search import find_finalists
+        from compress.pruning.search import Finalist, find_finalists
 
         kept, asked = self.directory / "mixed.json", [shape.sizes() for shape in shapes]
         old = read_json(kept) if kept.exists() else {}
@@ -180,9 +180,14 @@ class Trials:
             return [Shape(**sizes) for sizes in old["found"]]
         # Without a recovery samples are longer than a recovery's short sequences, and the text gives fewer of them.
         samples = self.source.samples if self.source.sequence >= SAMPLE_LENGTH else None
-        work = Calibration(PruneJob(self.source.teacher, self.source.calibration, samples, reading=self.source.reading))
-        with logged(self.directory / LOG):
-            found = [one.shape for one in find_finalists(work, shapes, (), count, seconds)]
+        job = PruneJob(self.source.teacher, self.source.calibration, samples, reading=self.source.reading)
+        ranked, experts = list[Finalist](), dict.fromkeys(shape.experts for shape in shapes)
+        for number in experts:  # a mixture loses experts before anything else is cut
+            work = Calibration(replace(job, experts=None if number == Shape.of(self._config).experts else number))
+            alike = [shape for shape in shapes if shape.experts == number]
+            with logged(self.directory / LOG):
+                ranked += find_finalists(work, alike, (), count, seconds / len(experts))
+        found = [one.shape for one in sorted(ranked, key=lambda one: one.loss)[:count]]
         atomic_write_text(kept, json.dumps({"asked": asked, "found": [shape.sizes() for shape in found]}) + "\n")
         return found
 

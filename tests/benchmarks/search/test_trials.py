@@ -1,6 +1,7 @@
 """Texts of a search: those held out, and how many of them score a candidate."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,19 +9,27 @@ import pytest
 from benchmarks.devices.load import load_device
 from benchmarks.search.recipe import Source, held_out_text
 from benchmarks.search.trials import Trials
+from compress.pruning.shapes import Shape
+from sportsllm.models.config import Experts
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer_training import train_tokenizer
 from tests.support.models import saved, tiny_model
 
 
-def test_held_out_conversations_are_written_as_they_were_read(
-    checkpoint: Path, corpus_file: Path, tmp_path: Path
-) -> None:
+def test_held_out_conversations_are_read_again(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     said = [{"role": "user", "content": "Who won?"}, {"role": "assistant", "content": "They did.", "weight": 0}]
     said += [said[0], {"role": "assistant", "content": "We did.", "reasoning_content": "2-1"}]
     (valid := tmp_path / "valid.jsonl").write_text(json.dumps({"messages": said}) + '\n{"text": "A goal"}\n')
     made = held_out_text(Source(checkpoint, (corpus_file,), (), (valid,)), tmp_path)
     assert {*read_documents([made.selection_split, made.report_split])} == {*read_documents([valid])}
+
+
+def test_mixed_cuts_may_have_fewer_experts(corpus_file: Path, tokenizer_directory: Path, tmp_path: Path) -> None:
+    model = tiny_model(mlp_kind="experts", experts=Experts(3, 1))
+    teacher, whole = saved(tmp_path / "teacher", model, tokenizer_directory), Shape.of(model.config)
+    trials = Trials(Source(teacher, (), (corpus_file,)), load_device("host"), tmp_path, corpus_file, 1)
+    shapes = [replace(whole, layers=1, experts=count) for count in (2, 3)]
+    assert {*trials.best_right_after_the_cut(shapes, 2, 60.0)} == {*shapes}
 
 
 def test_a_model_with_fewer_tokens_is_scored_on_the_documents_of_its_teacher(
