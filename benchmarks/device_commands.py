@@ -59,20 +59,14 @@ def list() -> DevicesResult:
     from benchmarks.devices.load import is_this_machine, list_devices, load_device
 
     found = [load_device(each) for each in list_devices()]
-    _print_devices(found, {each.name for each in found if is_this_machine(each)})
-    return DevicesResult(
-        devices=[
-            {
-                "name": each.name,
-                "kind": each.kind,
-                "title": each.title,
-                "processor": each.processor,
-                "limits": each.limits.given(),
-                "this_machine": is_this_machine(each),
-            }
-            for each in found
-        ]
-    )
+    here = {each.name for each in found if is_this_machine(each)}
+    _print_devices(found, here)
+    devices = [
+        {"name": each.name, "kind": each.kind, "title": each.title, "processor": each.processor}
+        | {"limits": each.limits.given(), "this_machine": each.name in here}
+        for each in found
+    ]
+    return DevicesResult(devices=devices)
 
 
 def show(

@@ -122,14 +122,9 @@ def plan(
     context, precision = config.max_position_embeddings, None if precision == "auto" else precision
     if sequence is not None and sequence > context:
         raise UsageError(f"--sequence {sequence} is longer than the context of {context} tokens")
-    step = TrainingStep(
-        batch_size,
-        sequence or min(DEFAULT_LENGTH, context),
-        precision or "bf16",
-        optimizer,
-        rare.get("optimizer_bits", 32),
-        "cpu" if device is None else device.processor,
-    )
+    length, bits = sequence or min(DEFAULT_LENGTH, context), rare.get("optimizer_bits", 32)
+    processor = "cpu" if device is None else device.processor
+    step = TrainingStep(batch_size, length, precision or "bf16", optimizer, bits, processor)
     planned = plan_training(config, step, device, Cost(**cost))
     formats = [stored] if stored else _formats(config, group_size, head_bits, kv_cache)
     figures = _sizes(model, config, formats, [stored.cache] if stored else CACHES)

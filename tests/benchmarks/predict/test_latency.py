@@ -135,10 +135,7 @@ def test_the_figures_of_this_machine_are_measured() -> None:
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, width: int) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width, max_position_embeddings=8_192,
-    )  # fmt: skip
+    return ModelConfig(vocab, hidden, inner, layers, heads, kv_heads, head_dim=width, max_position_embeddings=8_192)
 
 
 LLAMA_3B = _llama(3_072, 8_192, 28, 24, 8, 128_256, 128)

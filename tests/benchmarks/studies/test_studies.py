@@ -74,9 +74,8 @@ def test_gains_compare_the_start_and_the_training(tmp_path: Path) -> None:
 
 
 def test_worst_is_the_largest_rise_and_the_smallest_gain() -> None:
-    found = summary(
-        {"a": {"half": 1.0, "damage_gone": 30.0}, "b": {"half": 3.0, "damage_gone": 10.0}, "c": {"half": 8.0}}
-    )
+    rows = {"a": {"half": 1.0, "damage_gone": 30.0}, "b": {"half": 3.0, "damage_gone": 10.0}, "c": {"half": 8.0}}
+    found = summary(rows)
     assert (found["median"]["half"], found["worst"]["half"]) == (3.0, 8.0)
     assert (found["median"]["damage_gone"], found["worst"]["damage_gone"]) == (20.0, 10.0)
     assert found["median"]["int8"] is None
