@@ -77,8 +77,8 @@ MOST_LINES = {
     "sportsllm": 19_140,
     "compress": 7_569,
     "export": 6_443,
-    "benchmarks": 9_191,
-    "tests": 24_983,
+    "benchmarks": 9_185,
+    "tests": 24_981,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
