@@ -73,8 +73,9 @@ def output() -> Console:
     stream = sys.stderr if _to_stderr else sys.stdout
     if _silent.get():
         return Console(quiet=True)
-    width = None if stream.isatty() else 120
-    return _Output(file=stream, width=width, highlight=False, markup=False, emoji=False)  # paths may hold [a] or :b:
+    piped = not stream.isatty()
+    width = 120 if piped else None  # of tables; a piped line stays one line, and paths may hold [a] or :b:
+    return _Output(file=stream, width=width, soft_wrap=piped, highlight=False, markup=False, emoji=False)
 
 
 def typed_line(prompt: str) -> str:

@@ -25,11 +25,11 @@ def test_the_lines_of_many_steps_go_to_a_file(tmp_path: Path, capsys: pytest.Cap
             output().print("a table")
         raise ValueError
     log("two of runs[a]:key:")
-    output().print("a result of runs[a]:key:")
+    output().print(f"a result of runs[a]:key:{60 * ' and'}")  # one line, though longer than a table may be
     shown = capsys.readouterr()
     assert path.read_text(encoding="utf-8") == "one\n"
     assert shown.err == "elsewhere\ntwo of runs[a]:key:\n"
-    assert shown.out == "a result elsewhere\na result of runs[a]:key:\n"
+    assert shown.out == f"a result elsewhere\na result of runs[a]:key:{60 * ' and'}\n"
 
 
 def test_progress_away_from_a_terminal_is_a_line_now_and_then(
