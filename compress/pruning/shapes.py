@@ -222,14 +222,13 @@ def in_family(config: ModelConfig, sizes: dict[Shape, int]) -> dict[Shape, int]:
     """The shapes that transformers opens, all of them if it opens none: GPT-2's heads fill its hidden size."""
     if family_of(config) is None:
         return sizes
-    full = Shape.of(config)
+    return {one: size for one, size in sizes.items() if _opens(config, one.hidden, one.heads, one.kv_heads)} or sizes
 
-    @functools.cache
-    def opens(hidden: int, heads: int, kv_heads: int) -> bool:
-        shape = replace(full, hidden=hidden, heads=heads, kv_heads=kv_heads)
-        return family_of(shape.applied_to(config)) is not None
 
-    return {shape: size for shape, size in sizes.items() if opens(shape.hidden, shape.heads, shape.kv_heads)} or sizes
+@functools.lru_cache(maxsize=4_096)
+def _opens(config: ModelConfig, hidden: int, heads: int, kv_heads: int) -> bool:
+    shape = replace(Shape.of(config), hidden=hidden, heads=heads, kv_heads=kv_heads)
+    return family_of(shape.applied_to(config)) is not None
 
 
 def shape_for_share(config: ModelConfig, share: float) -> Shape:
