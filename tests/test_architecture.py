@@ -74,8 +74,8 @@ FLOORS: dict[str, list[set[str]]] = {
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
 MOST_LINES = {
-    "sportsllm": 19_140,
-    "compress": 7_569,
+    "sportsllm": 19_141,
+    "compress": 7_568,
     "export": 6_443,
     "benchmarks": 9_185,
     "tests": 24_981,
