@@ -145,9 +145,15 @@ def prune(
     instead = "--calibration" if recover is None else "--corpus"  # --corpus is one of --recover's options
     text = tuple(calibration or corpus or recorded_text(checkpoint, "corpus", instead))
     if vocab_size is not None:
-        others = (*sizes.values(), params, size_mb, recover, search, experts, *given.values())
-        alone = all(value is None for value in others)
-        return _prune_vocabulary(checkpoint, out, vocab_size, text, valid or [], reading, alone)
+        others = (*sizes.values(), params, size_mb, recover, search, experts)
+        if any(value is not None for value in others):
+            raise UsageError(
+                "the vocabulary is cut alone, since the result no longer shares its teacher's tokens: cut it first "
+                "(prune --vocab-size), fine-tune the result (train CHECKPOINT), then prune that"
+            )
+        if given:
+            raise UsageError(f"--set {', '.join(given)}: --vocab-size counts all of the calibration text; leave it out")
+        return _prune_vocabulary(checkpoint, out, vocab_size, text, valid or [], reading)
     recovery = None
     if recover is not None:
         run = Run(Start.PRUNED, load_config(checkpoint))
@@ -299,23 +305,12 @@ def _cut(
 
 
 def _prune_vocabulary(
-    checkpoint: Path,
-    out: Path,
-    size: int,
-    calibration: Sequence[Path],
-    valid: Sequence[Path],
-    reading: Reading,
-    alone: bool,
+    checkpoint: Path, out: Path, size: int, calibration: Sequence[Path], valid: Sequence[Path], reading: Reading
 ) -> PruneResult:
     """Cut the vocabulary, and nothing else."""
     from compress.pruning.vocabulary import prune_vocabulary
     from sportsllm.console import output
 
-    if not alone:
-        raise UsageError(
-            "the vocabulary is cut alone, since the result no longer shares its teacher's tokens: cut it first "
-            "(prune --vocab-size), fine-tune the result (train CHECKPOINT), then prune that"
-        )
     result = PruneResult.of(prune_vocabulary(checkpoint, out, size, calibration, valid, reading))
     output().print(
         f"{out}: {result.vocab_size:,} of {result.vocab_size_before:,} tokens, {result.parameters:,} parameters; "
