@@ -181,7 +181,7 @@ def read_prompts(path: Path, tokenizer: TextTokenizer, longest: int) -> list[lis
 
 
 def _has_lines(path: Path) -> bool:
-    return path.name.removesuffix(".gz").endswith((".txt", ".md"))
+    return path.is_file() and path.name.lower().removesuffix(".gz").endswith((".txt", ".md"))
 
 
 def _checked(prompts: list[list[int]], longest: int, path: Path) -> list[list[int]]:
@@ -212,12 +212,13 @@ def read_questions(path: Path) -> list[str]:
     Raises:
         ArtifactError: there are none, or the file cannot be read.
     """
-    from sportsllm.text.documents import read_documents
+    from sportsllm.text.documents import decoded, read_documents
 
-    texts: list[str] = []
-    for document in read_documents([path]):
+    lines = _has_lines(path)  # documents of a long file end inside lines
+    texts = [line.removeprefix("\ufeff").strip() for line in decoded(path)] if lines else list[str]()
+    for document in () if lines else read_documents([path]):
         if isinstance(document, str):
-            texts += map(str.strip, document.splitlines()) if _has_lines(path) else [document]
+            texts.append(document)
         else:
             texts += [content for role, content in document.messages if role == "user"][:1]
     if not (found := [text for text in texts if text.strip()]):

@@ -185,9 +185,9 @@ def read_chunks(paths: Sequence[Path], field: str = USUAL.text_field) -> Iterato
             texts = _jsonl(path, field)
         else:
             whole = hashlib.sha256()
-            for block in _decoded(path, _BLOCK_BYTES):
+            for block in decoded(path, _BLOCK_BYTES):
                 whole.update(block.encode())
-            texts, source = cut_text(_decoded(path, _BLOCK_BYTES)), whole.digest()
+            texts, source = cut_text(decoded(path, _BLOCK_BYTES)), whole.digest()
         for text in texts:
             if plain_text(text).strip():
                 digest = document_digest(text)
@@ -199,7 +199,7 @@ def document_digest(document: Document) -> bytes:
     return hashlib.sha256(str(document).encode()).digest()
 
 
-def _decoded(path: Path, least: int = 0) -> Iterator[str]:
+def decoded(path: Path, least: int = 0) -> Iterator[str]:
     """A file's text in pieces of `least` bytes and the line that these end in."""
     read = 0
     try:
@@ -275,7 +275,7 @@ def place_to_cut(text: str, place: int) -> int:
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
     """The values of a .jsonl file's lines, each with its place for errors."""
-    for number, line in enumerate(_decoded(path), start=1):
+    for number, line in enumerate(decoded(path), start=1):
         if line.strip():
             where = f"{path}: line {number}"
             yield where, parse_json(line.removeprefix("\ufeff"), where, "fix or delete the line")
