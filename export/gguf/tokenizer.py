@@ -49,7 +49,7 @@ def tokenizer_metadata(directory: Path, config: ModelConfig) -> dict[str, Any]:
     ids |= dict(zip(_ENDS, stops := stop_tokens(directory, config), strict=False))
     if beyond := [tokens[number] for number in stops[len(_ENDS) :]]:
         log(f"GGUF has keys for {len(_ENDS)} end tokens: llama.cpp will not stop at {', '.join(beyond)}")
-    found |= {f"{name}_token_id": number for name, number in ids.items() if number is not None}
+    found |= {f"{name}_token_id": number for name, number in ids.items() if number in numbers}
     first = tokenizer.encode("a").ids[:1]
     found["add_bos_token"] = config.bos_token_id is not None and first == [config.bos_token_id]
     template, _ = find_template(directory)

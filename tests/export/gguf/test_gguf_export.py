@@ -193,12 +193,10 @@ def test_a_tokenizers_habits_have_names_in_llama_cpp(checkpoint: Path, texts: li
         write_json(source / "tokenizer.json", data)
 
 
-def test_end_tokens_beyond_those_that_gguf_names_are_reported(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = load_config(checkpoint).with_changes(eos_token_id=(1, 5, 6, 7))
+def test_special_tokens_that_gguf_cannot_name(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(checkpoint).with_changes(eos_token_id=(1, 5, 6, 7), pad_token_id=-1)
     found = tokenizer_metadata(checkpoint, config)
-    assert [found[f"ggml.{name}_token_id"] for name in ("eos", "eot", "eom")] == [1, 5, 6]
+    assert [found.get(f"ggml.{name}_token_id") for name in ("eos", "eot", "eom", "padding")] == [1, 5, 6, None]
     assert f"llama.cpp will not stop at {found['ggml.tokens'][7]}" in capsys.readouterr().err
 
 
