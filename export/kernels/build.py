@@ -84,7 +84,7 @@ def build(directory: Path) -> Path:
 def _build_with(command: Sequence[str], directory: Path) -> Path:
     with tempfile.TemporaryDirectory() as work:
         made = Path(work) / NAME
-        objects = compile_sources(command, Path(work), here() if TARGET is None else TARGET)
+        objects = compile_sources(command, Path(work), TARGET or here())
         _run([*command, "-shared", "-o", str(made), *objects, *(_MACOS or ["-s"])])
         directory.mkdir(parents=True, exist_ok=True)
         new = directory / f"{NAME}.{os.getpid()}"

@@ -242,6 +242,10 @@ def test_a_compiler_that_fails_is_followed_by_the_next(monkeypatch: pytest.Monke
     with pytest.raises(BuildError, match="/nowhere/g\\+\\+: No such file"):
         build(tmp_path)
     assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(build_module, "TARGET", "")  # SPORTSLLM_WHEEL is there and empty
+    monkeypatch.setattr(build_module, "compile_sources", lambda command, work, machine: sys.exit(machine))
+    with pytest.raises(SystemExit, match=build_module.here()):
+        build(tmp_path)
 
 
 def test_a_child_of_fork_decodes_on(exports: Exports, built: Path) -> None:
