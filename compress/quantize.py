@@ -124,12 +124,7 @@ def quantize(
     if qad is None and (corpus or taught or resume):
         names = [*(["--corpus"] if corpus else []), *(f"--set {name}" for name in taught), *["--resume"] * resume]
         raise UsageError(f"options of --qad: {', '.join(names)}; add --qad TOKENS or leave them out")
-    config = QuantizationConfig(
-        bits,
-        group_size,
-        found.get("head_bits", 8),
-        found.get("symmetric", bits == 8),
-    )
+    config = QuantizationConfig(bits, group_size, found.get("head_bits", 8), found.get("symmetric", bits == 8))
     budget: SizeBudget | None = SizeBudget(found.get("bits_per_weight"), size_mb)
     uniform = found.get("uniform", False)
     if uniform and budget != SizeBudget():

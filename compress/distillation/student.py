@@ -211,11 +211,7 @@ def train_student(
 
 
 def recover(
-    model: SportsLLM,
-    training: StudentTraining,
-    cache: TeacherCache | None,
-    run: RunDirectory,
-    text: StudentText,
+    model: SportsLLM, training: StudentTraining, cache: TeacherCache | None, run: RunDirectory, text: StudentText
 ) -> JsonObject:
     """Train a model that was cut or rounded, in place: `train_student`, the score before under its own name."""
     results = train_student(model, training, text, cache, run, "recover")

@@ -157,11 +157,7 @@ def _deployed_limits(config: ModelConfig, precision: str) -> Limits:
 
 
 def _passes(
-    name: str,
-    decoder: OnnxDecoder,
-    sequences: Sequence[Sequence[int]],
-    expected: Sequence[Logits],
-    limits: Limits,
+    name: str, decoder: OnnxDecoder, sequences: Sequence[Sequence[int]], expected: Sequence[Logits], limits: Limits
 ) -> list[Pass]:
     """A pass; if tokens are selected and all is exact also one as far as all are, since a turned choice widens the
     first."""
