@@ -75,8 +75,8 @@ FLOORS: dict[str, list[set[str]]] = {
 LONGEST = 80
 MOST_LINES = {
     "sportsllm": 19_141,
-    "compress": 7_563,
-    "export": 6_443,
+    "compress": 7_555,
+    "export": 6_439,
     "benchmarks": 9_185,
     "tests": 24_981,
 }
