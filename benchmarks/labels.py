@@ -126,7 +126,7 @@ class Table:
         if self.rows:
             console.print(table(self.headers, self.rows, self.texts))
         if self.caption:
-            console.print(self.caption)
+            console.print(self.caption, soft_wrap=False)  # as wide as the table
 
     def markdown(self) -> list[str]:
         """Render as lines of Markdown under a heading, with an empty line at the end."""
