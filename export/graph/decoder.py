@@ -23,7 +23,7 @@ import numpy as np
 import onnx_ir as ir
 
 from export import layout
-from export.graph.builder import FLOAT, HALF, INT8, INT64, UINT8, Builder, GraphForm
+from export.graph.builder import FLOAT, HALF, INT8, INT64, UINT8, Builder, GraphForm, with_branches
 from export.graph.calls import KernelCalls, KernelUse
 from export.graph.feed_forward import Gated, MixtureOfExperts, Plain
 from export.graph.grouped_query import HEAD_MULTIPLE, OrtGroupedQuery, StandardGroupedQuery
@@ -160,7 +160,7 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
         for (name, shape), value in zip(shapes.items(), present, strict=True):
             graph.output(value, layout.present_name(layer, name), form.cached, shape)
     bodies = (node for function in graph.functions for node in function)
-    precision = graph_precision([*graph.nodes, *bodies], graph.weights)
+    precision = graph_precision(with_branches([*graph.nodes, *bodies]), graph.weights)
     files = web_files(directory, web_precision(precision, form.in_half)) if form.web else plain_files(directory)
     files.graph.parent.mkdir(exist_ok=True)
     graph.write(files)

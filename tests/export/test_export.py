@@ -16,7 +16,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import verify_directory
 from sportsllm.inference.calibration import CalibrationText
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.models.config import Selection
+from sportsllm.models.config import Experts, Selection
 from tests.support import families
 from tests.support.export_models import edit_tensor, pack_model, save, tiny_model
 from tests.support.lstm_models import LSTM
@@ -48,8 +48,8 @@ def test_export_writes_a_finished_directory(checkpoint: Path, tmp_path: Path) ->
 
 
 def test_packed_checkpoints_keep_their_precision(tmp_path: Path) -> None:
-    model = tiny_model()
-    save(tmp_path / "checkpoint", model, pack_model(model, 4, bits_of=lambda name: 8 if "embed" in name else None))
+    model = tiny_model(mlp_kind="experts", experts=Experts(3, 1))  # whose matrices are in branches
+    save(tmp_path / "checkpoint", model, pack_model(model, 8, bits_of=lambda name: 4 if ".experts." in name else None))
     assert sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1).precision == "int4"
     for dtype in ("fp32", "fp16-weights"):
         with pytest.raises(UsageError, match=rf"`dtype` {dtype}.*packed already"):
