@@ -307,4 +307,4 @@ def _print(result: QuantizeResult) -> None:
 
 def _kind(modules: Sequence[str]) -> str:
     """The matrices of a group by name, without the numbers of layer and expert."""
-    return ", ".join(name.rpartition(".")[2] for name in modules)
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules))

@@ -14,7 +14,7 @@ import sportsllm
 from compress.quantization.config import QuantizationConfig, SizeBudget, bits_per_weight, matrix_bytes, matrix_weights
 from compress.quantization.mixed_precision import SensitivityGroup, choose_bits, measure_groups
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
-from compress.quantize import quantize_checkpoint
+from compress.quantize import _kind, quantize_checkpoint
 from sportsllm.commands import load_command
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.safetensors import WEIGHTS
@@ -168,6 +168,7 @@ def test_four_bits_spend_five_percent_more_by_default(
     few = {"checkpoint": narrow, "calibration": [corpus_file], "group_size": 16}
     mixed = load_command("quantize")(out=tmp_path / "mixed", settings={"samples": 2}, **few)
     uniform = load_command("quantize")(out=tmp_path / "uniform", settings={"samples": 2, "uniform": True}, **few)
+    assert _kind(("experts.0.gate_proj", "experts.0.up_proj", "experts.1.gate_proj")) == "gate_proj, up_proj"
     raised, said = sum(group["bits"] == 8 for group in mixed.sensitivity), capsys.readouterr().out
     assert f"8 bits for {raised} of {len(mixed.sensitivity)} groups of matrices" in said and not uniform.sensitivity
     card = (tmp_path / "mixed" / "README.md").read_text(encoding="utf-8")
