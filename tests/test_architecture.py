@@ -78,7 +78,7 @@ MOST_LINES = {
     "compress": 7_555,
     "export": 6_439,
     "benchmarks": 9_185,
-    "tests": 24_981,
+    "tests": 24_980,
 }
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from export.parity.check import threads_of_torch
 from export.parity.comparison import READ_BACK, TEXTS, Comparison, ParityReport, Pass, compare, make_sequences, merge
 from sportsllm.console import log, progress_bar
-from sportsllm.errors import GateError, UsageError
+from sportsllm.errors import ArtifactError, GateError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.families.gemma import CAPS
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, RoundedModel
@@ -127,7 +127,7 @@ def write_gguf(
 
     Raises:
         UsageError: an architecture or blocks that GGUF has not.
-        ArtifactError: the checkpoint is damaged.
+        ArtifactError: the checkpoint is damaged, or does not fit float16.
     """
     config, tensors = load_config(checkpoint), TensorFiles(checkpoint)
     kind = architecture_of(config)
@@ -192,6 +192,8 @@ def _stored(
         tensor = (tensors if rounded is None else rounded.others)[parameter.name].float()
         exact = parameter.role == "positions" or module.endswith(f".{ROUTER}")
         values, stored = dense(tensor.numpy(), half and not exact)
+    if stored is Format.F16 and not np.isfinite(values).all():
+        raise ArtifactError(f"tensor {parameter.name!r} has values beyond float16's 65,504; export it as fp32")
     heads = paired_heads(kind, config, parameter.name)
     return (rows_in_pairs(torch.from_numpy(values), heads).numpy() if heads else values), stored
 

@@ -49,11 +49,9 @@ class LSTM(SublayerBuilder):
     def _gates(self, layer: int, read: str, x: ir.Value) -> ir.Value:
         """The products of all gates side by side, even if they are stored in unlike formats."""
         found = self.products(layer, read, x, split=False)
-        return (
-            found[0]
-            if len(found) == 1
-            else self.graph.node(f"{self.name(layer)}/{read}_gates", "Concat", *found, axis=-1)
-        )
+        if len(found) == 1:
+            return found[0]
+        return self.graph.node(f"{self.name(layer)}/{read}_gates", "Concat", *found, axis=-1)
 
     def _read(
         self, layer: int, states: Sequence[ir.Value], read: Sequence[ir.Value]

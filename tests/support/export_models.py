@@ -73,12 +73,7 @@ def pack_model(
 ) -> dict[str, Any]:
     """Pack every matrix in place; returns config.json's quantization_config.
 
-    Args:
-        model: changed.
-        bits: of every matrix, unless `bits_of` its name says otherwise; 16 leaves one as it is.
-        block: numbers that share a scale.
-        asymmetric: with zero points.
-        bits_of: exceptions.
+    `bits` are of every matrix, unless `bits_of` its name says otherwise; 16 leaves one as it is.
     """
     modules: dict[str, Any] = {}
     for name, module in list(model.named_modules()):

@@ -17,7 +17,7 @@ import sportsllm
 from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from export.gguf.tokenizer import tokenizer_metadata
-from export.gguf.write import GGUF_FILE, encode
+from export.gguf.write import GGUF_FILE, encode, write_gguf
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import read_json, write_json
 from sportsllm.formats.checkpoint import load_checkpoint
@@ -78,10 +78,13 @@ def test_q8_0_has_the_range_of_the_reference_quantizer() -> None:
     assert error.max() == 1 / 64 and np.count_nonzero(error) == 3  # the codes of -128 alone
 
 
-def test_what_gguf_has_no_format_for_is_refused_by_name() -> None:
+def test_what_gguf_has_no_format_for_is_refused_by_name(tmp_path: Path) -> None:
     for weight, message in ((packed(4, 16, False), "down_proj: blocks of 16"), (packed(8, 32, True), "symmetric=true")):
         with pytest.raises(UsageError, match=message):
             encode(weight, "down_proj")
+    torch.nn.init.constant_((model := tiny_model()).model.embed_tokens.weight, 1e5)
+    with pytest.raises(ArtifactError, match=r"'model\.embed_tokens\.weight' has values beyond float16"):
+        write_gguf(saved(tmp_path / "model", model), tmp_path / GGUF_FILE, {}, half=True)
 
 
 def test_a_longer_context_is_in_the_file(checkpoint: Path, tmp_path: Path) -> None:
