@@ -299,8 +299,9 @@ def refit_layers(
             own = kept.full.of_layer(layer)
             given = source if reduced is None else layerwise.block_of(reduced, layer)
             wanted = {
-                matrix.name: given.get_parameter(f"{matrix.name}.weight")[kept.of_matrix(matrix, new)[0]]
+                matrix.name: full.get_parameter(f"{matrix.name}.weight")[kept.of_matrix(matrix, new)[0]]
                 for matrix in block_matrices(own)
+                for full in [given if matrix.column_unit == HIDDEN else source]  # o_proj reads all heads
                 if not adds_to_residual(own, matrix)
             }
             pair = LayerPair(block, source, own, rope, wanted, into, cut_rope)

@@ -28,9 +28,10 @@ def error(model: SportsLLM, full: SportsLLM) -> float:
     return float((ours - theirs).square().mean() / theirs.square().mean())
 
 
-def test_what_says_nothing_is_cut_in_all_dimensions_at_once() -> None:
+@pytest.mark.parametrize(("normed", "hidden"), [(False, 48), (True, 64)])
+def test_what_says_nothing_is_cut_in_all_dimensions_at_once(normed: bool, hidden: int) -> None:
     """A model inside a larger one whose other channels, neurons, heads and rotary pairs are idle."""
-    model = tiny_model(num_attention_heads=6, num_key_value_heads=3)
+    model = tiny_model(num_attention_heads=6, num_key_value_heads=3, output_norms=normed)
     with torch.no_grad():
         model.model.norm.weight.fill_(1.0)  # a tied table has an exact basis
         model.model.embed_tokens.weight[:, 48:] = 0
@@ -45,7 +46,7 @@ def test_what_says_nothing_is_cut_in_all_dimensions_at_once() -> None:
             attention.o_proj.weight[:, 32:64] = 0
             mlp.down_proj.weight[:, 64:] = 0
     smaller = model.config.with_changes(
-        hidden_size=48, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+        hidden_size=hidden, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8
     )
     cut = cut_to_config(model, smaller, SAMPLES)
     # The ridge pulls every matrix a little towards its pruned weights.
