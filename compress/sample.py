@@ -233,22 +233,26 @@ def own_questions(
 
     Raises:
         ArtifactError: it ends none within half of `longest` tokens, or nothing is written before a user's message.
+        UsageError: the chat template leaves no room for a question.
     """
     from sportsllm.inference.batch_sampling import NO_TEXT, OWN_DISTRIBUTION, sampled_batches
 
     (turn,) = _chat_prompts(tokenizer, [_PLACE])
-    start = tokenizer.encode(turn.partition(_PLACE)[0], special=True)
+    start, end = (tokenizer.encode(part, special=True) for part in turn.split(_PLACE, 1))
     if not start:
         raise ArtifactError(
             f"{tokenizer.directory}: its chat template writes nothing before a user's message, so the model cannot "
             "make up questions; give --prompts"
         )
-    most, found = len(start) + min(QUESTION_TOKENS, longest // 2), list[str]()
+    own, found = len(start) + len(end), list[str]()
+    if (room := min(longest // 2, longest - 1 - own)) < 1:
+        raise UsageError(f"--chat: the template takes {own} tokens of a text's {longest}; give a longer --sequence")
+    most = len(start) + min(QUESTION_TOKENS, room)
     batches = sampled_batches(model, tokenizer, [start], OWN_DISTRIBUTION, most, rows, seed, tokenizer.turn_ends)
     with closing(batches):
         for batch in islice(batches, 4 * math.ceil(count / rows)):
             ended = (tokenizer.decode(text.tokens[length:]).strip() for length, text in batch if text.ended)
-            found += [each for each in ended if 0 < len(tokenizer.encode(each)) <= longest // 2]
+            found += [each for each in ended if 0 < len(tokenizer.encode(each)) <= room]
             if len(found) >= count:
                 return found
     if not found:

@@ -96,6 +96,13 @@ def test_prompts_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path) -
         sample(checkpoint, out=tmp_path / "x", tokens=10, sequence=20, temperature=0.0)
 
 
+def test_a_template_may_take_most_of_the_context(checkpoint: Path, tmp_path: Path) -> None:
+    most, all_of_it = (chat_model(checkpoint, tmp_path / str(n), "~" * n + "{{ message.content }}") for n in (90, 130))
+    assert sample(most, out=tmp_path / "own", tokens=10, chat=True).documents
+    with pytest.raises(UsageError, match="the template takes 131 tokens of a text's 128; give a longer --sequence"):
+        sample(all_of_it, out=tmp_path / "x", tokens=10, chat=True)
+
+
 def test_a_batch_fits_its_cache() -> None:
     config = tiny_config()  # 2 layers, keys and values of 2 heads of 16: 512 bytes a token
     assert default_rows(config, 64, 1_000_000) == 128
