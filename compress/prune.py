@@ -58,7 +58,7 @@ class PruneResult(TrainingResult):
     """
 
     shape: dict[str, int] = field(default_factory=dict)
-    share_of_block_parameters: float = 0.0
+    share_of_block_parameters: float = 1.0
     kv_cache_bytes_per_token: dict[str, int] = field(default_factory=dict)
     kv_cache_bytes_per_token_before: dict[str, int] = field(default_factory=dict)
     calibration_tokens: int | None = None

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from compress.layerwise import KnownStates
-from compress.pruning.cut import (
-    SAMPLE_LENGTH,
-    LayerRun,
-    PrunedModel,
-    kept_layers,
-    loss_per_token,
-    prune_model,
-)
+from compress.pruning.cut import SAMPLE_LENGTH, LayerRun, PrunedModel, kept_layers, loss_per_token, prune_model
 from compress.pruning.experts import reduce_experts
 from compress.pruning.scores import Scores, load_scores, measure_scores
 from compress.pruning.shapes import Shape, fewer_experts

@@ -43,10 +43,8 @@ class Pruning:
         self.checkpoint, self.corpus = checkpoint, corpus
 
     def __call__(self, out: Path, settings: dict[str, Any] | None = None, **given: Any) -> PruneResult:
-        return prune(self.checkpoint, out=out, settings={"samples": 4} | (settings or {}), **self.text(given))
-
-    def text(self, given: dict[str, Any]) -> dict[str, Any]:
-        return {"corpus" if "recover" in given else "calibration": [self.corpus]} | given
+        given = {"corpus" if "recover" in given else "calibration": [self.corpus]} | given
+        return prune(self.checkpoint, out=out, settings={"samples": 4} | (settings or {}), **given)
 
 
 @pytest.fixture

@@ -104,11 +104,10 @@ def test_it_is_pruned_but_for_the_indexer(made: Path, text: Path, tmp_path: Path
     pruned = load_checkpoint(tmp_path / "pruned")
     shapes = [tuple(pruned.model.layers[0].self_attn.get_submodule(name).weight.shape) for name in INDEX]
     assert shapes == [(4 * 32, 16), (32, 16)] and pruned.config.selection == SELECTION
-    full = Shape.of(config)
     for shape, flag in ((Shape(32, 32, 4, 2, 2, 8), "--head-dim"), (Shape(32, 32, 4, 1, 2, 16), "--kv-heads")):
         with pytest.raises(UsageError, match=rf"{flag}.* selected attention"):
             shape.applied_to(config)
-    assert full.applied_to(config) == config
+    assert Shape.of(config).applied_to(config) == config
 
 
 def with_indexer(model: SportsLLM, selection: Selection) -> SportsLLM:
