@@ -1,8 +1,8 @@
 """The shape search of `prune` and `fit`: many shapes are cut, the best few refitted, fewer recovered briefly.
 
 A ranking right after the cut misleads, and settles after some hundred steps of recovery (Minitron,
-https://arxiv.org/abs/2407.14679). So the finalists differ in depth and hidden size, the even cut is always one of them,
-and their loss after a brief recovery decides, on held-out text that is for choices.
+https://arxiv.org/abs/2407.14679). So the finalists differ in depth and hidden size, the even cut is one of them if its
+refit is not far behind, and their loss after a brief recovery decides, on held-out text that is for choices.
 """
 
 from __future__ import annotations
@@ -20,14 +20,7 @@ from safetensors.torch import load_file
 from compress.pruning.cut import loss_per_token
 from compress.pruning.job import Calibration
 from compress.pruning.scores import SCORES_FILE
-from compress.pruning.shapes import (
-    WIDTH_STEP,
-    Shape,
-    Target,
-    block_counter,
-    candidate_shapes,
-    in_family,
-)
+from compress.pruning.shapes import WIDTH_STEP, Shape, Target, block_counter, candidate_shapes, in_family
 from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.files import JsonObject, atomic_write_text, read_json
@@ -50,6 +43,7 @@ _BRIEF_STEP = 1_024  # tokens
 _SEARCH_SHARE = 0.05  # of the recovery's tokens, for each finalist
 _MOST_SEARCHED = 5e8  # parameters, without a recovery: a search runs about a hundred models
 _NEAR = 0.98  # of the size that was asked for
+_FAR = 0.3  # nats a token behind the best refit, from where no brief recovery was seen to catch up; 0.07 were caught up
 _REFITTED = 8, 4  # of the shapes ranked by their loss right after the cut, without and with a recovery; ranked again
 
 
@@ -143,12 +137,12 @@ def find_finalists(
 ) -> list[Finalist]:
     """At most `count` shapes, best first: the best after cut and refit for each depth and hidden size.
 
-    If there are no more than `count`, they are not refitted.
+    If there are no more than `count`, they are not refitted. Refits far behind the best one are left out.
 
     Args:
         calibration: the shapes are ranked on its first few samples, and refitted to some of the others.
         shapes: those to choose from, thinned out if they are many.
-        always: refitted too; one of them is among two or more finalists.
+        always: refitted too; one of them is among two or more finalists, if it is not far behind.
         seconds: no further shape is cut after as many, and no further one refitted after twice as many.
     """
     started, model, samples = time.perf_counter(), calibration.model, calibration.samples
@@ -185,11 +179,13 @@ def find_finalists(
         refitted = losses_of(chosen, refit=True, least=max(count, len(always)), until_s=2 * seconds)
     ranked = (Finalist(shape, cut[shape], refitted.get(shape)) for shape in refitted or chosen)
     found = sorted(ranked, key=lambda one: one.loss)
+    found = [one for one in found if not refitted or one.loss <= found[0].loss + _FAR]
     whole, taken = loss_per_token(model, scoring), time.perf_counter() - started
     best_two = ", ".join(f"{one.shape.name} {one.loss / whole - 1:.1%}" for one in found[:2])
     log(f"{len(cut)} shapes cut, {len(refitted)} refitted in {taken:.0f} s; loss above the full model's: {best_two}")
-    if always and count > 1 and not {one.shape for one in found[:count]} & set(always):
-        found[count - 1] = next(one for one in found if one.shape in always)
+    rest = [one for one in found[count:] if one.shape in always]
+    if rest and count > 1 and not {one.shape for one in found[:count]} & set(always):
+        found[count - 1] = rest[0]
     return found[:count]
 
 
@@ -215,7 +211,7 @@ def recovered_finalists(
     A finished search is found there again by a second run, such as one that goes on with the main recovery.
 
     Args:
-        shapes, even: those to choose from, and the even cut, which is always tried.
+        shapes, even: those to choose from, and the even cut, which is always refitted if any is.
         recovered: given the brief recovery, a shape and its directory, bits per byte of the text for choices.
     """
     job = calibration.job
@@ -252,8 +248,8 @@ def recovered_finalists(
     seconds, lines = time.perf_counter() - started, directory / LOG
     log(f"recovered on {brief.tokens:,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
     rows, nats = [finalist.row() for finalist in tried], tried[0].nats_before
-    found_text = json.dumps({"fingerprint": identity, "tried": rows, "nats_before": nats}, indent=1)
-    atomic_write_text(directory / FOUND, found_text + "\n")
+    known = {"fingerprint": identity, "tried": rows, "nats_before": nats}
+    atomic_write_text(directory / FOUND, json.dumps(known, indent=1) + "\n")
     return tried
 
 

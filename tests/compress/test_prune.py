@@ -308,6 +308,8 @@ def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning, monkeypatch
     monkeypatch.setattr("compress.pruning.search.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     found = find_finalists(work, shapes, [even], 2, seconds=1.0)
     assert even in [one.shape for one in found] and all(one.loss_after_refit for one in found)
+    monkeypatch.setattr("compress.pruning.search._FAR", 0.0)
+    assert [one.loss for one in find_finalists(work, shapes, [even], 2)] == [found[0].loss]
 
 
 def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
