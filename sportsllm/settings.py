@@ -81,7 +81,7 @@ DISTILLATION: Group = {
     "hidden_weight": Setting(
         float,
         "Weight of hidden-state matching in the loss",
-        "3 for pruned weights; 0 with signals or a teacher trained on fewer than 2 tokens per parameter; else 0",
+        "3 for pruned weights; 0 with signals, or at under 0.001 tokens per parameter, or under 2 of the teacher",
         0,
     ),
     "teacher_precision": Setting(

@@ -159,9 +159,9 @@ def train_config(
 
     With `tokens`, which are rounded up to whole steps, the tokens of a step follow from the length of the run: a
     two-hundredth, for random and pruned weights down to an eight-hundredth if Muon stays cheap, from 1,024 to 8,192.
-    Of at most 512 channels, random and barely trained weights get what Muon needs or more, narrow models 512.
-    With steps, a step has 4 x 4 x 512. The warm-up takes a twentieth of the steps, at most 50. With `documented`,
-    `TrainConfig` has what is not given.
+    Of at most 512 channels, random and barely trained weights get what Muon needs or more. Pruned weights get 512 in
+    short runs, or 1,024 if Muon needs that. With steps, a step has 4 x 4 x 512. The warm-up takes a twentieth of the
+    steps, at most 50. With `documented`, `TrainConfig` has what is not given.
 
     Args:
         tokens: to train on; None if `flags` give steps, or for 5,000 steps.
@@ -230,8 +230,9 @@ def _batches(tokens: int, sequence: int, run: Run, given: JsonObject) -> dict[st
     cheap = 2 ** math.ceil(math.log2(_muon_tokens(run) * run.model.hidden_size))
     if _DEFAULTS[run.start].short_steps:
         wanted = min(wanted, max(tokens / _MANY_STEPS, cheap))
-    small = run.start in (Start.PRUNED, Start.BARELY_TRAINED)
-    least = min(_LEAST_TOKENS_PER_STEP, cheap) if small else _LEAST_TOKENS_PER_STEP
+    least = _LEAST_TOKENS_PER_STEP
+    if run.start in (Start.PRUNED, Start.BARELY_TRAINED):
+        least = cheap if cheap <= least else least // 2
     if _muon_tokens(run) < 8 and given.get("optimizer") != "adamw" and given.get("optimizer_bits") != 8:
         least = max(least, cheap)  # AdamW alone gains more from more steps
     rows = max(1, 2 ** math.floor(math.log2(min(_MOST_TOKENS_PER_STEP, max(least, wanted)))) // sequence)
@@ -251,8 +252,7 @@ def _check_effect(config: TrainConfig, given: JsonObject) -> None:
             f"the run ends during warm-up: {config.steps} steps, {config.warmup} of warm-up; give more tokens, "
             "smaller steps or --set warmup=N"
         )
-    rates = {"learning_rate", "muon_learning_rate"} & given.keys()
-    if rates == {"learning_rate"} and config.optimizer == "muon":
+    if {"learning_rate", "muon_learning_rate"} & given.keys() == {"learning_rate"} and config.optimizer == "muon":
         log(f"--learning-rate applies to AdamW, for embedding and norms; Muon's is {config.muon_learning_rate:g}")
 
 

@@ -18,6 +18,7 @@ from compress.distillation.loss import (
     distillation_config,
     distillation_loss,
 )
+from compress.distillation.starts import plan_training
 from compress.distillation.student import StudentTraining
 from compress.prune import prune_checkpoint
 from compress.pruning.job import PruneJob
@@ -26,8 +27,9 @@ from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.text.documents import USUAL
 from sportsllm.text.packing import IGNORE, Batch
-from sportsllm.training.settings import Start
+from sportsllm.training.settings import Run, Start
 from tests.support.distillation import CONFIG, FP32, run
 from tests.support.models import saved, tiny_config, tiny_model
 
@@ -115,12 +117,14 @@ def test_a_teacher_whose_logits_overflow_is_refused(
 
 
 def test_hidden_states_are_matched_by_default_where_cut_weights_have_a_teacher() -> None:
-    one, none = 1.0, 0.0
-    assert all(default_hidden_weight(Start.PRUNED, one, None, tokens) == 3.0 for tokens in (None, 7.6, 2.6))
-    assert default_hidden_weight(Start.PRUNED, one, None, 0.6) == 0.0  # a teacher that is barely trained
-    assert default_hidden_weight(Start.PRUNED, none, None, None) == 0.0
-    assert default_hidden_weight(Start.PRUNED, one, Path("cache"), None) == 0.0
-    assert all(default_hidden_weight(start, one, None, None) == 0.0 for start in (Start.RANDOM, Start.QUANTIZED))
+    assert all(default_hidden_weight(Start.PRUNED, 1.0, None, tokens) == 3.0 for tokens in (None, 7.6, 2.6))
+    assert default_hidden_weight(Start.PRUNED, 1.0, None, 0.6) == 0.0  # a teacher that is barely trained
+    assert default_hidden_weight(Start.PRUNED, 0.0, None, None) == 0.0
+    assert default_hidden_weight(Start.PRUNED, 1.0, Path("cache"), None) == 0.0
+    assert all(default_hidden_weight(start, 1.0, None, None) == 0.0 for start in (Start.RANDOM, Start.QUANTIZED))
+    runs = (Run(Start.PRUNED, tiny_config(vocab_size=size)) for size in (300, 3_000_000))  # the last one is very short
+    plans = [plan_training(run, Path(), 100_000, {}, [Path()], [], 0, USUAL) for run in runs]
+    assert [plan.distillation.hidden_weight for plan in plans] == [3.0, 0.0]
 
 
 def test_the_default_kl_weight_depends_on_the_start() -> None:

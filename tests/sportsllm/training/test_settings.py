@@ -48,6 +48,7 @@ def test_no_run_ends_inside_its_warm_up(tokens: int) -> None:
         (Start.PRUNED, 192, 1_000_000, 2_048),  # the least that Muon is cheap with
         (Start.PRUNED, 192, 300_000, 1_024),  # 200 steps come first
         (Start.PRUNED, 768, 1_000_000, 4_096),  # Muon is never cheap: 200 steps
+        (Start.PRUNED, 576, 100_000, 512),
         (Start.RANDOM, 256, 300_000, 1_024),
         (Start.RANDOM, 512, 300_000, 2_048),  # Muon, with fewer than 200 steps
         (Start.BARELY_TRAINED, 128, 100_000, 512),
@@ -110,7 +111,6 @@ def test_muon_where_it_is_cheap() -> None:
     assert train_config(Run(Start.RANDOM, LARGE), None, {}).optimizer == "muon"  # 8,192
     assert train_config(Run(Start.QUANTIZED, TINY), 300_000, {}).optimizer == "adamw"
     assert train_config(Run(Start.TRAINED, TINY, adapters=True), 300_000, {}).optimizer == "adamw"
-    assert train_config(SMALL, 300_000, {"optimizer": "adamw"}).optimizer == "adamw"
 
 
 def test_a_warm_up_that_does_not_end_and_a_rate_of_one_optimizer_are_said(capsys: pytest.CaptureFixture[str]) -> None:
