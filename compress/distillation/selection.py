@@ -150,7 +150,7 @@ def _heads(attention: GroupedQueryAttention, sums: Tensor, config: ModelConfig) 
 
 
 def _indexer(attention: GroupedQueryAttention, sums: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """One layer's index queries (J I, A) and key (I, A), as `SelectedAttention` has them."""
+    """One layer's index queries (H I, A) and key (I, A), as `SelectedAttention` has them."""
     selection, (query_HEA, key_KEA, moment_AA) = config.chosen_selection, _heads(attention, sums, config)
     query_HPA, key_KPA = (as_complex(heads)[:, -index_pairs(config) :] for heads in (query_HEA, key_KEA))
     moment = moment_AA.to(key_KPA.dtype)
@@ -165,7 +165,4 @@ def _indexer(attention: GroupedQueryAttention, sums: Tensor, config: ModelConfig
     key_CPA = torch.einsum("ckp,kpa->cpa", read_CKP, key_KPA)
     of_heads_HCP = into_KCP.conj().repeat_interleave(len(query_HPA) // len(key_KPA), dim=0)
     query_HCPA = of_heads_HCP[..., None] * query_HPA[:, None]
-    shares = torch.arange(len(query_HCPA)) * selection.heads // len(query_HCPA)
-    query_JCPA = torch.stack([query_HCPA[shares == head].mean(dim=0) for head in sorted(set(shares.tolist()))])
-    query_JCPA = query_JCPA[torch.arange(selection.heads) * len(query_JCPA) // selection.heads]  # repeated if more
-    return as_real(query_JCPA).flatten(0, 2), as_real(key_CPA).flatten(0, 1)
+    return as_real(query_HCPA).flatten(0, 2), as_real(key_CPA).flatten(0, 1)

@@ -92,19 +92,15 @@ class FakeQuantLinear(nn.Module):
 
 
 def make_trainable(model: SportsLLM, originals: Mapping[str, Tensor]) -> None:
-    """Make the packed matrices of a quantized model's layers trainable, in place; embedding and head are not trained.
-
-    `originals` are the matrices before rounding, by module.
-    """
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    """Make the packed matrices of a model's layers trainable in place; `originals` are those before rounding."""
+    model.requires_grad_(False)
     for name, module in list(model.model.layers.named_modules()):
         if isinstance(module, QuantizedLinear):
             parent, _, leaf = name.rpartition(".")
             trained = FakeQuantLinear(module.quantized(), module.bias, originals[f"model.layers.{name}"])
             setattr(model.model.layers.get_submodule(parent), leaf, trained)
-    for parameter in (*model.model.layers.parameters(), *model.model.norm.parameters()):
-        parameter.requires_grad_(True)
+    model.model.layers.requires_grad_(True)
+    model.model.norm.requires_grad_(True)
 
 
 def pack_trained(model: SportsLLM, packed: PackedCheckpoint) -> None:

@@ -35,9 +35,7 @@ def built(gelu: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"half": True}, {"bits": 4, "int8_cache": True}, {"bits": 4, "operators": "standard"}],
-    ids=str,
+    "settings", [{}, {"half": True}, {"bits": 4, "int8_cache": True}, {"bits": 4, "operators": "standard"}], ids=str
 )
 def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], built: str, exports: Exports) -> None:
     export = exports(mlp_kind=built, **settings)
