@@ -86,7 +86,7 @@ def choose_shape(
     """
     job, config = work.job, work.job.model_config()
     shape, share = target.shape(config, whole=job.experts is not None)
-    if shape == Shape.of(config) and job.experts is None:
+    if shape == Shape.of(load_config(job.checkpoint)):
         shown = ", ".join(f"{name} {size}" for name, size in shape.sizes().items())
         raise UsageError(f"{job.checkpoint}: nothing is cut, the model has that shape ({shown}); ask for less")
     tokens = target.search_tokens

@@ -86,15 +86,13 @@ def test_neurons_that_explain_nothing_are_left_out() -> None:
     """Half of each expert's neurons have no output in the function that is wanted."""
     half = model_with().model.layers[0].mlp
     x = torch.randn(3_000, 64, generator=torch.Generator().manual_seed(0))
+    experts = half.experts[:2]
     with torch.no_grad():
-        for name in ("experts.0", "experts.1"):
-            half.get_submodule(name).down_proj.weight[:, 48:] = 0.0
-        wanted = sum(
-            e.down_proj(silu(e.gate_proj(x)) * e.up_proj(x))
-            for e in map(half.get_submodule, ("experts.0", "experts.1"))
-        )
-    parts = joined_neurons(half.experts[:2], 96, x, wanted)
-    kept = torch.cat([half.get_submodule(f"experts.{n}").up_proj.weight[:48] for n in (0, 1)])
+        for expert in experts:
+            expert.down_proj.weight[:, 48:] = 0.0
+        wanted = sum(e.down_proj(silu(e.gate_proj(x)) * e.up_proj(x)) for e in experts)
+    parts = joined_neurons(experts, 96, x, wanted)
+    kept = torch.cat([expert.up_proj.weight[:48] for expert in experts])
     torch.testing.assert_close(parts["up_proj.weight"], kept)
 
 
@@ -121,3 +119,5 @@ def test_layers_without_experts_stay(tokenizer_directory: Path, corpus_file: Pat
     smaller = load_config(tmp_path / "out")
     assert (smaller.num_hidden_layers, smaller.dense_layers, smaller.dense_intermediate_size) == (3, 2, 64)
     assert result.kept_layers[:2] == [0, 1] and result.parameters == smaller.parameters
+    with pytest.raises(UsageError, match="nothing is cut"):
+        prune(full, out=tmp_path / "same", calibration=[corpus_file], experts=4)
