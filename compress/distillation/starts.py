@@ -69,18 +69,18 @@ def plan_training(
     taught = pick(given, DISTILLATION)
     if given.get("signals") is not None:
         taught["signals"] = Path(given["signals"])
-    config = settings.train_config(run, tokens, lengths, seed=seed)
-    if config.steps * config.tokens_per_step < _SHORT_RUN * run.model.parameters:
-        taught.setdefault("hidden_weight", 0.0)
-    return StudentTraining(
+    training = StudentTraining(
         teacher=teacher,
         corpus=tuple(corpus or recorded_text(teacher, "corpus")),
         valid=tuple(valid or ([] if corpus else recorded_text(teacher, "valid"))),
         distillation=distillation_config(run.start, teacher, taught),
-        config=config,
+        config=settings.train_config(run, tokens, lengths, seed=seed),  # last, since it prints the settings
         extra_holdouts=extra_holdouts,
         reading=reading,
     )
+    if "hidden_weight" not in taught and training.tokens < _SHORT_RUN * run.model.parameters:
+        training = replace(training, distillation=replace(training.distillation, hidden_weight=0.0))
+    return training
 
 
 @dataclass(frozen=True)

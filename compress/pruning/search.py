@@ -247,8 +247,7 @@ def recovered_finalists(
     figures = ", ".join(f"{finalist.shape.name} {finalist.bits_per_byte:.4f}" for finalist in tried)
     seconds, lines = time.perf_counter() - started, directory / LOG
     log(f"recovered on {brief.tokens:,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
-    rows, nats = [finalist.row() for finalist in tried], tried[0].nats_before
-    known = {"fingerprint": identity, "tried": rows, "nats_before": nats}
+    known = {"fingerprint": identity, "tried": [one.row() for one in tried], "nats_before": tried[0].nats_before}
     atomic_write_text(directory / FOUND, json.dumps(known, indent=1) + "\n")
     return tried
 
