@@ -231,7 +231,7 @@ def _batches(tokens: int, sequence: int, run: Run, given: JsonObject) -> dict[st
     if _DEFAULTS[run.start].short_steps:
         wanted = min(wanted, max(tokens / _MANY_STEPS, cheap))
     least = _LEAST_TOKENS_PER_STEP
-    if run.start in (Start.PRUNED, Start.BARELY_TRAINED):
+    if run.start is Start.PRUNED or (run.start is Start.BARELY_TRAINED and cheap < least):
         least = cheap if cheap <= least else least // 2
     if _muon_tokens(run) < 8 and given.get("optimizer") != "adamw" and given.get("optimizer_bits") != 8:
         least = max(least, cheap)  # AdamW alone gains more from more steps
