@@ -36,13 +36,12 @@ def dense_model(dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
-def pack_linears(model: Any, kind: str, blocksize: int | None = None) -> Any:
+def pack_linears(model: Any, kind: str) -> Any:
     """Put bitsandbytes' layers in the place of all matrices but embedding and head, as `transformers` does.
 
     Args:
         model: changed, and returned.
         kind: one of KINDS.
-        blocksize: of 4 bits; the library's own if not given.
     """
     for name, module in list(model.model.named_modules()):
         if not isinstance(module, torch.nn.Linear):
@@ -54,9 +53,8 @@ def pack_linears(model: Any, kind: str, blocksize: int | None = None) -> Any:
         else:
             layer = bitsandbytes.nn.Linear4bit(*sizes, bias=False, compute_dtype=weight.dtype, quant_type=kind[:3])
             layer.weight = bitsandbytes.nn.Params4bit(
-                weight, requires_grad=False, quant_type=kind[:3], compress_statistics="double" in kind,
-                blocksize=blocksize,
-            )  # fmt: skip
+                weight, requires_grad=False, quant_type=kind[:3], compress_statistics="double" in kind
+            )
             layer.support_avx512bf16_for_cpu = False  # computes in the model's own type, as the others do
         parent, _, leaf = name.rpartition(".")
         setattr(model.model.get_submodule(parent), leaf, layer.to("cpu").eval())

@@ -1,6 +1,5 @@
 """Headless Chromium, driven by its debugging protocol over a pipe."""
 
-import base64
 import json
 import os
 import shutil
@@ -88,10 +87,6 @@ class Browser:
     def type(self, text: str) -> None:
         """Text into what has the focus."""
         self.call("Input.insertText", text=text)
-
-    def picture(self, path: Path) -> None:
-        """A screenshot."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
 
 @contextmanager

@@ -38,9 +38,9 @@ def inputs_of(model: SportsLLM, names: Sequence[str], samples: Sequence[Tensor])
     return {name: torch.cat(parts) for name, parts in caught.items()}
 
 
-def random_scores(model: SportsLLM, samples: Sequence[Tensor], seed: int = 0) -> Scores:
+def random_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
     """Uniform scores in [0, 1), and the measured directions of the residual stream."""
-    generator, layers = torch.Generator().manual_seed(seed), model.config.num_hidden_layers
+    generator, layers = torch.Generator().manual_seed(0), model.config.num_hidden_layers
     drawn = {
         (name, layer): torch.rand(unit.count, generator=generator)
         for layer, units in enumerate(layer_units(model.config))

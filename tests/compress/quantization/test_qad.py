@@ -25,8 +25,8 @@ from sportsllm.training.state import validation
 from tests.support.models import tiny_model
 
 
-def packed_matrix(bits: int = 4, symmetric: bool = True, columns: int = 72) -> tuple[torch.Tensor, QuantizedWeight]:
-    weight = torch.randn(10, columns, generator=torch.Generator().manual_seed(0))
+def packed_matrix(bits: int = 4, symmetric: bool = True) -> tuple[torch.Tensor, QuantizedWeight]:
+    weight = torch.randn(10, 72, generator=torch.Generator().manual_seed(0))
     return weight, round_weight(weight, GridSpec(bits, 16, symmetric), search=True)
 
 

@@ -86,22 +86,14 @@ def opened(library: Path, model: bytes, threads: int) -> ort.InferenceSession:
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def head_logits(
-    library: Path,
-    matrix: Packed,
-    x: Array,
-    bias: Array | None = None,
-    threads: int = 1,
-    norm: Array | None = None,
-    wide: bool = False,
-) -> Array:
+def head_logits(library: Path, matrix: Packed, x: Array, norm: Array | None = None, wide: bool = False) -> Array:
     norm = np.ones(x.shape[-1], np.float32) if norm is None else norm
-    constants = {"norm": norm, **matrix.parts("head"), **({} if bias is None else {"head.bias": bias})}
+    constants = {"norm": norm, **matrix.parts("head")}
     names = ["x", "residual", "norm", "head.packed", "head.scale", "head.zero_point", "head.bias"]
     sizes = {f"head_{key}": value for key, value in matrix.sizes.items()}
     attributes = {"hidden_size": x.shape[-1], "epsilon": 1e-5, **sizes, **({"head_wide": 1} if wide else {})}
     op, names = ("GeneralHead", [*names, "norm.bias"]) if wide else ("DecoderHead", names)
-    made = session(library, op, names, {"logits": TensorProto.FLOAT}, constants, {"x": x}, attributes, threads)
+    made = session(library, op, names, {"logits": TensorProto.FLOAT}, constants, {"x": x}, attributes)
     found: Array = made.run(None, {"x": x})[0]
     return found
 
@@ -200,9 +192,7 @@ def layer_outputs(cached: int = TensorProto.FLOAT) -> dict[str, int]:
     return {"out": TensorProto.FLOAT, "residual_out": TensorProto.FLOAT, "key": cached, "value": cached}
 
 
-def run_layer(
-    library: Path, case: Case, pieces: list[int], kept: str = "fp32", threads: int = 2
-) -> tuple[Array, Array]:
+def run_layer(library: Path, case: Case, pieces: list[int], kept: str = "fp32") -> tuple[Array, Array]:
     """Sum of the layer's two outputs for tokens read in pieces, (T, D), and the keys, (K, T, E)."""
     constants, _, attributes = case
     suffix, kind, cached = CACHES[kept]
@@ -212,7 +202,7 @@ def run_layer(
     made, found, start = None, [], 0
     for count in pieces:
         fed = layer_feeds(x[:, start : start + count], start + count - 1, cache)
-        made = made or session(library, *op_names, outputs, constants, fed, attributes, threads)
+        made = made or session(library, *op_names, outputs, constants, fed, attributes, threads=2)
         out, residual, *cache = made.run(None, fed)
         found.append((out + residual)[0])
         start += count
@@ -489,9 +479,9 @@ def selected_case(tokens: int) -> tuple[dict[str, Array], dict[str, Any]]:
     return fed, attributes | {"scale": 0.4}
 
 
-def run_selected(library: Path, fed: dict[str, Array], attributes: dict[str, Any], threads: int = 2) -> Array:
+def run_selected(library: Path, fed: dict[str, Array], attributes: dict[str, Any]) -> Array:
     out = {"out": TensorProto.FLOAT}
-    made = session(library, "SelectedAttention", SELECTED_NAMES, out, {}, fed, attributes, threads)
+    made = session(library, "SelectedAttention", SELECTED_NAMES, out, {}, fed, attributes, threads=2)
     found: Array = made.run(None, fed)[0]
     return found
 

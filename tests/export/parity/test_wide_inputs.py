@@ -22,10 +22,10 @@ MASSIVE = 1500.0
 """How much larger a channel is than the others that share its step."""
 
 
-def save_massive(directory: Path, bits: int = 8, layer: int = 1, **changes: Any) -> Path:
+def save_massive(directory: Path, bits: int = 8, **changes: Any) -> Path:
     """A packed model in which one norm makes a channel massive, and what reads it takes that back."""
     model = tiny_model(max_position_embeddings=CONTEXT, **changes)
-    block = model.model.layers[layer]
+    block = model.model.layers[1]
     with torch.no_grad():
         block.post_attention_layernorm.weight[40] *= MASSIVE
         for matrix in (block.mlp.gate_proj, block.mlp.up_proj):

@@ -18,9 +18,9 @@ from tests.support.command_line import CommandLine
 from tests.support.models import TINY_VOCAB, saved, tiny_model
 
 
-def moved(seed: int = 3) -> SportsLLM:
+def moved() -> SportsLLM:
     """The tiny model with every parameter moved a little."""
-    model, generator = tiny_model(), torch.Generator().manual_seed(seed)
+    model, generator = tiny_model(), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
