@@ -19,12 +19,12 @@ its row it moves those after it, K / 2 on average.
 from __future__ import annotations
 
 import argparse
-import csv
 import inspect
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,14 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.devices.load import list_devices, load_device, processor_name
+from benchmarks.labels import csv_text
 from benchmarks.model_size import training_flops_per_token
 from compress.layer_fit import RIDGE
 from compress.quantization.gptq import DAMPING
 from sportsllm.commands import load_command
 from sportsllm.console import output
 from sportsllm.errors import ResourceError
-from sportsllm.files import read_json_lines
+from sportsllm.files import atomic_write_text, read_json_lines
 from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.presets import preset
@@ -162,19 +163,15 @@ def main(arguments: Sequence[str] | None = None, line: dict[str, Any] = LINE, sp
     given = parser.parse_args(arguments)
     device = find_device(given.device)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-    given.out.mkdir(parents=True, exist_ok=True)
-    wrong = []
-    with (given.out / f"{'-'.join(card.lower().split())}.csv").open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        table.writeheader()
-        for rows in (compare(given.device, given.work, line), measure(given.device, given.work, speed, sequence, card)):
-            for row in rows:
-                shown = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
-                table.writerow({"device": card, **shown, "date": datetime.now(UTC).date().isoformat()})
-                file.flush()
-                output().print(", ".join(f"{name} {value}" for name, value in shown.items()))
-                if "bound" in row and not row["difference"] <= row["bound"]:
-                    wrong.append(row["part"])
+    table, found, wrong = given.out / f"{'-'.join(card.lower().split())}.csv", list[Row](), list[str]()
+    speeds = measure(given.device, given.work, speed, sequence, card)
+    for row in chain(compare(given.device, given.work, line), speeds):
+        shown = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
+        found.append({"device": card, **shown, "date": datetime.now(UTC).date().isoformat()})
+        atomic_write_text(table, csv_text(COLUMNS, found))  # what was found stays if the next part fails
+        output().print(", ".join(f"{name} {value}" for name, value in shown.items()))
+        if "bound" in row and not row["difference"] <= row["bound"]:
+            wrong.append(row["part"])
     if wrong:
         output().print(f"beyond the bound: {', '.join(wrong)}")
     return 1 if wrong else 0

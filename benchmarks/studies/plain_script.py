@@ -11,20 +11,22 @@ Times are processor seconds of one thread, which other programs change least; th
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 
+from benchmarks.labels import csv_text, read_csv
 from benchmarks.measure.machine import machine
 from sportsllm.commands import load_command
 from sportsllm.console import output
+from sportsllm.files import atomic_write_text
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.manifest import manifest_of
 from sportsllm.inference.scoring import score_documents
@@ -145,19 +147,14 @@ def main() -> None:
     given = parser.parse_args()
     set_threads(1)
     torch.optim.SGD([torch.zeros(1)])  # imports for a second what every method needs
-    given.out.mkdir(parents=True, exist_ok=True)
-    with (given.out / "plain_script.csv").open("a+", encoding="utf-8", newline="") as stream:
-        stream.seek(0)
-        known = {(row["teacher"], row["start"]) for row in csv.DictReader(stream)}
-        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
-        if not known:
-            writer.writeheader()
-        for teacher, start in [(teacher, start) for teacher in given.teachers for start in given.starts]:
-            if (teacher.name, start) not in known:
-                rows = compare(teacher, start, given.params, given.tokens, given.work / teacher.name)
-                writer.writerows(rows)
-                stream.flush()
-                output().print(*(", ".join(map(str, row.values())) for row in rows), sep="\n")
+    rows: list[Mapping[str, object]] = [*read_csv(table := given.out / "plain_script.csv")]
+    known = {(row["teacher"], row["start"]) for row in rows}
+    for teacher, start in product(given.teachers, given.starts):
+        if (teacher.name, start) not in known:
+            made = compare(teacher, start, given.params, given.tokens, given.work / teacher.name)
+            rows += made
+            atomic_write_text(table, csv_text(COLUMNS, rows))
+            output().print(*(", ".join(map(str, row.values())) for row in made), sep="\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ beside the table, the second from what is there.
 from __future__ import annotations
 
 import argparse
-import csv
 import html
 import math
 import re
@@ -26,7 +25,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.labels import csv_text
+from benchmarks.labels import csv_text, read_csv
 from benchmarks.measure.bench import round_checks
 from benchmarks.measure.machine import choose_cpus, machine
 from benchmarks.reporting.charts import COLORS, Plot
@@ -227,10 +226,7 @@ def main() -> None:
     parser.add_argument("--peer", action="append", metavar="RUNTIME+FORMAT=PATH,...", help="Another's model.")
     parser.add_argument("--rounds", type=int, default=5, help="Of the timing; 0 leaves the speeds out.")
     given = parser.parse_args()
-    rows: list[Row] = []
-    if given.out.exists():
-        with given.out.open(encoding="utf-8", newline="") as stream:
-            rows = list(csv.DictReader(stream))
+    rows: list[Row] = [*read_csv(given.out)]
     if given.model is not None:
         if not given.text or given.work is None:
             parser.error("a model needs --text and --work")

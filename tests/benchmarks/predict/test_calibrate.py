@@ -1,6 +1,5 @@
 """`calibrate`: the fit on a machine that is known and on recorded figures, and the command with real models."""
 
-import csv
 import json
 import platform
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 from benchmarks import device_commands
 from benchmarks.devices.load import is_this_machine, load_device, processor_name
 from benchmarks.devices.schema import Coefficients
+from benchmarks.labels import read_csv
 from benchmarks.measure.bench import ShortBench
 from benchmarks.model_size import ModelFormat
 from benchmarks.plan import plan
@@ -46,13 +46,13 @@ TRUE = START.model_copy(
 )
 
 
-def _planted(noise: float = 0.0) -> list[Figure]:
+def _planted() -> list[Figure]:
     """What the true machine would show of every model that is measured."""
-    random, found = np.random.default_rng(0), list[Figure]()
+    found = list[Figure]()
     for config, stored in [*product(SHAPES, FORMATS), *((config, INT8_CACHE) for config in SHAPES[:2])]:
         for kind, tokens in (("ttft", 512), ("tpot", 512), ("memory", 1_024)):
             exact = total(Figure(kind, config, stored, tokens, 1.0).terms(), costs(TRUE))
-            found.append(Figure(kind, config, stored, tokens, exact * float(np.exp(noise * random.standard_normal()))))
+            found.append(Figure(kind, config, stored, tokens, exact))
     return found
 
 
@@ -91,8 +91,7 @@ def test_calibrating_improves_predictions_of_recorded_figures() -> None:
 def _recorded() -> list[Figure]:
     formats = (*FORMATS, INT8_CACHE, ModelFormat("int4", 32))
     formats = {stored.name: stored for stored in (*formats, ModelFormat("int4", 128, standard=True))}
-    with RECORDED.open(encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
+    rows = read_csv(RECORDED)
     assert len(rows) == 276
     return [
         Figure(

@@ -1,10 +1,10 @@
 """The check of a GPU, run on the CPU with tiny shapes: all of the line, and the CPU agrees with itself."""
 
-import csv
 from pathlib import Path
 
 import pytest
 
+from benchmarks.labels import read_csv
 from benchmarks.studies.gpu_check import COLUMNS, main, peak_flops_per_s
 
 TINY = {"model": "tiny-300k", "student": "tiny-300k", "steps": 2, "batch_size": 2, "sequence": 64, "samples": 2}
@@ -15,8 +15,7 @@ def test_the_cpu_agrees_with_itself(tmp_path: Path) -> None:
     given = ["--device", "cpu", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     assert main(given, TINY | {"megabytes": 0.02}, {"tiny-300k": (2, 5), "tiny-1m": (1, 5)}, 64) == 0
     (table,) = (tmp_path / "out").glob("*.csv")
-    with table.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(table)
     assert tuple(rows[0]) == COLUMNS
     compared, measured = [row for row in rows if row["bound"]], [row for row in rows if row["tokens_per_s"]]
     parts = ["train", "distill", "prune", "quantize", "quantize, codes that differ", "eval"]

@@ -1,11 +1,11 @@
 """The plain script beside the toolkit, on a tiny teacher that names its text."""
 
-import csv
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.labels import read_csv
 from benchmarks.studies import plain_script
 from sportsllm.verbs.train import train
 
@@ -24,8 +24,7 @@ def test_every_start_is_compared_once(tmp_path: Path, corpus_file: Path, monkeyp
     arguments = ["", str(tmp_path / "teacher"), "--work", str(tmp_path / "work"), "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*arguments, "--tokens", "1024"])
     plain_script.main()
-    with (tmp_path / "plain_script.csv").open(encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
+    rows = read_csv(tmp_path / "plain_script.csv")
     assert [row["start"] for row in rows[::4]] == list(plain_script.STARTS) and len(rows) == 12
     assert rows[4]["method"] == "not distilled" and float(rows[6]["bits_per_byte"]) < float(rows[4]["bits_per_byte"])
     assert {row["learning_rate"] for row in rows if "plain" in row["method"]} <= {"0.001", "1e-05"}

@@ -1,12 +1,12 @@
 """The chart of quality against bytes and speed: a run over real formats of a tiny model, and where its points lie."""
 
-import csv
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.labels import read_csv
 from benchmarks.reporting.charts import COLORS
 from benchmarks.studies import quality_chart
 from benchmarks.studies.quality_chart import COLUMNS, draw
@@ -66,8 +66,7 @@ def test_one_command_makes_measures_and_draws(
         sys, "argv", [*command, "--rounds", "1", "--peer", f"llama.cpp+Q8_0={own},python={sys.executable}"]
     )
     quality_chart.main()
-    with table.open(encoding="utf-8", newline="") as stream:
-        rows = {(row["tool"], row["format"]): row for row in csv.DictReader(stream)}
+    rows = {(row["tool"], row["format"]): row for row in read_csv(table)}
     int8, gguf, again = (
         rows[key] for key in (("sportsllm-compress", "INT8"), ("sportsllm-compress", "Q8_0"), ("llama.cpp", "Q8_0"))
     )

@@ -1,12 +1,12 @@
 """The studies: prediction errors with real models, and the gauntlet's table of rises and gains."""
 
-import csv
 import json
 import math
 from pathlib import Path
 
 import pytest
 
+from benchmarks.labels import read_csv
 from benchmarks.predict.calibrate import SHAPES, shape
 from benchmarks.predict.latency import resolve
 from benchmarks.studies import prediction_error
@@ -35,8 +35,7 @@ def test_a_study_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(prediction_error, "calibrate", lambda threads, rounds: (resolve(DEVICE), 0.0))
     monkeypatch.setattr(prediction_error, "default_threads", lambda: 1)
     summary = run_study(tmp_path / "out", rounds=1)
-    with (tmp_path / "out" / "prediction.csv").open(encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
+    rows = read_csv(tmp_path / "out" / "prediction.csv")
     assert {row["format"] for row in rows} == {"fp32", "int4-b32"} and len(rows) == 2 * 3
     assert all(float(row[name]) > 0 for row in rows for name in ("measured", "calibrated", "shipped"))
     assert all(row["calibrated"] == row["shipped"] for row in rows)  # the same coefficients here
