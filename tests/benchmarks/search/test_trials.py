@@ -24,10 +24,11 @@ def test_held_out_conversations_are_read_again(checkpoint: Path, corpus_file: Pa
     assert {*read_documents([made.selection_split, made.report_split])} == {*read_documents([valid])}
 
 
-def test_mixed_cuts_may_have_fewer_experts(corpus_file: Path, tokenizer_directory: Path, tmp_path: Path) -> None:
+def test_mixed_cuts_may_have_fewer_experts(texts: list[str], tokenizer_directory: Path, tmp_path: Path) -> None:
     model = tiny_model(mlp_kind="experts", experts=Experts(3, 1))
     teacher, whole = saved(tmp_path / "teacher", model, tokenizer_directory), Shape.of(model.config)
-    trials = Trials(Source(teacher, (), (corpus_file,)), load_device("host"), tmp_path, corpus_file, 1)
+    (text := tmp_path / "text.txt").write_text(texts[0], encoding="utf-8")
+    trials = Trials(Source(teacher, (), (text,)), load_device("host"), tmp_path, text, 1)
     shapes = [replace(whole, layers=1, experts=count) for count in (2, 3)]
     assert {*trials.best_right_after_the_cut(shapes, 2, 60.0)} == {*shapes}
 
