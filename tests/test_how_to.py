@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import sportsllm
 from sportsllm.commands import load_command
 from sportsllm.simulator import simulate
 from tests.support.pages import FENCE, MODEL, ROOT, chat_model, reader, run_page
@@ -48,23 +47,22 @@ def write(file: Path, records: Iterable[object]) -> None:
 
 @pytest.fixture(scope="module")
 def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """After the first tutorial, with files of one's own."""
+    """After the README, whose blocks all run, with files of one's own. The models have the tutorials' names too."""
     folder = reader(tmp_path_factory.mktemp("reader"))
     load_command("data simulate")(megabytes=0.02, questions=4, out=folder / "corpus")
-    corpus, teacher, student = folder / "corpus" / "train.jsonl", folder / "teacher", folder / "student"
-    sportsllm.train(model="tiny-1m", corpus=corpus, tokens=2000, out=teacher)
-    sportsllm.distill(teacher=str(teacher), student="tiny-700k", tokens=2000, out=student)
-    sportsllm.quantize(str(student), method="rtn", out=folder / "student-int4")
-    sportsllm.export(str(folder / "student-int4"), out=folder / "student-onnx")
-    for name in ("my_text", "long", "long_documents", "articles"):
-        (folder / f"{name}.jsonl").symlink_to(corpus)
+    (folder / "my_text").mkdir()
+    for name in ("my_text/train", "my_text", "long", "long_documents", "articles"):
+        (folder / f"{name}.jsonl").symlink_to(folder / "corpus" / "train.jsonl")
+    write(folder / "held_out.jsonl", ({"text": simulate(0, 500 + index).text} for index in range(20)))
     asked = ({"role": "user", "content": f"Who won match {number}?"} for number in range(40))
     write(folder / "chats.jsonl", ({"messages": [one, {"role": "assistant", "content": "Vestnes."}]} for one in asked))
     (folder / "questions.txt").write_text("Who won?\n", encoding="utf-8")
-    (folder / "base").symlink_to(teacher)
+    (folder / "sportsllm_compress-1-py3-none-linux_aarch64.whl").touch()
     chat = chat_model(checkpoint, folder / "chat-model", "{{ message.role }}: {{ message.content }}")
-    made = sportsllm.export(str(chat), format="gguf", out=folder / "gguf")
-    (folder / "SmolLM2-135M-Instruct.Q4_1.gguf").symlink_to(made.out / "model.gguf")
+    run_page("../../README.md", folder, LESS | {MODEL: str(chat)}, figures=False)
+    for name, place in (("teacher", "runs/tiny-1m"), ("base", "runs/tiny-1m"), ("student", "runs/tiny-700k")):
+        (folder / name).symlink_to(place)
+    (folder / "SmolLM2-135M-Instruct.Q4_1.gguf").symlink_to("smol-gguf/model.gguf")
     return folder
 
 
@@ -73,17 +71,6 @@ def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_how_to(page: str, made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made, tmp_path / "reader", symlinks=True))
     run_page(f"../how-to/{page}.md", folder, LESS | {MODEL: str(folder / "chat-model")}, figures=False)
-
-
-@pytest.mark.slow
-def test_readme(checkpoint: Path, tmp_path: Path) -> None:
-    folder = reader(tmp_path)
-    (folder / "my_text").mkdir()
-    for name, start in (("my_text/train", 0), ("held_out", 500), ("chats", 600)):
-        write(folder / f"{name}.jsonl", ({"text": simulate(0, start + index).text} for index in range(20)))
-    (folder / "sportsllm_compress-1-py3-none-linux_aarch64.whl").touch()
-    chat = chat_model(checkpoint, folder / "chat-model")
-    run_page("../../README.md", folder, LESS | {MODEL: str(chat)}, figures=False)
 
 
 def test_every_block_is_run_or_marked() -> None:

