@@ -37,13 +37,9 @@ CASES: list[tuple[str, int, str]] = [
     # wrong types
     (f"train --steps many --corpus {TEXT}", USAGE, "--steps"),
     (f"train --tokens 10x --corpus {TEXT}", USAGE, "10x"),
-    (f"distill --teacher {MODEL} --student {MODEL} --steps many", USAGE, "--steps"),
-    (f"quantize {MODEL} --out {NEW} --bits four", USAGE, "--bits"),
     (f"generate {MODEL} --temperature hot", USAGE, "--temperature"),
     (f"bench {MODEL} --set rounds=0", USAGE, "rounds=0"),
     (f"bench {MODEL} --provider webgpu --against genai", USAGE, "--against measures all runtimes on the CPU"),
-    (f"serve {MODEL} --port many", USAGE, "--port"),
-    ("fit --teacher x --target y --minutes soon", USAGE, "--minutes"),
     ("plan small --tokens many", USAGE, "many"),
     ("run x.toml --threads 0", USAGE, "--threads"),
     ("data simulate --megabytes lots", USAGE, "--megabytes"),

@@ -40,6 +40,7 @@ from sportsllm.training.optimizers import build_optimizers
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.state import RunState
 from sportsllm.verbs.run import load_recipe
+from tests.benchmarks.reporting.test_report import bench_result
 from tests.support.models import fresh
 
 LONGEST, SECONDS = 800, 10  # the command line leaves out the middle of a line beyond 400 characters
@@ -164,14 +165,7 @@ def made(
         ],
     }  # fmt: skip
     (root / "recipe.toml").write_text(tomli_w.dumps(recipe))
-    bench = {
-        "directory": str(root / "next"), "ttft_ms": {"128": 4.5, "512": None}, "tpot_ms": {"32": {"p50": 0.5}},
-        "peak_rss_bytes": 80_000_000, "file_bytes": 1_000, "clean": False, "bits_per_byte": 1.25, "threads": 2,
-        "machine": {"processor": "A Processor"}, "text": ["valid.jsonl"], "parameters": 1_000,
-        "budget": {"target": "raspberry-pi-5", "verdict": "fail",
-                   "limits": [{"name": "file_mb", "limit": 1.0, "value": 2.0, "unit": "MB", "verdict": "fail",
-                               "source": "measured", "low": 2.0, "high": 2.0}]},
-    }  # fmt: skip
+    bench = bench_result(str(root / "next")) | {"file_bytes": 1_000, "bits_per_byte": 1.25, "text": ["valid.jsonl"]}
     (root / "bench.json").write_text(json.dumps(bench))
     write_gguf(checkpoint, root / "model.gguf", tokenizer_metadata(checkpoint, load_config(checkpoint)), half=True)
     return root

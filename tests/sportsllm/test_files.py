@@ -49,6 +49,9 @@ def test_damaged_toml_is_one_short_line(tmp_path: Path, content: str) -> None:
     with pytest.raises(UsageError, match="not valid TOML") as error:
         read_toml(path, error_type=UsageError)
     assert len(str(error.value)) < 400
+    for other, problem in ((tmp_path, "is a directory"), (tmp_path / "missing.toml", "not found")):
+        with pytest.raises(ArtifactError, match=f"{problem}; give a .toml file"):
+            read_toml(other)
 
 
 def test_json_lines_come_with_their_numbers(tmp_path: Path) -> None:

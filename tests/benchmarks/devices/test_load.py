@@ -134,19 +134,6 @@ def test_host_has_no_figures_of_a_machine(tmp_path: Path) -> None:
         load_device(_write(tmp_path, host.replace("always = true", 'processor = "Some CPU 9"')))
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="not found"):
-        load_device(str(tmp_path / "missing.toml"))
-    with pytest.raises(ArtifactError, match="not valid TOML"):
-        load_device(_write(tmp_path, "format = = 1"))
-    (tmp_path / "mine.toml").write_bytes(b"format = 1\nname = '\xff'\n")
-    with pytest.raises(ArtifactError, match="not valid TOML"):
-        load_device(str(tmp_path / "mine.toml"))
-    (tmp_path / "folder.toml").mkdir()
-    with pytest.raises(ArtifactError, match="is a directory"):
-        load_device(str(tmp_path / "folder.toml"))
-
-
 def test_a_budget_of_ones_own_extends_a_shipped_device(tmp_path: Path) -> None:
     own = load_device(_write(tmp_path, 'extends = "raspberry-pi-5"\n[limits]\nfile_mb = 60\n'))
     pi = load_device("raspberry-pi-5")

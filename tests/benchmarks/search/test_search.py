@@ -412,6 +412,8 @@ def line(checkpoint: Path, texts: list[str], tmp_path_factory: pytest.TempPathFa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.search.rounds._MIXED", 1)
         patch.setattr("benchmarks.search.rounds._VALUES", 3)
+        patch.setattr("benchmarks.search.recipe._CUT_SAMPLES", 8)
+        patch.setattr("benchmarks.search.trials._SCORED_TOKENS", 2_000)
         patch.setattr("benchmarks.search.trials.short_bench", line.timed)
         patch.setattr("benchmarks.search.trials.wait_for_quiet", lambda *_: True)
         patch.setattr("benchmarks.measure.bench.run_bench", line.measured)

@@ -625,20 +625,16 @@ def test_latent_vectors_that_do_not_fit_are_refused(library: Path) -> None:
 
 
 def test_bad_shapes_are_refused_when_the_graph_is_opened(library: Path) -> None:
-    rng = np.random.default_rng(0)
-    x = np.zeros((1, 1, 64), np.float32)
-    matrix = Packed(rng, 8, 64, 4, 32, zeros=False)
-    short = Packed(rng, 8, 64, 4, 32, zeros=False)
-    short.packed = short.packed[:, :1]
-    odd = Packed(rng, 8, 64, 4, 32, zeros=False)
-    odd.sizes["block_size"] = 48
-    wrong_bits = Packed(rng, 8, 64, 4, 32, zeros=False)
-    wrong_bits.sizes["bits"] = 5
-    for bad, message in ((short, "has shape"), (odd, "blocks of 48"), (wrong_bits, "5 bits")):
-        with pytest.raises(Exception, match=message):
-            head_logits(library, bad, x)
+    x, matrix = np.zeros((1, 1, 64), np.float32), Packed(np.random.default_rng(0), 8, 64, 4, 32, zeros=False)
     with pytest.raises(Exception, match="norm"):
         head_logits(library, matrix, x, norm=np.ones(3, np.float32))
+    packed, sizes = matrix.packed, matrix.sizes
+    for part, changes, message in (
+        (packed[:, :1], {}, "has shape"), (packed, {"block_size": 48}, "blocks of 48"), (packed, {"bits": 5}, "5 bits"),
+    ):  # fmt: skip
+        matrix.packed, matrix.sizes = part, sizes | changes
+        with pytest.raises(Exception, match=message):
+            head_logits(library, matrix, x)
 
 
 def test_a_layer_of_impossible_sizes_is_refused(library: Path) -> None:

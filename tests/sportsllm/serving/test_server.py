@@ -559,7 +559,6 @@ def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals, expo
 
 
 def test_exports_that_cannot_be_served_are_refused(export: Path, cli: CommandLine, tmp_path: Path) -> None:
-    cli.refuses(3, "not an export", "serve", STORIES)
     (tmp_path / "stories").mkdir()
     cli.refuses(2, "two exports", "serve", export, tmp_path / "stories")
     cli.refuses(2, "cannot check several tokens in one step", "generate", export, "--draft", export)

@@ -158,13 +158,9 @@ checkpoint = "@out/elsewhere"
         load_recipe(write(tmp_path, text.replace("first", "out")))
 
 
-@pytest.mark.parametrize(("text", "message"), [("name = ", "not valid TOML"), ("name = 'x'", "has no")])
-def test_unreadable_recipes(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        load_recipe(write(tmp_path, text))
-
-
-def test_a_failing_stage_is_named(tmp_path: Path) -> None:
+def test_a_failing_stage_is_named_and_one_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no"):
+        load_recipe(write(tmp_path, "name = 'x'"))
     text = '[[stage]]\nname = "a"\ncommand = "verify"\ndirectory = "nowhere"\n'
     with pytest.raises(ArtifactError, match="stage 'a': nowhere"):
         run(write(tmp_path, text), tmp_path / "out")
