@@ -149,7 +149,7 @@ def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> st
 
 def read_csv(path: Path) -> list[dict[str, str]]:
     """The rows of a file of comma-separated values; none if there is no file."""
-    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
+    return list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))) if path.exists() else []
 
 
 def escaped(text: str) -> str:
