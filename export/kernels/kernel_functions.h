@@ -22,9 +22,9 @@ using sportsllm::Rounded;
 static inline F load_up_to(const float* p, int64_t n) { return n >= 16 ? load(p) : load_part(p, n); }
 static inline void store_up_to(float* p, F x, int64_t n) { n >= 16 ? store(p, x) : store_part(p, x, n); }
 
-// exp within 2 units in the last place; 0 below -87.
+// exp within 2 units in the last place; 0 below -87. NaN stays NaN: max and min give the second of two if either is.
 static inline F exponential(F x) {
-  const F bounded = max(min(x, set1(88.0f)), set1(-87.3f));
+  const F bounded = max(set1(-87.3f), min(set1(88.0f), x));
   const F n = nearest(mul(bounded, set1(1.44269504f)));
   F r = fma(n, set1(-0.693145752f), bounded);
   r = fma(n, set1(-1.42860677e-6f), r);
@@ -78,11 +78,12 @@ static void round_parts(const float* x, int64_t m, int64_t start, int64_t end, R
   const int64_t last = end == out->columns ? out->chunks * 4 * kPart : end;  // the rest of the last chunk is zeros
   for (int64_t i = start; i < last; i += kPart) {
     const int64_t at = m * out->chunks * 4 + i / kPart;
-    F v[kPart / 16], largest_of = zero();
+    F v[kPart / 16], largest_of = zero(), not_finite = zero();
     for (int h = 0; h < kPart / 16; ++h) {
       const int64_t left = out->columns - i - h * 16;
       v[h] = left > 0 ? load_up_to(x + i + h * 16, left) : zero();
       largest_of = max(largest_of, abs(v[h]));
+      not_finite = fma(v[h], zero(), not_finite);  // NaN, which whole numbers and max lose, must reach the scale
     }
     const float largest = max_lane(largest_of);
     const F by = set1(127.0f / (largest > 1e-30f ? largest : 1e-30f));
@@ -96,7 +97,7 @@ static void round_parts(const float* x, int64_t m, int64_t start, int64_t end, R
     }
     int32_t total = 0;
     for (int j = 0; j < kPart; j += 8) total += sum_of_8(q + j);
-    const float scale = largest * (1.0f / 127);
+    const float scale = largest * (1.0f / 127) + sum(not_finite);
     std::fill_n(out->scales + at * 4, 4, scale);
     const int32_t correction[4] = {(BITS == 4 ? -8 : -128) * total};
     std::memcpy(out->zero_correction + at * 4, correction, sizeof correction);
@@ -642,7 +643,7 @@ static void dots(const float* x, const float* rows, int64_t count, int64_t size,
 static void merge_softmax(const float* part, const float* part_largest, const float* part_total, int64_t n, int64_t size,
                     float* rows, float* largest, float* total) {
   for (int64_t i = 0; i < n; ++i) {
-    if (!(part_largest[i] > -INFINITY)) continue;
+    if (part_largest[i] == -INFINITY) continue;
     const float top = std::max(largest[i], part_largest[i]);
     alignas(64) float before[16], now[16];
     store(before, exponential(set1(largest[i] - top))), store(now, exponential(set1(part_largest[i] - top)));
@@ -662,7 +663,7 @@ static void join(const float* parts, const float* largest, const float* total, i
   float sum_of_all = 0;
   for (int64_t e = 0; e < size; e += 16) store_up_to(out + e, zero(), size - e);
   for (int64_t p = 0; p < count; ++p) {
-    if (!(largest[p] > -INFINITY)) continue;
+    if (largest[p] == -INFINITY) continue;
     alignas(64) float factor[16];
     store(factor, exponential(set1(largest[p] - top)));
     sum_of_all = std::fma(factor[0], total[p], sum_of_all);

@@ -325,6 +325,16 @@ def test_a_float16_cache_holds_keys_rounded_once(library: Path) -> None:
     assert 0 < np.linalg.norm(found - wide) < 1e-3 * np.linalg.norm(wide)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_nan_in_a_weight_reaches_every_output(library: Path, bits: int) -> None:
+    """One number of a norm, and one scale of a query head: finite logits would hide that weights are damaged."""
+    for name in ("norm", "qkv.scale"):
+        constants, matrices, attributes = layer_case(bits, 32, False)
+        (spoilt := constants[name].copy()).flat[5] = np.nan
+        found, _ = run_layer(library, (constants | {name: spoilt}, matrices, attributes), [1, 20, 3])
+        assert np.isnan(found).all()
+
+
 @pytest.mark.parametrize("general", [False, True])
 @pytest.mark.parametrize(("bits", "cache"), [(4, "fp32"), (8, "int8"), (4, "fp16")])
 def test_several_rows_equal_single_ones_bit_for_bit(library: Path, bits: int, cache: str, general: bool) -> None:
@@ -397,11 +407,9 @@ def feed_forward_case(
 def run_feed_forward(
     library: Path, constants: dict[str, Array], attributes: dict[str, Any], fed: dict[str, Array], threads: int = 2
 ) -> Array:
-    names = ["x", "chosen", "weights", *constants]
-    out = {"out": TensorProto.FLOAT}
-    found: Array = session(library, "DecoderFeedForward", names, out, constants, fed, attributes, threads).run(
-        None, fed
-    )[0]
+    names, out = ["x", "chosen", "weights", *constants], {"out": TensorProto.FLOAT}
+    made = session(library, "DecoderFeedForward", names, out, constants, fed, attributes, threads)
+    found: Array = made.run(None, fed)[0]
     return found
 
 
