@@ -28,7 +28,7 @@ from sportsllm.models.sublayer import Matrix
 
 # MatMulNBits: 4 rounds activations to int8 block by block, the only level with fast kernels; 0 is float32.
 FAST_ACCURACY = 4
-_KERNEL_BLOCKS = (32, 64, 128, 256)
+_KERNEL_BLOCKS, _KERNEL_ROW = (32, 64, 128, 256), 1024  # sizes of blocks, and most blocks of a row (kernels.h)
 FLAT = "_flat"  # suffix of a packed table whose rows are not divided into blocks
 # A block around zero needs no zero points as signed numbers, which more runtimes take.
 _BLOCK_TYPES = {4: (ir.DataType.INT4, ir.DataType.UINT4), 8: (INT8, UINT8)}  # [asymmetric]
@@ -294,6 +294,8 @@ class Matmul:
             return "dense matrices"
         if packing.bits not in (4, 8) or packing.block_size not in _KERNEL_BLOCKS:
             return f"{packing.bits} bits in blocks of {packing.block_size}"
+        if matrices[0].columns > _KERNEL_ROW * packing.block_size:
+            return f"rows of more than {_KERNEL_ROW} blocks"
         packed, scales, zero_points = self._packed(stored, matrices, packing)
         bias = self._bias(name, matrices) if matrices[0].bias else None
         inputs = {"packed": packed, "scale": scales, "zero_point": next(iter(zero_points), None), "bias": bias}

@@ -190,6 +190,7 @@ def test_a_context_that_is_too_long_for_kernels_is_named(tmp_path: Any) -> None:
     [
         ({}, "dense"),
         ({"bits": 4, "block": 16}, "4 bits in blocks of 16"),
+        ({"bits": 4, "hidden_size": 32776, "head_dim": 16, "num_hidden_layers": 1}, "rows of more than 1024 blocks"),
         ({"bits": 4, "operators": "standard"}, "standard operators"),
         ({"bits": 4, "operators": "web"}, "a browser has none"),
     ],
