@@ -97,7 +97,16 @@ class Cache:
         self._steps: dict[tuple[int, int], _Step] = {}
 
     def _allocate(self, tensors: Sequence[CachedTensor], batch: int, length: int) -> dict[str, Array]:
-        return _empty_buffers(tensors, batch, length)
+        """A buffer of zeros for each tensor, see `CachedTensor.shape`, all in one piece of memory."""
+        shapes = [tensor.shape(batch, length) for tensor in tensors]
+        starts = [0]
+        for tensor, shape in zip(tensors, shapes, strict=True):
+            size_bytes = math.prod(shape) * np.dtype(tensor.dtype).itemsize
+            starts.append(starts[-1] + -(-size_bytes // _ALIGNMENT) * _ALIGNMENT)
+        memory, buffers = _zero_pages(starts.pop()), {}
+        for tensor, shape, start in zip(tensors, shapes, starts, strict=True):
+            buffers[tensor.name] = np.frombuffer(memory, tensor.dtype, math.prod(shape), start).reshape(shape)
+        return buffers
 
     def step(self, tokens: Sequence[int], first: int = 0) -> Logits | None:
         """(B, V) logits after one token more of the B sequences from `first`, overwritten by their next step; None,
@@ -187,13 +196,12 @@ class ConcatCache(Cache):
     Past is as long as the longest sequence; columns beyond the end of a shorter one are masked.
     """
 
-    def __init__(
-        self, session: ort.InferenceSession, vocab_size: int, tensors: Sequence[CachedTensor], batch: int, length: int
-    ) -> None:
-        super().__init__(session, vocab_size, tensors, batch, length)
+    def _allocate(self, tensors: Sequence[CachedTensor], batch: int, length: int) -> dict[str, Array]:
+        buffers = super()._allocate(tensors, batch, length)
         # Memory for past and present, kept: fresh memory for every step took longer than the step itself.
-        self._room = {name: (np.empty_like(buffer), np.empty_like(buffer)) for name, buffer in self.buffers.items()}
+        self._room = {name: (np.empty_like(buffer), np.empty_like(buffer)) for name, buffer in buffers.items()}
         self._presents: dict[str, Array] = {}  # of the run that is bound
+        return buffers
 
     def step(self, tokens: Sequence[int], first: int = 0) -> None:
         """None: every step has a past of another shape."""
@@ -290,19 +298,6 @@ class DeviceCache(Cache):
         for values, length in zip(self._values, self.lengths, strict=True):
             for name in self.states if not length else ():
                 values[name].update_inplace(np.zeros(values[name].shape(), self._dtypes[name]))
-
-
-def _empty_buffers(tensors: Sequence[CachedTensor], batch: int, length: int) -> dict[str, Array]:
-    """A buffer of zeros for each tensor, see `CachedTensor.shape`, all in one piece of memory."""
-    shapes = [tensor.shape(batch, length) for tensor in tensors]
-    starts = [0]
-    for tensor, shape in zip(tensors, shapes, strict=True):
-        size_bytes = math.prod(shape) * np.dtype(tensor.dtype).itemsize
-        starts.append(starts[-1] + -(-size_bytes // _ALIGNMENT) * _ALIGNMENT)
-    memory, buffers = _zero_pages(starts.pop()), {}
-    for tensor, shape, start in zip(tensors, shapes, starts, strict=True):
-        buffers[tensor.name] = np.frombuffer(memory, tensor.dtype, math.prod(shape), start).reshape(shape)
-    return buffers
 
 
 def _zero_pages(size_bytes: int) -> mmap.mmap:

@@ -17,12 +17,8 @@ from tests.support.export_models import TINY, Exports, edit_tensor, logits_of, s
 
 SELECTION = Selection(tokens=24, block=4, heads=3, parts=2, pairs=4)
 SELECTED: dict[str, Any] = {"attention_kind": "selected", "selection": SELECTION, "max_position_embeddings": 350}
-LENGTHS = (130, 61, 21)  # several pieces; above and below what is selected
-
-
-def rows_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    rng = np.random.default_rng(3)
-    return [rng.integers(0, 96, length).tolist() for length in lengths]
+ROW: list[int] = np.random.default_rng(3).integers(0, 96, 130).tolist()
+"""Read in several pieces; longer than what is selected."""
 
 
 @pytest.mark.parametrize(
@@ -47,19 +43,18 @@ def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], exports:
 
 def test_as_many_as_are_selected_and_one_more(exports: Exports) -> None:
     """Around the step at which the graph begins to choose."""
-    export, (row, *_) = exports(**SELECTED), rows_of()
-    decoder, expected = OnnxDecoder(export.directory, 1), logits_of(export.model, row)
-    decoder.prefill([row[:20]], max_length=150)
+    export = exports(**SELECTED)
+    decoder, expected = OnnxDecoder(export.directory, 1), logits_of(export.model, ROW)
+    decoder.prefill([ROW[:20]], max_length=150)
     for place in range(20, 40):
-        got = decoder.step([row[place]])[0]
+        got = decoder.step([ROW[place]])[0]
         np.testing.assert_allclose(got, expected[place], atol=3e-4 * np.std(expected), rtol=0)
 
 
 def test_a_step_reads_the_rows_of_the_chosen_tokens_alone(exports: Exports) -> None:
     """Numbers that are no numbers, where nothing is chosen, must not be seen."""
-    export, row = exports(**SELECTED), rows_of()[0]
-    decoder = OnnxDecoder(export.directory, 1)
-    decoder.prefill([row[:-1]], max_length=140)
+    decoder = OnnxDecoder(exports(**SELECTED).directory, 1)
+    decoder.prefill([ROW[:-1]], max_length=140)
     cache = decoder._cache
     assert cache is not None
     keys = {name: buffer for name, buffer in cache.buffers.items() if not name.endswith("selected_index")}
@@ -68,8 +63,8 @@ def test_a_step_reads_the_rows_of_the_chosen_tokens_alone(exports: Exports) -> N
         before = {name: buffer[..., start : start + 4, :].copy() for name, buffer in keys.items()}
         for buffer in keys.values():
             buffer[..., start : start + 4, :] = np.nan
-        logits = decoder.step([row[-1]])
-        cache.lengths[:] = [len(row) - 1]
+        logits = decoder.step([ROW[-1]])
+        cache.lengths[:] = [len(ROW) - 1]
         seen += bool(np.isnan(logits).any())
         for name, buffer in keys.items():
             buffer[..., start : start + 4, :] = before[name]
