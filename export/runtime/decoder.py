@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from export.layout import find_files
 from export.runtime.kv_cache import Cache, bind_run, cache_maker
 from export.runtime.providers import CPU, Provider, find_provider, one_line, placement
-from export.runtime.session import Kernels, choose_kernels, open_session, portable, raise_if_out_of_memory
+from export.runtime.session import Kernels, check_files, choose_kernels, open_session, raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Logits, log_softmax, logits_at_once
@@ -60,9 +59,9 @@ class OnnxDecoder:
         self.config = load_config(directory)
         self.prefill_chunk = PREFILL_CHUNK
         self._directory = directory
-        path = find_files(directory).graph
+        path = check_files(directory).graph  # before its kernels: what is cut off may be that it calls them
         if isinstance(kernels, str):
-            kernels = choose_kernels(path, kernels, provider) if graph is None else portable()
+            kernels = choose_kernels(path, kernels if graph is None else "portable", provider)
         self.kernels = kernels
         library = self.kernels.library
         self._session = open_session(directory, self.config, threads, graph, library=library, provider=provider)

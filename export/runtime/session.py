@@ -17,7 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from export import layout
 from export.kernels.library import VERSION, library_of, variant_of
-from export.layout import KERNELS_KEY, find_files
+from export.layout import KERNELS_KEY, GraphFiles, find_files
 from export.runtime.providers import CPU, Provider, create_session
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.files import read_json
@@ -224,11 +224,8 @@ def open_session(
         ArtifactError: a file is missing, truncated or too long, or the graph is not a decoder.
         ResourceError: there is not enough memory, ONNX Runtime is too old, or the provider cannot run the graph.
     """
-    files = find_files(directory)
+    files = check_files(directory)
     path = files.graph
-    listed = _listed_bytes(directory)
-    for file in (files.graph, files.data):  # ONNX Runtime loads data that is too short or too long without a word
-        _check_size(file, listed.get(file.relative_to(directory).as_posix()))
     options = session_options(threads, graph is not None, library)
     if graph is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(files.data.parent))
@@ -270,26 +267,29 @@ def _reason(error: Exception) -> str:
 
 def raise_if_out_of_memory(error: Exception, directory: Path) -> None:
     """Raise ResourceError if that is what an error of ONNX Runtime means; it has no exception of its own for it."""
-    if "bad_alloc" in str(error) or "allocate memory" in str(error):
+    if re.search("bad_alloc|allocate memory|out of memory", str(error)):
         raise ResourceError(
             f"{directory}: not enough memory to run the model; free some, or use a shorter text or a smaller model"
         ) from None
 
 
-def _listed_bytes(directory: Path) -> dict[str, int]:
-    """The size of each file that the manifest lists; empty without a manifest.
+def check_files(directory: Path) -> GraphFiles:
+    """The graph and its data, of the sizes in the manifest, if there is one.
 
     Read by hand: `validate` would load pydantic, whose 16 MB would count in the memory that `bench` reports of a model.
 
     Raises:
-        ArtifactError: the manifest is damaged.
+        ArtifactError: the manifest is damaged, or a file is missing, truncated or too long.
     """
-    path = directory / MANIFEST
+    found, path = find_files(directory), directory / MANIFEST
     files = read_json(path).get("files") if path.exists() else {}
     try:
-        return {name: int(entry["bytes"]) for name, entry in files.items()}  # type: ignore[union-attr]
+        listed = {name: int(entry["bytes"]) for name, entry in files.items()}  # type: ignore[union-attr]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ArtifactError(f"{path}: its list of files is damaged; make the directory again") from None
+    for file in (found.graph, found.data):  # ONNX Runtime loads data that is too short or too long without a word
+        _check_size(file, listed.get(file.relative_to(directory).as_posix()))
+    return found
 
 
 def _check_size(path: Path, expected: int | None) -> None:

@@ -27,13 +27,12 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("settings", FORMS.values(), ids=FORMS)
 def test_the_gate_passes(settings: dict[str, Any], exports: Exports) -> None:
-    """Widened to float32, the graph computes what PyTorch does with the weights that it stores. FusedMatMul runs on
-    fewer GPUs than standard operators."""
+    """Widened to float32, the graph computes what PyTorch does with the weights that it stores."""
     export = exports(in_half=True, **settings)
     report, graph = export.report, onnx.load(str(export.directory / GRAPH_FILE), load_external_data=False).graph
     assert report.failures() == [] and [item.name for item in report.passes] == ["exact", "deployed"]
     assert report.precision == (f"int{settings['bits']}" if "bits" in settings else "fp16")
-    assert "FusedMatMul" not in {node.op_type for node in graph.node}
+    assert "FusedMatMul" not in {node.op_type for node in graph.node}  # it runs on fewer GPUs
 
 
 def test_everything_is_float16_but_the_logits(exports: Exports) -> None:

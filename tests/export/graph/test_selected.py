@@ -17,8 +17,7 @@ from tests.support.export_models import TINY, Exports, edit_tensor, logits_of, s
 
 SELECTION = Selection(tokens=24, block=4, heads=3, parts=2, pairs=4)
 SELECTED: dict[str, Any] = {"attention_kind": "selected", "selection": SELECTION, "max_position_embeddings": 350}
-ROW: list[int] = np.random.default_rng(3).integers(0, 96, 130).tolist()
-"""Read in several pieces; longer than what is selected."""
+ROW: list[int] = np.random.default_rng(3).integers(0, 96, 130).tolist()  # longer than what is selected
 
 
 @pytest.mark.parametrize(
@@ -47,8 +46,7 @@ def test_as_many_as_are_selected_and_one_more(exports: Exports) -> None:
     decoder, expected = OnnxDecoder(export.directory, 1), logits_of(export.model, ROW)
     decoder.prefill([ROW[:20]], max_length=150)
     for place in range(20, 40):
-        got = decoder.step([ROW[place]])[0]
-        np.testing.assert_allclose(got, expected[place], atol=3e-4 * np.std(expected), rtol=0)
+        np.testing.assert_allclose(decoder.step([ROW[place]])[0], expected[place], atol=3e-4 * np.std(expected), rtol=0)
 
 
 def test_a_step_reads_the_rows_of_the_chosen_tokens_alone(exports: Exports) -> None:

@@ -11,6 +11,7 @@ import pytest
 from export.layout import DATA_FILE, GRAPH_FILE
 from export.runtime import decoder as runtime
 from export.runtime.decoder import OnnxDecoder
+from export.runtime.session import raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import log_softmax, open_decoder
@@ -156,6 +157,7 @@ def small(exports: Exports) -> Export:
         (lambda d: d.prefill([]), UsageError, "no prompt"),
         (lambda d: d.step([1]), UsageError, "call prefill first"),
         (lambda d: (d.prefill([[1], [2]]), d.step([1])), UsageError, "1 tokens for 2 sequences"),
+        (lambda d: raise_if_out_of_memory(Exception("kernels 3: out of memory"), Path()), ResourceError, "not enough"),
     ],
 )
 def test_misuse_is_refused_in_one_line(
@@ -181,7 +183,7 @@ def test_damaged_files(with_manifest: bool, small: Export, tmp_path: Path) -> No
             if damaged is not None:
                 (tmp_path / name).write_bytes(damaged)
             with pytest.raises(ArtifactError, match=GRAPH_FILE) as caught:  # or of the data, whose name begins with it
-                runtime.open(tmp_path, 1)
+                runtime.open(tmp_path, 1, "native" if with_manifest else "auto")
             assert "\n" not in str(caught.value)
         (tmp_path / name).write_bytes(content)
 
