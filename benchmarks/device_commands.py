@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -99,7 +98,7 @@ def calibrate(
         ConflictError: `out` exists.
         ChildFailure, OSError: a measuring process failed, or the disk is full; nothing is written then.
     """
-    from benchmarks.devices.load import list_devices, load_device, write_device
+    from benchmarks.devices.load import list_devices, load_device, name_of, write_device
     from benchmarks.measure.machine import default_threads
     from benchmarks.measure.process import QUIET_CORES
     from benchmarks.predict import calibrate as probes
@@ -107,8 +106,7 @@ def calibrate(
     if out.suffix != ".toml":
         raise UsageError(f"--out {out}: a device file ends in .toml; call it {out.with_suffix('.toml').name}")
     require_new(out)
-    name = re.sub(r"[^a-z0-9.-]+", "-", out.stem.lower()).strip("-.")
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+    if not (name := name_of(out)):
         raise UsageError(f"--out {out}: use letters, digits, dots and hyphens, for example my-machine.toml")
     if name in list_devices():
         raise UsageError(f"--out {out}: {name} is a shipped device; choose another name")

@@ -101,13 +101,9 @@ def quality_loss(own: Sequence[float], teacher: Sequence[float]) -> tuple[float,
     """Rise of bits per byte over the teacher's, in percent, and its 95% interval over documents (`ratio_interval`).
 
     Args:
-        own, teacher: negative log-likelihood of each document in nats.
-
-    Raises:
-        ValueError: not equally many.
+        own, teacher: negative log-likelihood of each document in nats, the same documents.
     """
-    if len(own) != len(teacher):
-        raise ValueError(f"{len(own)} and {len(teacher)} documents; both models must score the same ones")
+    assert len(own) == len(teacher)
     ends = ratio_interval(own, teacher)
     interval = None if ends is None else (100 * (ends[0] - 1), 100 * (ends[1] - 1))
     return 100 * (math.fsum(own) / math.fsum(teacher) - 1), interval

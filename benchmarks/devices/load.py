@@ -120,8 +120,12 @@ def _read_extended(path: Path, depth: int = 0) -> dict[str, Any]:
     found = path.parent / base if base.endswith(".toml") else DEVICES / f"{ALIASES.get(base, base)}.toml"
     if not found.is_file():
         raise ArtifactError(f"{path}: extends {clip(base)!r}: no such device; {_advice(base, list_devices())}")
-    name = re.sub(r"[^a-z0-9.-]+", "-", path.stem.lower()).strip("-.")
-    return _merged(_read_extended(found, depth + 1), {"name": name} | data)
+    return _merged(_read_extended(found, depth + 1), {"name": name_of(path)} | data)
+
+
+def name_of(path: Path) -> str:
+    """The name of a device without one of its own: that of its file; empty without letters and digits."""
+    return re.sub(r"[^a-z0-9.-]+", "-", path.stem.lower()).strip("-.")
 
 
 def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_the_band_of_a_prediction_decides(value: float, verdict: str) -> None:
     assert by_name["peak_memory_mb"].low == by_name["peak_memory_mb"].high == 9.0  # without a band
     assert (by_name["tpot_p50_ms"].verdict, by_name["tpot_p50_ms"].source) == ("uncertain", None)
     assert worst(result) == ("fail" if verdict == "fail" else "uncertain")
-    with pytest.raises(ValueError, match="speed"):
+    with pytest.raises(AssertionError):
         judge(HOST, {"speed": 1.0})
 
 

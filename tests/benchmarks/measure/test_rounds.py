@@ -224,8 +224,6 @@ def test_a_paired_interval_of_a_loss_covers_it_and_is_narrow() -> None:
 def test_few_documents_give_no_interval() -> None:
     few = quality_loss([2.0] * (LEAST_DOCUMENTS - 1), [1.0] * (LEAST_DOCUMENTS - 1))
     assert few == (pytest.approx(100.0), None)
-    with pytest.raises(ValueError, match="the same ones"):
-        quality_loss([1.0], [1.0, 2.0])
 
 
 def test_the_loss_of_accuracy_is_paired() -> None:
