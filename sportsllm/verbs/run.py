@@ -44,7 +44,7 @@ from sportsllm.results import Result
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _FOLDER = "out"  # the name of the recipe's own folder
 _KEPT = ("eval", "bench", "generate")  # commands whose result is a file
-_SUFFIXES = {"eval": ".json", "bench": ".json", "generate": ".txt", "report": ".html"}
+_SUFFIXES = {"eval": ".json", "bench": ".json", "generate": ".txt", "report": ".html", "inspect": ".html"}
 
 
 @dataclass(frozen=True)

@@ -61,19 +61,14 @@ def test_counts_are_written_as_on_the_command_line(tmp_path: Path) -> None:
 
 def test_stages_run_once_are_kept_and_told_apart_when_changed(tmp_path: Path) -> None:
     path, out = write(tmp_path, GOOD), tmp_path / "out"
-    alone = run(path, out, only="corpus")
-    assert [row.name for row in alone.stages] == ["corpus"]
+    assert [row.name for row in run(path, out, only="corpus").stages] == ["corpus"]
     with pytest.raises(UsageError, match="--only nowhere"):
         run(path, out, only="nowhere")
-    first = run(path, out)
-    assert [row.cached for row in first.stages] == [True, False, False]
-    second = run(path, out)
-    assert [row.cached for row in second.stages] == [True, True, True]
-    kept = json.loads((out / "score.json").read_text(encoding="utf-8"))
-    assert kept["bits_per_byte"] > 0
-    changed = write(tmp_path, GOOD.replace("steps = 1", "steps = 2"))
+    assert [row.cached for row in run(path, out).stages] == [True, False, False]
+    assert [row.cached for row in run(path, out).stages] == [True, True, True]
+    assert json.loads((out / "score.json").read_text(encoding="utf-8"))["bits_per_byte"] > 0
     with pytest.raises(ConflictError, match=r"stage .model.: .*other settings") as caught:
-        run(changed, out)
+        run(write(tmp_path, GOOD.replace("steps = 1", "steps = 2")), out)
     assert f"type: rm -r {out / 'model'};" in str(caught.value)  # `score` is computed again as it is
     with pytest.raises(ConflictError, match=r"made by 'data simulate' with other .*") as caught:
         run(write(tmp_path, GOOD.replace("questions = 10", "questions = 11")), out)
@@ -86,9 +81,10 @@ def test_stages_run_once_are_kept_and_told_apart_when_changed(tmp_path: Path) ->
     ]  # fmt: skip
     subprocess.run(command, shell=True, check=True)
     assert [row.cached for row in run(path, out).stages] == [False, False, False]
-    paged = write(tmp_path, f'{GOOD}[[stage]]\nname = "page"\ncommand = "report"\ndirectories = ["@model"]\n')
+    pages = 'name = "look"\ncommand = "inspect"\nmodel = "@model"\n[[stage]]\nname = "page"\ncommand = "report"\n'
+    paged = write(tmp_path, f'{GOOD}[[stage]]\n{pages}directories = ["@model"]\n')
     (page := out / "page.html").write_text("an earlier page", encoding="utf-8")
-    assert run(paged, out).stages[-1].out == str(page)
+    assert [row.out for row in run(paged, out).stages[-2:]] == [str(out / "look.html"), str(page)]
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
