@@ -53,7 +53,7 @@ BLOCK = 32
 GGUF_FILE = "model.gguf"
 _GEMMA = {
     "gemma2": "Gemma 2 with every second layer full, bounded scores and logits,",
-    "gemma3": "Gemma 3 with full layers at equal distances",
+    "gemma3": "Gemma 3 with full layers at equal distances, and others,",
 }
 
 
@@ -77,7 +77,7 @@ def architecture_of(config: ModelConfig) -> str:
     if kind in _GEMMA:
         largest = config.num_hidden_layers == {"gemma2": 46, "gemma3": 62}[kind]
         scored = config.hidden_size // config.num_attention_heads if largest else config.head_dim
-        unlike = _period(config) is None or abs((config.attention_scale or 0) * scored**0.5 - 1) > 1e-6
+        unlike = _period(config) in (None, 1) or abs((config.attention_scale or 0) * scored**0.5 - 1) > 1e-6
         if kind == "gemma2":
             unlike |= _period(config) != 2 or config.attention_softcap is None or config.logit_softcap is None
         if unlike:

@@ -158,6 +158,7 @@ def test_what_llama_cpp_does_not_know_is_refused(tokenizer_directory: Path, tmp_
             (GEMMA2 | {"logit_softcap": None}, "Gemma 2 with every second layer full, bounded"),
             (GEMMA3 | {"attention_scale": 0.3}, "Gemma 3 with full layers"),
             (GEMMA3 | {"num_hidden_layers": 4, "layer_types": uneven}, "Gemma 3 with full layers"),
+            (GEMMA3 | {"layer_types": (FULL,) * 2, "sliding_window": None}, "Gemma 3 with full layers"),
         )
     ):
         directory = tmp_path / str(number)
