@@ -182,7 +182,7 @@ def find_finalists(
     found = [one for one in found if not refitted or one.loss <= found[0].loss + _FAR]
     whole, taken = loss_per_token(model, scoring), time.perf_counter() - started
     best_two = ", ".join(f"{one.shape.name} {one.loss / whole - 1:.1%}" for one in found[:2])
-    log(f"{len(cut)} shapes cut, {len(refitted)} refitted in {taken:.0f} s; loss above the full model's: {best_two}")
+    log(f"shapes cut: {len(cut)}, refitted: {len(refitted)}, in {taken:.0f} s; loss above the full model's: {best_two}")
     rest = [one for one in found[count:] if one.shape in always]
     if rest and count > 1 and not {one.shape for one in found[:count]} & set(always):
         found[count - 1] = rest[0]
