@@ -138,7 +138,7 @@ def prune(
     reading = take_reading(given, checkpoint)
     if recover is None:
         names = [] if corpus is None else ["--corpus"]
-        names += [f"--set {name}" for name in given if name not in ("samples", "scores")]
+        names += [f"--set {name}" for name in given if name not in ("samples", "scores")] + ["--resume"] * resume
         if names:
             also = ", or give --calibration" if corpus else ""
             raise UsageError(f"options of --recover: {', '.join(names)}; add --recover TOKENS{also}, or leave them out")
@@ -216,7 +216,7 @@ def prune_checkpoint(
     work = work or Calibration(job, out.parent)
     full, config, recovery = load_config(job.checkpoint), job.model_config(), job.recovery
     smaller = shape.applied_to(config)
-    resume = resume and (partial_directory(out) / STATE_DIRECTORY).exists()
+    resume = resume and any(partial_directory(out).glob(f"{STATE_DIRECTORY}*"))  # also of a run killed while it saved
     signals = begun = None
     if recovery is not None:
         from compress.distillation.student import RunDirectory, StudentText, recover

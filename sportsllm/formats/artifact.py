@@ -139,7 +139,7 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
         _settle_state(partial)
         has_state = (partial / STATE_DIRECTORY).exists()
         if has_state and not resume:
-            raise ConflictError(f"{partial}: an interrupted run is kept there; add --resume, or remove that directory")
+            raise ConflictError(f"{partial}: keeps an interrupted run; add --resume to its command, or remove it")
         if resume and not has_state:
             log(f"{out}: no interrupted run to resume; starting from the beginning")
         if not has_state and partial.exists():
@@ -152,7 +152,15 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
             if not (partial / STATE_DIRECTORY).exists():
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        _publish(partial, out)
+        if out.exists():
+            if not out.is_dir() or any(out.iterdir()):  # it was empty when the run began
+                raise ConflictError(f"{out}: appeared during the run; the result is in {partial}")
+            out.rmdir()
+        with TemporaryDirectory(prefix=f"{partial.name}.", dir=out.parent) as old:  # until `out` is whole
+            if (partial / STATE_DIRECTORY).exists():
+                (partial / STATE_DIRECTORY).rename(Path(old) / STATE_DIRECTORY)
+            partial.rename(out)
+        _fsync(out.parent)
     finally:
         with suppress(PermissionError):  # Windows keeps an open file
             Path(lock.lock_file).unlink(missing_ok=True)  # before the release: afterwards it may be another run's
@@ -185,12 +193,14 @@ def replace_state(partial: Path, fresh: Path) -> None:
 
 
 def _settle_state(partial: Path) -> None:
-    """After a run was killed while it saved: keep the newest whole state, drop the rest."""
+    """After a run was killed while it saved or finished: keep the newest whole state, drop the rest."""
     state, old = partial / STATE_DIRECTORY, partial / f"{STATE_DIRECTORY}.old"
     if old.exists() and not state.exists():
         old.rename(state)
     shutil.rmtree(old, ignore_errors=True)
     shutil.rmtree(partial / f"{STATE_DIRECTORY}.new", ignore_errors=True)
+    for path in (partial / MANIFEST, *partial.glob("*.partial")):
+        path.unlink(missing_ok=True)
 
 
 def run_stage(out: Path, stage: Stage, make: Callable[[Path], JsonObject], resume: bool = False) -> JsonObject:
@@ -260,16 +270,6 @@ def _finish(partial: Path, out: Path, stage: Stage) -> None:
             _fsync(path)
             files[str(path.relative_to(partial))] = FileEntry(file_sha256(path), path.stat().st_size)
     replace(manifest, files=files).write(partial)
-
-
-def _publish(partial: Path, out: Path) -> None:
-    if out.exists():
-        if not out.is_dir() or any(out.iterdir()):  # it was empty when the run began
-            raise ConflictError(f"{out}: appeared during the run; the result is in {partial}")
-        out.rmdir()
-    shutil.rmtree(partial / STATE_DIRECTORY, ignore_errors=True)
-    partial.rename(out)
-    _fsync(out.parent)
 
 
 def _fsync(path: Path) -> None:

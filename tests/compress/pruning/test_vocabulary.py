@@ -387,7 +387,7 @@ def test_the_command_cuts_the_vocabulary_alone(checkpoint: Path, corpus_file: Pa
         ({"recover": 100, "vocab_size": 320}, "cut alone"),
         ({"vocab_size": 320, "settings": {"samples": 4}}, "samples: .* all of the calibration text; leave it out"),
         ({"vocab_size": 320, "seed": 1, "settings": {"kl_weight": 1}}, "options of --recover: --set kl_weight"),
-        ({"params": 0.5, "corpus": [corpus_file]}, "options of --recover: --corpus; .* or give --calibration"),
+        ({"params": 0.5, "corpus": [corpus_file], "resume": True}, "--recover: --corpus, --resume; .* --calibration"),
         ({"params": 0.5, "valid": [corpus_file]}, "--valid scores"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from filelock import FileLock
@@ -132,19 +133,21 @@ def test_a_manifest_of_a_newer_version_is_refused(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-def test_a_run_killed_while_it_saved_keeps_a_whole_state(tmp_path: Path) -> None:
-    out, stage = tmp_path / "out", Stage("train", {})
-    partial = tmp_path / "out.partial"
+def test_a_run_killed_while_it_saved_keeps_a_whole_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, stage, partial = tmp_path / "out", Stage("train", {}), tmp_path / "out.partial"
     for name in ("state.old", "state.new"):
         (partial / name).mkdir(parents=True)
         (partial / name / "which").write_text(name, encoding="utf-8")
+    for name in ("manifest.json", "manifest.json.partial"):  # killed while it finished
+        (partial / name).write_text("{}", encoding="utf-8")
     with pytest.raises(RuntimeError), output_directory(out, stage, resume=True) as found:
         assert (found / STATE_DIRECTORY / "which").read_text(encoding="utf-8") == "state.old"
         assert not (found / "state.new").exists()
         raise RuntimeError
-    with output_directory(out, stage, resume=True) as found:
+    with pytest.raises(KeyboardInterrupt), output_directory(out, stage, resume=True) as found:
         (found / "result").write_text("x", encoding="utf-8")
-    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "result"]
+        monkeypatch.setattr("shutil.rmtree", Mock(side_effect=KeyboardInterrupt))  # of the state, at the end
+    assert verify_directory(out) == (1, []) and (out / "result").exists()
 
 
 def test_an_input_that_goes_away_during_the_run_loses_nothing(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_torchrun_starts_again_what_it_began_and_leaves_another_run_s_state_alon
     saved = (partial / "state" / "state.json").read_bytes()
     with process_group(*torchrun()) as run:
         said = run.communicate(timeout=600)[1]
-    assert said.count("an interrupted run is kept there; add --resume") == 2 and "resumed" not in said, said
+    assert said.count("keeps an interrupted run; add --resume") == 2 and "resumed" not in said, said
     assert (partial / "state" / "state.json").read_bytes() == saved
     with process_group(*torchrun("--resume")) as run:
         wait_for(run, partial / "metrics.jsonl", 2 * (partial / "metrics.jsonl").stat().st_size)
