@@ -92,7 +92,7 @@ class Cache:
         self.states = [tensor.name for tensor in tensors if not tensor.state.per_token]
         self.length = length
         self.lengths = [0] * batch
-        self._session, self._vocab_size = session, vocab_size
+        self._session, self._logits = session, np.empty((batch, 1, vocab_size), dtype=np.float32)
         self._bindings: dict[tuple[int, int], ort.IOBinding] = {}
         self._steps: dict[tuple[int, int], _Step] = {}
 
@@ -113,7 +113,7 @@ class Cache:
         and nothing is run, if a step cannot be bound once for all."""
         rows = slice(first, first + len(tokens))
         if (step := self._steps.get((rows.start, rows.stop))) is None:
-            step = _Step(self._session, self._binding(rows), len(tokens), self.length, self._vocab_size)
+            step = _Step(self._session, self._binding(rows), self._logits[rows], self.length)
             self._steps[rows.start, rows.stop] = step
         return step.run(tokens, self.lengths[rows])
 
@@ -165,15 +165,13 @@ class _Step:
     no shape changes from step to step, and ONNX Runtime plans its memory once.
     """
 
-    def __init__(
-        self, session: ort.InferenceSession, binding: ort.IOBinding, batch: int, length: int, vocab_size: int
-    ) -> None:
-        self._session, self._binding = session, binding
+    def __init__(self, session: ort.InferenceSession, binding: ort.IOBinding, logits: Logits, length: int) -> None:
+        self._session, self._binding, self._logits = session, binding, logits
+        batch = len(logits)
         self._masked = [0] * batch  # ones in each row of the mask
         self._ids = np.zeros((batch, 1), dtype=np.int64)
         self._mask = np.zeros((batch, length), dtype=np.int64)
         self._keep = np.ones(1, dtype=np.int64)
-        self._logits = np.empty((batch, 1, vocab_size), dtype=np.float32)
         bind_run(binding, self._ids, self._mask, self._keep, self._logits)
 
     def run(self, tokens: Sequence[int], lengths: Sequence[int]) -> Logits:
@@ -260,7 +258,6 @@ class DeviceCache(Cache):
         self._places, self._provider = places, provider
         super().__init__(session, vocab_size, tensors, batch, length)
         self._keep = np.ones(1, dtype=np.int64)
-        self._logits = np.empty((batch, 1, vocab_size), dtype=np.float32)
 
     def _allocate(self, tensors: Sequence[CachedTensor], batch: int, length: int) -> dict[str, Array]:
         """None in the host's memory: `_values` has a buffer for each tensor of each sequence."""
