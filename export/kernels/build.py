@@ -76,7 +76,7 @@ def build(directory: Path) -> Path:
     for command in compilers():
         try:
             return _build_with(command, directory)
-        except BuildError as error:  # one that is too old for a variant's flags: perhaps the next is not
+        except (BuildError, OSError) as error:  # one that is too old for a variant's flags: perhaps the next is not
             failed = str(error)
     raise BuildError(failed)
 

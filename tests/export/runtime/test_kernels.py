@@ -130,6 +130,7 @@ def test_slots_decode_as_alone_up_to_the_end_of_the_cache(
             slots.truncate(row, ends[row] - 2)
         steps = [slots.step_slots(0, [text[place] for text in texts[:count]]).copy() for place in (-2, -1)]
         np.testing.assert_array_equal(np.stack(steps, axis=1), wanted[:count])
+    assert len({id(step._logits.base) for step in slots._slots._steps.values()}) == 1, "memory for 16 rows, not for 33"
 
 
 def test_a_variant_of_other_bits_fails_the_gate(exports: Exports, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,17 +236,19 @@ def test_the_fastest_variant_that_the_processor_has_is_chosen(built: Path) -> No
 
 
 def test_a_compiler_that_fails_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(build_module, "compilers", lambda: iter([["/nowhere/g++"], ["false"]]))
-    with pytest.raises(BuildError, match="false"):
-        build(tmp_path)
-    monkeypatch.setattr(build_module, "compilers", lambda: iter([["/nowhere/g++"]]))
-    with pytest.raises(BuildError, match="/nowhere/g\\+\\+: No such file"):
-        build(tmp_path)
+    for names, message in ((["/nowhere/g++", "false"], "false"), (["/nowhere/g++"], r"/nowhere/g\+\+: No such file")):
+        monkeypatch.setattr(build_module, "compilers", lambda names=names: ([name] for name in names))
+        with pytest.raises(BuildError, match=message):
+            build(tmp_path)
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(build_module, "TARGET", "")  # SPORTSLLM_WHEEL is there and empty
     monkeypatch.setattr(build_module, "compile_sources", lambda command, work, machine: sys.exit(machine))
     with pytest.raises(SystemExit, match=build_module.here()):
         build(tmp_path)
+    monkeypatch.setattr(build_module, "compilers", lambda: iter([["true"]]))
+    monkeypatch.setattr(build_module, "compile_sources", lambda command, work, machine: [])
+    with pytest.raises(BuildError, match=f"File exists: '{__file__}'"):
+        build(Path(__file__))
 
 
 def test_a_child_of_fork_decodes_on(exports: Exports, built: Path) -> None:
