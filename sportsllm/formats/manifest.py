@@ -185,7 +185,7 @@ def verify_directory(directory: Path) -> tuple[int, list[str]]:
             problems.append(f"{name}: content differs from the manifest's SHA-256")
     if (gguf := linked_gguf(directory)) is not None and (problem := link_problem(directory, gguf, in_full=True)):
         problems.append(f"{gguf.path}: {problem}")
-    found = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    found = {str(path.relative_to(directory)) for path in visible_files(directory)}
     return len(files), problems + [f"{name}: not in the manifest" for name in sorted(found - {*files, MANIFEST})]
 
 
