@@ -126,7 +126,8 @@ class LoadedModel:
             raise UsageError(f"max_new_tokens is {most}; it must be at least 1")
 
         def tokens() -> Iterator[int]:
-            text, count, made = object(), 0, generate(self.decoder, begin, most, sampling, ends)
+            stop_tokens = [*ends, *self.tokenizer.special_ids(stops)]
+            text, count, made = object(), 0, generate(self.decoder, begin, most, sampling, stop_tokens)
             with self._lock:
                 self._text = text
             while True:

@@ -14,16 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition, Lock
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from sportsllm.inference.decoder import Logits, log_softmax
 from sportsllm.inference.lookup import Draft, DraftLookup, PromptLookup
 from sportsllm.inference.sampling import StopSearch
 from sportsllm.models.config import ModelConfig
-from sportsllm.serving.prefixes import Prefix, PrefixCache
+from sportsllm.serving.prefixes import Array, Prefix, PrefixCache
 from sportsllm.serving.requests import ApiError
 from sportsllm.serving.sampler import Sampler, TokenScore, score_token
 
@@ -33,8 +32,6 @@ PROMPT_CHUNK = 64
 """Tokens of a prompt read between two steps of others: 5% slower than the runtime's 128, half the pause."""
 LONGEST_S = 600.0
 """Until a sequence is given up, waiting included."""
-
-Array = npt.NDArray[Any]
 
 
 class Slots(Protocol):

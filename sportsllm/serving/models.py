@@ -9,11 +9,10 @@ from functools import cached_property
 from itertools import product
 from pathlib import Path
 from threading import Thread
-from typing import cast
 
 from sportsllm.console import log
 from sportsllm.errors import SportsLLMError
-from sportsllm.inference.sampling import StopSearch
+from sportsllm.inference.sampling import Sampling, StopSearch
 from sportsllm.serving.engine import Engine, Job, Piece
 from sportsllm.serving.requests import ApiError, ChatRequest, CompletionRequest, Message, NativeRequest, Prompt
 from sportsllm.serving.sampler import Constraints, Sampler
@@ -39,10 +38,11 @@ class ServedModel:
 
     engine: Engine
     tokenizer: TextTokenizer
+    ready = False
+    problem: BaseException | None = None
 
     def __init__(self, name: str, directory: Path, make_engine: Callable[[], Engine]) -> None:
         self.name, self.directory, self._make_engine = name, directory, make_engine
-        self.ready, self.problem = False, cast(BaseException | None, None)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix=f"text of {name}")
         self.created = int((directory / "config.json").stat().st_mtime)
         self.template = find_template(directory)[0]
@@ -104,7 +104,8 @@ class ServedModel:
         Raises:
             ApiError: a prompt beyond the context, or a field that cannot be.
         """
-        given, stops, room, jobs = list[Prompt](), body.stops(), self.engine.slots.room, list[Job]()
+        given, room, jobs = list[Prompt](), self.engine.slots.room, list[Job]()
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop
         if isinstance(body, ChatRequest):
             prompts, top = [self.encode_chat(body.messages)], body.top_logprobs if body.logprobs else None
             stops = stops if self._renderer else [*stops, _TURN_END]
@@ -114,9 +115,11 @@ class ServedModel:
             top = None if native and not body.logprobs else body.logprobs
         for prompt in prompts:
             self._check(prompt)
-        sampling = body.sampling(secrets.randbits(32) if body.seed in (None, -1) else int(body.seed or 0))
+        seed = secrets.randbits(32) if body.seed in (None, -1) else int(body.seed or 0)
+        sampling = Sampling(body.temperature, body.top_k, body.top_p, body.repetition_penalty, seed)
         penalties, wanted = (body.presence_penalty, body.frequency_penalty), body.constraint()
         biases = body.biases(self.engine.slots.config.vocab_size, self.tokenizer.encode)
+        ends = frozenset(self.tokenizer.special_ids(stops)) | (frozenset() if body.ignore_eos else self._stop_tokens)
         for number, choice in product(range(len(prompts)), range(body.n)):
             constraint, left = wanted and self._constraints.make(*wanted), room - len(prompts[number])
             job = Job(
@@ -125,7 +128,7 @@ class ServedModel:
                 sampler=Sampler(sampling, choice, body.min_p, *penalties, biases, constraint),
                 decode=self.tokenizer.decoder(prompts[number]),
                 search=StopSearch(stops),
-                stop_tokens=frozenset() if body.ignore_eos else self._stop_tokens,
+                stop_tokens=ends,
                 deliver=deliver,
                 top=top,
                 reuse=body.cache_prompt,

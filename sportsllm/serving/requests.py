@@ -15,7 +15,6 @@ from pydantic.json_schema import models_json_schema
 from sportsllm import __version__
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, as_object, describe, parse_json
-from sportsllm.inference.sampling import Sampling
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 16, 20
@@ -107,25 +106,17 @@ class GenerationRequest(ModelRequest):
     ignore_eos: bool = False
     cache_prompt: bool = True
 
-    def sampling(self, seed: int) -> Sampling:
-        """The fields as `generate` knows them."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty, seed)
-
-    def stops(self) -> list[str]:
-        """Texts that end generation."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
-
     def biases(self, vocab_size: int, encode: Callable[[str], list[int]]) -> dict[int, float]:
         """`logit_bias` by token id; llama-server's own requests may name texts, whose tokens are meant.
 
         Raises:
             ApiError: a key that is no token id.
         """
-        native, found = isinstance(self, NativeRequest), dict[int, float]()
-        pairs: Any = self.logit_bias.items() if isinstance(self.logit_bias, dict) else self.logit_bias
-        for key, value in ((str(key), value) for key, value in pairs):
-            is_id = re.fullmatch("-?[0-9]+", key)
-            if (len(key) > 9 or not 0 <= int(key) < vocab_size) if is_id else not native:
+        found, by_key = dict[int, float](), isinstance(self.logit_bias, dict)
+        pairs: Any = self.logit_bias.items() if by_key else self.logit_bias
+        for key, value in pairs:
+            is_id = bool(re.fullmatch("-?[0-9]+", key)) if by_key else isinstance(key, int)
+            if (len(str(key)) > 9 or not 0 <= int(key) < vocab_size) if is_id else not isinstance(self, NativeRequest):
                 raise ApiError(400, f"logit_bias: keys are token ids below {vocab_size}", param="logit_bias")
             found |= dict.fromkeys([int(key)] if is_id else encode(key), value)
         return found

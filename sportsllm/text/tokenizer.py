@@ -164,6 +164,10 @@ class TextTokenizer:
         added = self._tokenizer.get_added_tokens_decoder().values()
         return [token.content for token in added if token.special]
 
+    def special_ids(self, texts: Iterable[str]) -> list[int]:
+        """Ids of the texts that spell a special token, which decoding leaves out."""
+        return [self._tokenizer.token_to_id(text) for text in texts if valid_text(text) in self.special_texts]
+
     @cached_property
     def turn_ends(self) -> list[int]:
         """The special token that the chat template ends a reply with, if it does: not every config.json names it."""

@@ -112,7 +112,7 @@ def generate(
     runtime = log_runtime(decoder, provider)
     proposer = None if draft is None else open_draft(draft, directory, decoder, threads, kernels)
     tokenizer = load_tokenizer(directory, decoder.config)
-    stops = [*decoder.config.stop_token_ids, *_single_tokens(tokenizer, stop or [])]
+    stops = [*decoder.config.stop_token_ids, *tokenizer.special_ids(stop or [])]
     stops += tokenizer.turn_ends if chat else []
     context = decoder.config.max_position_embeddings
     before = [{"role": "system", "content": system}] if system else []
@@ -241,8 +241,3 @@ def _stream(
     reply.ttft_ms = (first - started) * 1e3
     reply.tokens_per_s = (len(reply.ids) - 1) / seconds if len(reply.ids) > 1 else None
     return reply
-
-
-def _single_tokens(tokenizer: TextTokenizer, texts: list[str]) -> list[int]:
-    """Ids of the texts that are one token, as special ones are, which decoding leaves out."""
-    return [ids[0] for ids in (tokenizer.encode(text, special=True) for text in texts) if len(ids) == 1]
