@@ -80,7 +80,7 @@ class Access:
             if scope["type"] != "http":
                 await app(scope, receive, send)
                 return
-            request, inner, added = Request(scope), app, _HEADERS
+            request, inner, added, begun = Request(scope), app, _HEADERS, False
             try:
                 if (origin := self.check(request)) is not None:
                     added = {**_HEADERS, "Access-Control-Allow-Origin": origin, "Vary": "Origin"}
@@ -91,12 +91,21 @@ class Access:
                 inner = refusal(request, error)
 
             async def send_with_headers(message: Any) -> None:
+                nonlocal begun
                 if message["type"] == "http.response.start":
+                    begun = True
                     message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in added.items())]
                 async with asyncio.timeout(STALLED_S):  # else clients that never read would hold all connections
                     await send(message)
 
-            await inner(scope, receive, send_with_headers)
+            try:
+                await inner(scope, receive, send_with_headers)
+            except asyncio.CancelledError:  # the server ends
+                reply = refusal(request, ApiError(503, "the server is closing", "unavailable_error"))
+                if begun:
+                    await send({"type": "http.response.body", "body": b"data: " + bytes(reply.body) + b"\n\n"})
+                else:
+                    await reply(scope, receive, send_with_headers)
 
         return guarded
 
@@ -128,10 +137,13 @@ class TimedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not checke
 
 def refusal(_request: object, error: Exception) -> Response:
     """The reply to a request that fails."""
+    headers = dict[str, str]()
     if isinstance(error, HTTPException):
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         error = ApiError(error.status_code, str(error.detail), kind)
     elif not isinstance(error, ApiError):
         error = ApiError(500, "internal error; the server's log says more", "server_error")
-    headers = {} if error.retry_s is None else {"Retry-After": str(error.retry_s)}
+        headers["Connection"] = "close"  # as uvicorn does after an error, without a word
+    if error.retry_s is not None:
+        headers["Retry-After"] = str(error.retry_s)
     return JSONResponse(error.body, error.status, headers)

@@ -144,6 +144,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
+        listening.listen()  # before it is said that the server is there
     except socket.gaierror:
         raise UsageError(f"--host {host}: no such address; give one of this machine") from None
     except OSError as error:
