@@ -74,14 +74,15 @@ class Server:
 
     def app(self) -> Any:
         """The ASGI application."""
+        count = _in_worker(lambda model, body: {"input_tokens": len(model.encode_chat(body.messages))})
         posts: dict[str, tuple[type[ModelRequest], Answer]] = {
             "/v1/chat/completions": (ChatRequest, _generate),
             "/chat/completions": (ChatRequest, _generate),
             "/v1/completions": (CompletionRequest, _generate),
             "/completion": (NativeRequest, _generate),
             "/completions": (NativeRequest, _generate),
-            "/v1/chat/completions/input_tokens": (Conversation, _in_worker(_count)),
-            "/chat/completions/input_tokens": (Conversation, _in_worker(_count)),
+            "/v1/chat/completions/input_tokens": (Conversation, count),
+            "/chat/completions/input_tokens": (Conversation, count),
             "/tokenize": (TokenizeRequest, _in_worker(_tokenize)),
             "/detokenize": (DetokenizeRequest, _in_worker(_detokenize)),
             "/apply-template": (Conversation, _in_worker(lambda model, body: {"prompt": model.render(body.messages)})),
@@ -190,9 +191,8 @@ def _in_worker(call: Callable[[ServedModel, Any], Json]) -> Answer:
 
 
 def _tokenize(model: ServedModel, body: TokenizeRequest) -> Json:
-    tokens = model.tokenizer.encode(body.content, body.parse_special)
-    if body.add_special:
-        tokens = [model.tokenizer.begin_id, *tokens]
+    begin = [model.tokenizer.begin_id] if body.add_special else []
+    tokens = begin + model.tokenizer.encode(body.content, body.parse_special)
     if body.with_pieces:
         return {"tokens": [{"id": token, "piece": model.tokenizer.piece(token)} for token in tokens]}
     return {"tokens": tokens}
@@ -202,10 +202,6 @@ def _detokenize(model: ServedModel, body: DetokenizeRequest) -> Json:
     if max(body.tokens, default=0) >= model.engine.slots.config.vocab_size:
         raise ApiError(400, "tokens: one lies outside the vocabulary", param="tokens")
     return {"content": model.tokenizer.decode(body.tokens)}
-
-
-def _count(model: ServedModel, body: Conversation) -> Json:
-    return {"input_tokens": len(model.encode_chat(body.messages))}
 
 
 async def _generate(request: Request, model: ServedModel, body: ChatRequest | CompletionRequest) -> Response:

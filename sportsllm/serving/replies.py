@@ -178,7 +178,7 @@ def scores_of(job: Job) -> list[TokenScore]:
 
 def figures(jobs: Sequence[Job]) -> Json:
     """`usage` of a request, in which choices share their prompt, and `timings` of its first sequence."""
-    prompts = {id(job.prompt): job for job in jobs}.values()
+    prompts = {id(job.prompt): job for job in reversed(jobs)}.values()  # the first of each reads it
     prompt, made = sum(len(job.prompt) for job in prompts), sum(job.generated for job in jobs)
     usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
     cached = {"prompt_tokens_details": {"cached_tokens": sum(job.cached for job in prompts)}}

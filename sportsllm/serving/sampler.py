@@ -108,7 +108,7 @@ class Constraints:
             "regex": LLMatcher.grammar_from_regex,
             "grammar": lambda text: LLMatcher.grammar_from_lark(gbnf_to_lark(text)),
         }
-        stops = list(stop_tokens)
+        stops = list(stop_tokens) or [tokenizer.begin_id]  # llguidance needs one to end a text by
         self._tokenizer = LLTokenizer(tokenizer.to_json(), n_vocab=config.vocab_size, eos_token=stops)
 
     def make(self, field: str, given: Any) -> Any:

@@ -34,6 +34,10 @@ def test_a_loaded_model_generates_scores_and_gives_logits(checkpoint: Path) -> N
     assert "parameters" in repr(model)
     wrong: dict[str, Any] = {
         "top_p is 3": {"top_p": 3},
+        "top_p is 0": {"top_p": 0},
+        "top_k is -1": {"top_k": -1},
+        "temperature is -1": {"temperature": -1},
+        "repetition_penalty is 0": {"repetition_penalty": 0},
         "max_new_tokens is 0": {"max_new_tokens": 0},
         "stop is empty": {"stop": ["a", ""]},
         "seed is -1": {"seed": -1},

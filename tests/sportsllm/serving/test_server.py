@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock, Thread
@@ -45,11 +46,13 @@ from sportsllm.serving.models import ServedModel
 from sportsllm.serving.prefixes import PrefixCache
 from sportsllm.serving.requests import ApiError, CompletionRequest, parse_request
 from sportsllm.serving.sampler import Sampler
+from sportsllm.verbs.serve import _listen
 from tests.support.command_line import CommandLine
 from tests.support.models import STORIES
 
 ONCE = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
 KEY = "secret"
+SCOPE = {"type": "http", "method": "POST", "path": "/completion", "query_string": b"", "headers": [(b"host", b"[::1]")]}
 
 
 @pytest.fixture(scope="session")
@@ -83,11 +86,15 @@ def start(
 ) -> ServedModel:
     model = ServedModel(name, export, lambda: Engine(open_slots(export, slots, None, 1), cache_bytes, waiting, Lock()))
     model.start(lambda: None)
-    deadline = time.monotonic() + 30
-    while not model.ready and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert model.problem is None and model.ready
+    assert comes(lambda: model.ready, 30) and model.problem is None
     return model
+
+
+def comes(state: Callable[[], bool], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while not state() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return state()
 
 
 @contextmanager
@@ -182,20 +189,6 @@ def test_requests_at_once_get_what_they_get_alone(fixture: str, request: pytest.
     """Ragged prompts, more requests than slots, some abandoned on the way."""
     directory = request.getfixturevalue(fixture)
     served, loaded = start(directory), sportsllm.load(directory, threads=1)
-    with served_by(served) as client:
-        _ask_at_once(client, loaded)
-    assert is_idle(served.engine, 10)
-    served.stop()
-
-
-def is_idle(engine: Engine, within_s: float = 0) -> bool:
-    deadline = time.monotonic() + within_s
-    while (engine.running or engine.waiting) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not engine.running and not engine.waiting
-
-
-def _ask_at_once(client: httpx.Client, loaded: LoadedModel) -> None:
     prompts = [" ".join(["One day a cat saw a bird."] * (1 + number % 7)) + f" {number}" for number in range(24)]
 
     async def ask(there: httpx.AsyncClient, number: int) -> str:
@@ -211,15 +204,19 @@ def _ask_at_once(client: httpx.Client, loaded: LoadedModel) -> None:
         async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as there:
             return await asyncio.gather(*(ask(there, number) for number in range(24)))
 
-    for number, text in enumerate(asyncio.run(everybody())):
+    with served_by(served) as client:
+        texts = asyncio.run(everybody())
+    for number, text in enumerate(texts):
         if number % 3:
             tokens = 5 + 3 * (number % 6)
             expected = "".join(loaded.generate(prompts[number], max_new_tokens=tokens, temperature=0))
             assert text == expected, number
+    assert is_idle(served.engine, 10)
+    served.stop()
 
 
-class _Panic(BaseException):
-    """As libraries in Rust raise it."""
+def is_idle(engine: Engine, within_s: float = 0) -> bool:
+    return comes(lambda: not engine.running and not engine.waiting, within_s)
 
 
 def test_a_sequence_that_fails_ends_alone(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,16 +224,13 @@ def test_a_sequence_that_fails_ends_alone(client: httpx.Client, monkeypatch: pyt
 
     def fail(self: Sampler, logits_V: Logits, seen: Sequence[int]) -> int:
         if self.sampling.seed == 13 and len(seen) > 20:
-            raise _Panic
+            raise BaseException
         return choose(self, logits_V, seen)
 
-    async def both() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as there:
-            bodies = ({**ONCE, "max_tokens": 60, "seed": seed} for seed in (1, 13))
-            return await asyncio.gather(*(there.post("/v1/completions", json=body) for body in bodies))
-
     monkeypatch.setattr(Sampler, "choose", fail)
-    well, failed = asyncio.run(both())
+    bodies = ({**ONCE, "max_tokens": 60, "seed": seed} for seed in (1, 13))
+    with ThreadPoolExecutor() as pool:
+        well, failed = pool.map(lambda body: client.post("/v1/completions", json=body), bodies)
     assert well.json()["choices"][0]["text"] == expected == complete(client, max_tokens=60)
     assert failed.status_code == 500 and "error" in failed.json()["error"]["message"]
 
@@ -253,8 +247,7 @@ def ask_and_leave(served: ServedModel, body: dict[str, Any], leaves: Callable[[]
     async def send(_: Any) -> None:
         pass
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"host", b"localhost")]}
-    asyncio.run(Server([served], Access()).app()(scope | {"query_string": b""}, receive, send))
+    asyncio.run(Server([served], Access()).app()(SCOPE, receive, send))
 
 
 def test_a_client_that_left_before_its_turn_starts_nothing(served: ServedModel) -> None:
@@ -306,6 +299,7 @@ def test_shared_beginnings_are_read_once_within_a_bound(export: Path) -> None:
             assert 0 < model.engine.prefixes.size_bytes <= 400_000
         several = post(client, "/v1/completions", **ONCE | {"prompt": f"Bird {long}", "n": 3, "temperature": 1})
         assert model.engine.counts["cached_tokens"] > 3 * 100 and len(several["choices"]) == 3
+        assert several["usage"]["prompt_tokens_details"]["cached_tokens"] == 1  # what the first has read is not old
     model.stop()
 
 
@@ -316,11 +310,14 @@ def test_stops_biases_penalties_and_constraints(client: httpx.Client, loaded: Lo
     assert reply["text"] == text[: text.index(stop)] and reply["finish_reason"] == "stop"
     token = loaded.tokenizer.encode("z")[-1]
     assert set(complete(client, logit_bias={str(token): 100}).replace(" ", "")) == {"z"}
+    special = post(client, "/v1/completions", **ONCE | {"stop": "<s>", "logit_bias": {"1": 100}})["choices"][0]
+    assert special["finish_reason"] == "stop"
     assert complete(client, repetition_penalty=5) != text
     pytest.importorskip("llguidance")
     assert complete(client, regex="[0-9]{2}:[0-9]{2}")[2] == ":"
     schema = {"type": "object", "properties": {"goals": {"enum": [1, 2, 3]}}, "required": ["goals"]}
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema | {"additionalProperties": False}}}
+    closed = schema | {"additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": closed}}
     assert set(json.loads(complete(client, response_format=wanted))) == {"goals"}
     assert complete(client, response_format={"type": "json_object"}).startswith("{")
     assert complete(client, json_schema={"const": [1, 2]}) == "[1,2]" and complete(client, json_schema=True)
@@ -329,9 +326,7 @@ def test_stops_biases_penalties_and_constraints(client: httpx.Client, loaded: Lo
     assert refusal(client, 400, **ONCE | {"json_schema": {"type": "hiccup"}})["param"] == "json_schema"
     both = refusal(client, 400, **ONCE, json_schema=schema, response_format=wanted)["message"]
     assert "response_format or json_schema, not both" in both
-    assert set(
-        json.loads(complete(client, response_format={"type": "text"}, json_schema=wanted["json_schema"]["schema"]))
-    ) == {"goals"}
+    assert set(json.loads(complete(client, response_format={"type": "text"}, json_schema=closed))) == {"goals"}
     for beyond in ({"regex": "(?:a|aa|aaa){500}b"}, {"json_schema": {"anyOf": [{"$ref": "#"}]}}):
         assert "error" in refusal(client, 500, **ONCE | beyond)["message"]
     assert complete(client, regex="a{1,3}") in ("a", "aa", "aaa")
@@ -372,7 +367,9 @@ def test_llama_servers_own_completion(client: httpx.Client, loaded: LoadedModel)
         assert refusal(client, 400, "/completion", prompt=wrong)["param"] == "prompt"
     assert refusal(client, 400, prompt=[])["message"] == "prompt: give a text, token ids, or a list of prompts"
     assert "stop: give a text, or a list of up to 16" in refusal(client, 400, **ONCE, stop="")["message"]
-    assert set(post(client, "/completion", **body, logit_bias=[["z", 100]])["content"].replace(" ", "")) == {"z"}
+    for letter in "z5":
+        biased = post(client, "/completion", **body, logit_bias=[[letter, 100]])["content"]
+        assert set(biased.replace(" ", "")) == {letter}
     for bias in ([["z", 100, 3]], [[[1], 5]], [[-1, 5]], [[10**12, 5]], [[True, 5]]):
         assert refusal(client, 400, "/completion", **body, logit_bias=bias)["param"] == "logit_bias"
     spelled = {**body, "prompt": f"<s>{ONCE['prompt']}"}  # as a template begins
@@ -417,6 +414,7 @@ def test_refusals(served: ServedModel, client: httpx.Client, export: Path, monke
         refusal(client, 400, "/v1/chat/completions", messages=messages)
     assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
     assert client.get("/v1/completions").status_code == 405
+    assert access_module.refusal(None, ValueError()).headers["Connection"] == "close"
     monkeypatch.setattr(app_module, "MOST_BODY_BYTES", 1000)
     refusal(client, 413, prompt="a" * 2000)
     model = start(export, slots=1, waiting=1)
@@ -489,9 +487,25 @@ def test_a_client_that_never_reads_is_left(monkeypatch: pytest.MonkeyPatch) -> N
         await asyncio.sleep(60)
 
     monkeypatch.setattr(access_module, "STALLED_S", 0.01)
-    scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"localhost")]}
     with pytest.raises(TimeoutError):
-        asyncio.run(Access().guard(answer)(scope, never, never))
+        asyncio.run(Access().guard(answer)(SCOPE, never, never))
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_requests_of_a_server_that_closes_are_told(status: int) -> None:
+    """uvicorn cancels those that run: in the middle of a stream, or before a reply."""
+    sent = list[dict[str, Any]]()
+
+    async def answer(_scope: Any, _receive: Any, send: Any) -> None:
+        if status == 200:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise asyncio.CancelledError
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(Access().guard(answer)(SCOPE, send, send))
+    assert sent[0]["status"] == status and b'"the server is closing"' in sent[-1]["body"]
 
 
 def test_helpers_and_several_models(
@@ -556,6 +570,11 @@ def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals, expo
             process.send_signal(number)
             out, _ = process.communicate(timeout=20)
     assert process.returncode == 0 and json.loads(out)["models"] == ["stories"] and time.monotonic() - began < 5
+
+
+def test_the_port_is_open_before_the_server_is_announced() -> None:
+    with _listen("127.0.0.1", 0) as listening:
+        socket.create_connection(listening.getsockname()).close()
 
 
 def test_exports_that_cannot_be_served_are_refused(export: Path, cli: CommandLine, tmp_path: Path) -> None:

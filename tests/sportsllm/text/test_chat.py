@@ -2,10 +2,9 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from threading import Timer
+from unittest.mock import Mock
 
 import pytest
 import transformers
@@ -94,16 +93,10 @@ def test_long_conversations_are_sent_before_answers_are_read(
 ) -> None:
     """More than both pipes hold, in one wait a batch."""
     directory = with_template(tokenizer_directory, tmp_path / "model", "{{ messages[0].content }}")
-    waits, timer = list[float](), chat.Timer
-
-    def counted(seconds: float, function: Callable[[], None]) -> Timer:
-        waits.append(seconds)
-        return timer(seconds, function)
-
-    monkeypatch.setattr(chat, "Timer", counted)
+    monkeypatch.setattr(chat, "Timer", timer := Mock(wraps=chat.Timer))
     texts = [f"{number}" + "x" * 20_000 for number in range(chat._AT_ONCE + 3)]
     assert list(render_chats(directory, [[{"role": "user", "content": text}] for text in texts])) == texts
-    assert len(waits) == 2
+    assert timer.call_count == 2
 
 
 def renderer_of(source: Path, folder: Path, otherwise: str) -> tuple[ChatRenderer, *tuple[Messages, ...]]:

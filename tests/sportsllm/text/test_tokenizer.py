@@ -126,7 +126,8 @@ def test_an_added_token_without_a_row_is_left_out(
     assert "ignoring <|image|>; the embedding has only 384 rows" in capsys.readouterr().err
     assert tokenizer.vocab_size == TINY_VOCAB
     assert tokenizer.encode("an <|image|>", special=True) == load_tokenizer(tokenizer_directory).encode("an <|image|>")
-    assert Constraints(tokenizer, tiny_config(), [1]).make("regex", "a+")
+    for stops in ([1], []):
+        assert Constraints(tokenizer, tiny_config(), stops).make("regex", "a+")
 
 
 TEXT = "Obura 82-84 Vestnes, naïve 東京\n🏉 <|begin|>"
