@@ -69,7 +69,7 @@ class HarnessModel(LM):  # type: ignore[misc]
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Text up to one of the request's stops or the end of the turn."""
         stops = [*self._decoder.config.stop_token_ids, *(self._tokenizer.turn_ends if self._chat else [])]
-        found = []
+        found = list[str]()
         with progress_bar("requests", len(requests)) as bar:
             for context, given in (request.args for request in requests):
                 settings = normalize_gen_kwargs(given)
@@ -77,9 +77,12 @@ class HarnessModel(LM):  # type: ignore[misc]
                 if new >= self._context:
                     raise UsageError(f"a task asks for {new:,} new tokens, the context has {self._context:,}; skip it")
                 begin = self._end(self._ids(context), self._context - new)
-                sampling = Sampling(temperature, int(settings.get("top_k") or 0), float(settings.get("top_p") or 1.0))
-                tokens = self._tokenizer.decode_stream(begin, generate(self._decoder, begin, new, sampling, stops))
-                found.append("".join(until(tokens, [stop for stop in settings["until"] if stop])))
+                limits = int(settings.get("top_k") or 0), float(settings.get("top_p") or 1.0)
+                sampling = Sampling(temperature, *limits, seed=len(found))  # repeated requests differ
+                texts = [stop for stop in settings["until"] if stop]
+                ends = [*stops, *self._tokenizer.special_ids(texts)]
+                tokens = self._tokenizer.decode_stream(begin, generate(self._decoder, begin, new, sampling, ends))
+                found.append("".join(until(tokens, texts)))
                 bar.advance()
         return found
 
@@ -109,7 +112,7 @@ class HarnessModel(LM):  # type: ignore[misc]
 def run_tasks(
     decoder: Decoder, tokenizer: TextTokenizer, names: Sequence[str], settings: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, tuple[TaskScore, list[float]]]:
-    """Scores of tasks by name, those of groups too, and their first metric for each document.
+    """Scores of tasks and of groups by name, and of tasks their first metric for each document.
 
     Args:
         names: of the harness's own tasks, or YAML files of tasks.
@@ -122,11 +125,13 @@ def run_tasks(
     defaults = not all(name.endswith((".yaml", ".yml")) for name in names)
     try:
         manager = TaskManager(include_defaults=defaults)
-        tasks = manager.load(list(names))["tasks"]
+        loaded = manager.load(list(names))
     except Exception as problem:  # of any library that reads tasks and data sets
         raise UsageError(
             f"--tasks {' '.join(names)}: cannot be loaded ({clip(str(problem) or repr(problem), 250)})"
         ) from None
+    tasks, children = loaded["tasks"], {name for each in loaded["group_map"].values() for name in each}
+    whole = [each for name, each in (tasks | loaded["groups"]).items() if name not in children]
     metrics = {name: list(task.aggregation()) for name, task in tasks.items()}
     greedy = [n for n in tasks if tasks[n].OUTPUT_TYPE == "loglikelihood" or "exact_match" in metrics[n]]
     chat, most = bool(settings.get("task_chat")), settings.get("task_documents")
@@ -134,20 +139,21 @@ def run_tasks(
     lm_eval.evaluator.get_git_commit_hash = lambda: None  # it runs git, which complains outside a repository
     lm_eval.api.task.tqdm = lambda items, **_: items  # bars that know no terminal
     found = lm_eval.evaluator.simple_evaluate(
-        model, tasks=list(tasks.values()), limit=most, apply_chat_template=chat, task_manager=manager
+        model, tasks=whole, limit=most, apply_chat_template=chat, task_manager=manager
     )
     scores = dict[str, tuple[TaskScore, list[float]]]()
-    for name, (first, *_) in metrics.items():
-        figures, samples = found["results"][name], found["samples"][name]
-        samples, shown = [each for each in samples if each["filter"] == samples[0]["filter"]], {}
+    for name in [*tasks, *found.get("groups", ())]:
+        figures, samples, shown = found["results"][name], found["samples"].get(name, []), {}
+        samples = [each for each in samples if each["filter"] == samples[0]["filter"]]
         for key, value in figures.items():
             metric, comma, filtered = key.partition(",")
             if comma and not metric.endswith("_stderr"):
                 error = figures.get(f"{metric}_stderr,{filtered}")
                 label = metric if filtered == "none" else f"{metric} ({filtered})"
                 shown[label] = (float(value), error if isinstance(error, float) else None)
+        first = metrics[name][0] if name in metrics else next(iter(shown)).partition(" ")[0]
         label = next(each for each in shown if each.partition(" ")[0] == first)
         values = [float(each[first]) for each in samples if isinstance(each.get(first), int | float)]
-        shots = int(found["n-shot"].get(name, 0))
-        scores[name] = TaskScore(label, *shown[label], shown, len(samples), shots), values
+        documents, shots = len(samples) or int(figures["sample_len"]), int(found["n-shot"].get(name, 0))
+        scores[name] = TaskScore(label, *shown[label], shown, documents, shots), values
     return scores

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sportsllm.inference.divergence import Divergence
     from sportsllm.inference.scoring import TaskScore
     from sportsllm.models.config import ModelConfig
-    from sportsllm.text.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +155,13 @@ def eval(
             f"{path}: {accuracy:.1%} of {len(items)} questions (95% interval {interval[0]:.1%} to {interval[1]:.1%}, "
             f"chance {chance:.1%})"
         )
+    harness: dict[str, TaskScore] = {}
+    if tasks:
+        from sportsllm.inference.harness import run_tasks
+
+        harness = {name: score for name, (score, _) in run_tasks(decoder, tokenizer, tasks, found).items()}
+    for name, task in harness.items():
+        output().print(f"{name}: {task.metric} {task} ({task.documents:,} documents, {task.shots} shots)")
     only = next(iter(asked.values())) if len(asked) == 1 else None
     return EvalResult(
         **scores,
@@ -168,21 +174,9 @@ def eval(
         accuracy=None if only is None else only.accuracy,
         questions=None if only is None else only.questions,
         question_files=asked,
-        tasks=_run_tasks(decoder, tokenizer, tasks, found) if tasks else {},
+        tasks=harness,
         **runtime,
     )
-
-
-def _run_tasks(
-    decoder: Decoder, tokenizer: TextTokenizer, names: list[str], settings: dict[str, Any]
-) -> dict[str, TaskScore]:
-    from sportsllm.console import output
-    from sportsllm.inference.harness import run_tasks
-
-    found = {name: score for name, (score, _) in run_tasks(decoder, tokenizer, names, settings).items()}
-    for name, score in found.items():
-        output().print(f"{name}: {score.metric} {score} ({score.documents:,} documents, {score.shots} shots)")
-    return found
 
 
 def _open(

@@ -9,10 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("lm_eval", reason="needs the extra tasks, which make setup installs")
 
+from lm_eval.tasks import TaskManager
+
 from benchmarks.quality import Model, task_quality
+from sportsllm.inference import harness
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.harness import HarnessModel, run_tasks
 from sportsllm.inference.sampling import Sampling, generate
@@ -58,13 +62,21 @@ def accuracy_of(directory: Path, task: Path) -> float:
     return question_accuracy(decoder, load_tokenizer(directory, decoder.config), questions)
 
 
-def test_accuracy_is_that_of_eval_questions(checkpoint: Path, task: Path) -> None:
+def test_accuracy_is_that_of_eval_questions(
+    checkpoint: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder, accuracy = open_decoder(checkpoint, threads=1), accuracy_of(checkpoint, task)
-    tokenizer = load_tokenizer(checkpoint, decoder.config)
-    ((name, (score, values)),) = run_tasks(decoder, tokenizer, [str(task)]).items()
-    assert (name, score.metric, score.documents, score.shots) == ("my_questions", "acc_bytes", 24, 0)
-    assert score.value == accuracy == sum(values) / 24
-    assert set(score.metrics) == {"acc_bytes", "acc"}
+    tokenizer, own = load_tokenizer(checkpoint, decoder.config), yaml.safe_load(task.read_text(encoding="utf-8"))
+    both = [own | {"task": name} for name in "ab"]
+    group = {"group": "all", "task": both, "aggregate_metric_list": [{"metric": "acc_bytes"}]}
+    (tmp_path / "group.yaml").write_text(yaml.safe_dump(group), encoding="utf-8")
+    monkeypatch.setattr(harness, "TaskManager", lambda **_: TaskManager(include_path=tmp_path, include_defaults=False))
+    found = run_tasks(decoder, tokenizer, [str(task), "all"])
+    assert list(found) == ["my_questions", "all::a", "all::b", "all"]
+    score, values = found["my_questions"]
+    assert (score.metric, score.documents, score.shots) == ("acc_bytes", 24, 0)
+    assert score.value == accuracy == sum(values) / 24 == found["all"][0].value
+    assert set(score.metrics) == {"acc_bytes", "acc"} and (found["all"][0].documents, found["all"][1]) == (48, [])
     # The standard error of a mean of zeros and ones, with n - 1.
     assert score.error == pytest.approx((accuracy * (1 - accuracy) / 23) ** 0.5)
 
@@ -120,6 +132,8 @@ def test_generated_text_ends_at_a_stop(checkpoint: Path) -> None:
     given = [{"max_gen_toks": 6}, {"max_gen_toks": 6, "until": [text[2:4]]}]
     found = harness.generate_until([request("The match", each) for each in given])
     assert found == [text, text[: text.find(text[2:4])]]
+    drawn = {"max_gen_toks": 6, "do_sample": True, "temperature": 5.0}
+    assert len(set(harness.generate_until([request("The match", drawn)] * 3))) == 3  # as repeats of a task
 
 
 def test_requests_in_the_chat_template_begin_once(checkpoint: Path, tmp_path: Path) -> None:
