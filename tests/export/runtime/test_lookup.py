@@ -3,7 +3,6 @@
 import dataclasses
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
@@ -19,7 +18,7 @@ from sportsllm.inference import lookup
 from sportsllm.inference import sampling as sampling_module
 from sportsllm.inference.lookup import DraftLookup, PromptLookup
 from sportsllm.inference.sampling import Sampling, StopSearch, generate
-from sportsllm.serving.engine import Engine, Job, Piece
+from sportsllm.serving.engine import Engine, Job
 from sportsllm.serving.sampler import Sampler
 from tests.support.export_models import TINY, Exports
 
@@ -32,11 +31,10 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(autouse=True)
-def _always(library: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _always(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels from the tests' own build, and proposals whatever they cost."""
     monkeypatch.setattr(built, "HERE", library.parent)
     monkeypatch.setattr(PromptLookup, "_cost", lambda self, rows: 1.0)
-    yield
 
 
 @pytest.mark.parametrize(("settings", "temperature"), [*zip(SETTINGS, (0, 0.3, 0.3), strict=True)])
@@ -104,20 +102,15 @@ def test_the_same_in_slots(with_draft: bool, settings: dict[str, Any], exports: 
     directory = exports(**settings).directory
     decoder, draft = OnnxDecoder(directory, 1), OnnxDecoder(directory, 1, kernels="portable") if with_draft else None
     engine = Engine(open_slots(directory, 2, None, 1), 10**6, 9, Lock(), draft)
-    thread, ended = Thread(target=engine.run), list[Job]()
+    thread = Thread(target=engine.run)
     thread.start()
-
-    def deliver(piece: Piece) -> None:
-        if piece.finish:
-            ended.append(piece.job)
-
     stop = frozenset(list(generate(decoder, PATTERN * 4, 60, Sampling(0)))[50:51])
     for seed in (0, 1):
         for stops in (frozenset[int](), stop):
             sampling = Sampling(0.3 * seed, top_k=5, seed=seed)
-            job = Job(PATTERN * 4, 60, Sampler(sampling), str, StopSearch([]), stops, deliver)
+            job = Job(PATTERN * 4, 60, Sampler(sampling), str, StopSearch([]), stops, lambda _: None)
             engine.submit([job])
-            while job not in ended:
+            while job.finish is None:
                 time.sleep(0.001)
             decoder.exact_rows = 1
             assert job.ids[28:] == list(generate(decoder, PATTERN * 4, 60, sampling, list(stops)))
@@ -150,9 +143,7 @@ def test_proposals_follow_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert widths(1.0)[-1] == 8
     assert sum(width == 1 for width in widths(0.0)) > 45
-    monkeypatch.setitem(cost, 2, 9.0)
-    monkeypatch.setitem(cost, 4, 9.0)
-    monkeypatch.setitem(cost, 8, 9.0)
+    cost |= dict.fromkeys((2, 4, 8), 9.0)
     assert widths(1.0)[-1] == 1
 
 

@@ -79,15 +79,11 @@ def test_a_model_beside_itself_differs_in_nothing(tokenizer_directory: Path, tex
     assert str(found).count("too few documents") == 3
 
 
-@pytest.fixture(scope="module")
-def other(tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("moved"), moved(), tokenizer_directory)
-
-
 def test_eval_compares_checkpoints_exports_and_gguf_files(
-    checkpoint: Path, exported: Path, other: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine
+    checkpoint: Path, exported: Path, corpus_file: Path, tmp_path: Path, cli: CommandLine
 ) -> None:
     """The same distance whatever runs either side, up to float32 in another order and GGUF's float16."""
+    other = saved(tmp_path / "moved", moved(), checkpoint)
     assert cli("export", other, "--format", "gguf", "--out", tmp_path / "gguf")[0] == 0
     gguf = next((tmp_path / "gguf").glob("*.gguf"))
     text = tmp_path / "text.jsonl"

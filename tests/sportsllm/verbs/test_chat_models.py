@@ -8,6 +8,7 @@ import shutil
 import sys
 from io import StringIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from export.gguf.tokenizer import tokenizer_metadata
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.sampling import Sampling, generate
+from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.text.chat import find_template, render_chats
 from sportsllm.text.conversations import Conversation
 from sportsllm.text.documents import read_documents
@@ -275,28 +277,19 @@ def test_a_conversation_in_the_terminal(
 def test_ctrl_c_at_the_prompt_ends_a_conversation_the_second_time(
     cli: CommandLine, assistant: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    typed = iter([KeyboardInterrupt, "Who?", KeyboardInterrupt, KeyboardInterrupt, "never read"])
-
-    def typed_line(_: str) -> str:
-        if (line := next(typed)) is KeyboardInterrupt:
-            raise KeyboardInterrupt
-        return str(line)
-
-    monkeypatch.setattr("sportsllm.console.typed_line", typed_line)
+    typed = Mock(side_effect=[KeyboardInterrupt, "Who?", KeyboardInterrupt, KeyboardInterrupt, "never read"])
+    monkeypatch.setattr("sportsllm.console.typed_line", typed)
     monkeypatch.setattr("sys.stdin", StringIO())
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     code, _, err = cli("generate", assistant, "--chat", "--max-new-tokens", 5, "--temperature", 0, "--threads", 1)
     assert code == 0 and err.count("press Ctrl-C again") == 2 and err.count("5 tokens, ") == 1, err
-    assert next(typed) == "never read"
+    assert typed.call_count == 4
 
 
 def test_ctrl_c_stops_a_reply_and_not_the_conversation(
     cli: CommandLine, assistant: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sportsllm.inference.torch_decoder import TorchDecoder
-
-    steps = iter([0, 1])
-    step = TorchDecoder.step
+    steps, step = iter([0, 1]), TorchDecoder.step
 
     def interrupted(self: TorchDecoder, tokens: list[int]) -> object:
         if next(steps, 0):
