@@ -191,6 +191,7 @@ def _open(path: Path, gguf: bool = False) -> _File:
         file = open_gguf(path)
         return GGUFTensors(file, read_config(file))
     try:
+        path.open("rb").close()  # safetensors calls a file that may not be read missing
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
         raise ArtifactError(

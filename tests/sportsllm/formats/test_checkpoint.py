@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint, open_model
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.packed_modules import QuantizedEmbedding
-from sportsllm.formats.safetensors import WEIGHTS, StreamedTensors
+from sportsllm.formats.safetensors import WEIGHTS, StreamedTensors, _open
 from sportsllm.models.layers import KVCache
 from tests.support.checkpoint_files import edit_json, edit_tensors, refused
 from tests.support.disk import full_disk
@@ -89,11 +90,14 @@ def test_shards_and_half_precision(copy: Path) -> None:
     refused(copy, "model-2.safetensors")
 
 
-def test_truncated_and_overlong(copy: Path) -> None:
+def test_truncated_overlong_and_not_readable(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = (copy / WEIGHTS).read_bytes()
     for damaged in (data[:-100], data + b"\0" * 100, b""):
         (copy / WEIGHTS).write_bytes(damaged)
         refused(copy, "not a whole safetensors file")
+    monkeypatch.setattr(Path, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(ArtifactError, match="Permission denied"):
+        _open(copy / WEIGHTS)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
