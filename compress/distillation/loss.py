@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from compress.distillation.teacher import teacher_logits
 from sportsllm import processes
-from sportsllm.errors import UsageError
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject
+from sportsllm.formats.manifest import manifest_of
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.settings import DISTILLATION, check_value
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 
 HIDDEN_WEIGHT = 3.0
-_WELL_TRAINED = 100.0  # tokens per parameter above which the teacher knows more than the text says
 _LEAST_TRAINING = 2.0  # tokens per parameter above which states are worth copying; measured: 0.6 loses, 2.6 gains
 LayerMap = tuple[tuple[int, int], ...]
 """(student's state, teacher's state), each from 0, the embedding's output, to the number of layers."""
@@ -55,20 +55,18 @@ _RIDGE = 1e-3  # of a fitted projection, as a share of the states' mean square
 _LEAST_SQUARE = 1e-12  # of a teacher's state, so that a state of zeros divides by something
 
 
-def default_kl_weight(start: Start, tokens_per_parameter: float | None) -> float:
-    """The KL's default share of the loss, by the student's start and the teacher's tokens per parameter.
+def default_kl_weight(start: Start, own_text: bool = False) -> float:
+    """The KL's default share of the loss, by the student's start and whether the teacher wrote the text.
 
-    The text still teaches more than a teacher of few tokens per parameter knows: with 20, a student pruned by a third
-    and recovered on 5% of the teacher's tokens ends 2.1% behind it with a share of 1, 1.4% with 0.5. With thousands,
-    0.5 ends 2.6% behind 1 (docs/results). Quantized weights only undo their rounding: 1. Random weights take 0.9
-    (Minitron, https://arxiv.org/abs/2407.14679). So do barely trained ones, which cannot surpass their teacher yet:
-    0.5 leaves them up to 15% farther from it.
+    Half, since the text teaches too: students pruned by a third end 1.4% instead of 2.1% behind a teacher of 20 tokens
+    per parameter, and 12.6% instead of 14.8% behind SmolLM2-135M. `own_text` says nothing that its teacher does not:
+    there half ends up to 2.6% behind 1 (docs/results). Quantized weights only undo their rounding: 1. Random weights
+    take 0.9 (Minitron, https://arxiv.org/abs/2407.14679). So do barely trained ones, which cannot surpass their teacher
+    yet: half leaves them up to 15% farther from it.
     """
-    if start is Start.RANDOM:
-        return 0.9
-    if start is Start.QUANTIZED or tokens_per_parameter is None or tokens_per_parameter >= _WELL_TRAINED:
+    if start is Start.QUANTIZED or (own_text and start is not Start.RANDOM):
         return 1.0
-    return 0.9 if start is Start.BARELY_TRAINED else 0.5
+    return 0.9 if start in (Start.RANDOM, Start.BARELY_TRAINED) else 0.5
 
 
 def default_hidden_weight(
@@ -86,16 +84,27 @@ def default_hidden_weight(
     return HIDDEN_WEIGHT if start is Start.PRUNED and taught and not barely else 0.0
 
 
-def distillation_config(start: Start, teacher: Path, given: Mapping[str, object]) -> DistillationConfig:
+def distillation_config(
+    start: Start, teacher: Path, given: Mapping[str, object], corpus: Sequence[Path] = ()
+) -> DistillationConfig:
     """The settings of a student that starts from `start`; `given` are options by name, None if not given.
 
-    The defaults depend on how much text the teacher has read, which its manifest says.
+    The defaults depend on how much text the teacher has read, and on whether it wrote the corpus; manifests say both.
     """
     found: JsonObject = {name: value for name, value in given.items() if value is not None}
     read = tokens_per_parameter(teacher)
-    weight = found.setdefault("kl_weight", default_kl_weight(start, read))
+    own_text = {_writer(path) for path in corpus} == {teacher.resolve()}
+    weight = found.setdefault("kl_weight", default_kl_weight(start, own_text))
     found.setdefault("hidden_weight", default_hidden_weight(start, weight, found.get("signals"), read))
     return DistillationConfig(exact_logits=start is Start.QUANTIZED, **found)
+
+
+def _writer(text: Path) -> Path | None:
+    """The model that wrote a text, as the manifest of `data sample` beside it says."""
+    with suppress(ArtifactError):  # another program's manifest.json
+        made = manifest_of(text if text.is_dir() else text.parent)
+        return Path(made.settings["checkpoint"]).resolve() if made.command == "data sample" else None
+    return None
 
 
 def default_layer_map(student_layers: int, teacher_layers: int) -> LayerMap:

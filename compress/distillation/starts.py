@@ -69,11 +69,12 @@ def plan_training(
     taught = pick(given, DISTILLATION)
     if given.get("signals") is not None:
         taught["signals"] = Path(given["signals"])
+    text = tuple(corpus or recorded_text(teacher, "corpus"))
     training = StudentTraining(
         teacher=teacher,
-        corpus=tuple(corpus or recorded_text(teacher, "corpus")),
+        corpus=text,
         valid=tuple(valid or ([] if corpus else recorded_text(teacher, "valid"))),
-        distillation=distillation_config(run.start, teacher, taught),
+        distillation=distillation_config(run.start, teacher, taught, text),
         config=settings.train_config(run, tokens, lengths, seed=seed),  # last, since it prints the settings
         extra_holdouts=extra_holdouts,
         reading=reading,

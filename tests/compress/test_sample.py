@@ -4,12 +4,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from compress.distillation.loss import distillation_config
 from compress.sample import CORPUS, read_questions, sample
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.batch_sampling import default_rows
 from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.training.settings import Start
 from tests.support.models import saved, tiny_config, tiny_model
 from tests.support.pages import chat_model
 
@@ -26,6 +28,11 @@ def test_a_model_writes_a_corpus(checkpoint: Path, tmp_path: Path) -> None:
     assert not special or not any(special in text for text in texts)
     other = sample(checkpoint, out=tmp_path / "other", tokens=300, sequence=24, batch_size=8, seed=1)
     assert (tmp_path / "other" / CORPUS).read_bytes() != (tmp_path / "own" / CORPUS).read_bytes() and other.tokens
+    own, both = [tmp_path / "own" / CORPUS, tmp_path / "other"], [tmp_path / "own", tmp_path / "real.jsonl"]
+    (tmp_path / "manifest.json").write_text("{}")  # another program's
+    cases = ((checkpoint, own), (checkpoint, both), (tmp_path / "other", own))
+    weights = [distillation_config(Start.PRUNED, teacher, {}, text).kl_weight for teacher, text in cases]
+    assert weights == [1.0, 0.5, 0.5]  # a teacher's own text says nothing that the teacher does not
 
 
 @pytest.mark.parametrize(("context", "longest"), [(128, 128), (1024, 512)])
