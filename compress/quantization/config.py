@@ -233,7 +233,7 @@ def resolve_method(
     """
     if name is None:
         name = "balance" if config.bits == 8 else "gptq"
-        if untrained and not text.files:
+        if untrained and not (text.files or text.samples):
             log("untrained weights: rounding without calibration (mse)")
             name = "mse"
     if name not in METHODS:

@@ -144,6 +144,6 @@ def test_another_text_field_is_recorded_and_read_by_later_commands(
     code, _, err = cli("eval", out, "--text", named, "--text", corpus_file, "--threads", 1)
     assert code == 0 and f"{corpus_file.name}: reading 'text' of records without a field 'body'" in err, err
     assert "documents are training text" in err
-    code, _, err = cli("quantize", out, "--bits", 4, "--out", tmp_path / "int4", "--threads", 1)
+    code, _, err = cli("quantize", out, "--set", "samples=4", "--out", tmp_path / "int4", "--threads", 1)
     assert code == 0 and "writes itself" not in err and "no field" not in err, err
     assert read_manifest(tmp_path / "int4").settings["text_field"] == "body"
