@@ -73,8 +73,8 @@ DISTILLATION: Group = {
     "kl_weight": Setting(
         float,
         "Weight of the KL divergence in the loss; the rest is cross-entropy",
-        "0.9 for random weights; 1 on text that the teacher wrote; else 0.5, or 0.9 for students trained on fewer than "
-        "5 tokens per parameter",
+        "0.9 for random weights; 1 on text of `data sample`; else 0.5, or 0.9 for students trained on fewer than 5 "
+        "tokens per parameter",
         0,
         1,
     ),

@@ -55,16 +55,16 @@ _RIDGE = 1e-3  # of a fitted projection, as a share of the states' mean square
 _LEAST_SQUARE = 1e-12  # of a teacher's state, so that a state of zeros divides by something
 
 
-def default_kl_weight(start: Start, own_text: bool = False) -> float:
-    """The KL's default share of the loss, by the student's start and whether the teacher wrote the text.
+def default_kl_weight(start: Start, sampled: bool = False) -> float:
+    """The KL's default share of the loss, by the student's start and whether a model wrote the text.
 
     Half, since the text teaches too: students pruned by a third end 1.4% instead of 2.1% behind a teacher of 20 tokens
-    per parameter, and 12.6% instead of 14.8% behind SmolLM2-135M. `own_text` says nothing that its teacher does not:
-    there half ends up to 2.6% behind 1 (docs/results). Quantized weights only undo their rounding: 1. Random weights
-    take 0.9 (Minitron, https://arxiv.org/abs/2407.14679). So do barely trained ones, which cannot surpass their teacher
-    yet: half leaves them up to 15% farther from it.
+    per parameter, and 12.6% instead of 14.8% behind SmolLM2-135M. Text `sampled` from the teacher says nothing that it
+    does not: there half ends up to 2.6% behind 1 (docs/results). Quantized weights only undo their rounding: 1. Random
+    weights take 0.9 (Minitron, https://arxiv.org/abs/2407.14679). So do barely trained ones, which cannot surpass their
+    teacher yet: half leaves them up to 15% farther from it.
     """
-    if start is Start.QUANTIZED or (own_text and start is not Start.RANDOM):
+    if start is Start.QUANTIZED or (sampled and start is not Start.RANDOM):
         return 1.0
     return 0.9 if start in (Start.RANDOM, Start.BARELY_TRAINED) else 0.5
 
@@ -89,22 +89,21 @@ def distillation_config(
 ) -> DistillationConfig:
     """The settings of a student that starts from `start`; `given` are options by name, None if not given.
 
-    The defaults depend on how much text the teacher has read, and on whether it wrote the corpus; manifests say both.
+    The defaults depend on how much text the teacher has read, and whether a model wrote the corpus, as manifests say.
     """
     found: JsonObject = {name: value for name, value in given.items() if value is not None}
     read = tokens_per_parameter(teacher)
-    own_text = {_writer(path) for path in corpus} == {teacher.resolve()}
-    weight = found.setdefault("kl_weight", default_kl_weight(start, own_text))
+    sampled = bool(corpus) and all(map(_is_sampled, corpus))
+    weight = found.setdefault("kl_weight", default_kl_weight(start, sampled))
     found.setdefault("hidden_weight", default_hidden_weight(start, weight, found.get("signals"), read))
     return DistillationConfig(exact_logits=start is Start.QUANTIZED, **found)
 
 
-def _writer(text: Path) -> Path | None:
-    """The model that wrote a text, as the manifest of `data sample` beside it says."""
+def _is_sampled(text: Path) -> bool:
+    """Whether `data sample` wrote a text: the teacher, or a model that it was made from."""
     with suppress(ArtifactError):  # another program's manifest.json
-        made = manifest_of(text if text.is_dir() else text.parent)
-        return Path(made.settings["checkpoint"]).resolve() if made.command == "data sample" else None
-    return None
+        return manifest_of(text if text.is_dir() else text.parent).command == "data sample"
+    return False
 
 
 def default_layer_map(student_layers: int, teacher_layers: int) -> LayerMap:
