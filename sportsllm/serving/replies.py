@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -44,11 +44,12 @@ class Reply:
 
     def __post_init__(self) -> None:
         self._chat, self._created = isinstance(self.body, ChatRequest), int(time.time())
-        self._offsets = Counter[int]()  # of each choice: characters of the tokens whose scores were written
+        self._offsets = Counter[int]()  # of each choice: characters of the text behind which scores go on
+        self._decoders = dict[int, Callable[[int], str]]()
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}"
 
     def _head(self, kind: str, choices: list[Json]) -> Json:
-        return {
+        head = {
             "id": self._id,
             "object": kind,
             "created": self._created,
@@ -56,6 +57,7 @@ class Reply:
             "system_fingerprint": f"b{__version__}",
             "choices": choices,
         }
+        return head | {"usage": None} if self.body.stream_options.include_usage else head
 
     def whole(self, jobs: Sequence[Job]) -> Any:
         """The reply of jobs that have ended."""
@@ -100,7 +102,10 @@ class Reply:
             # Of tokens with one text, halves of a character, the likeliest counts.
             pairs = [(self.tokenizer.piece(token), value) for token, value in reversed(each.top)]
             likeliest.append({piece: each.log_probability} | dict(pairs) if each.log_probability is not None else None)
-        *offsets, self._offsets[job.index] = accumulate(map(len, pieces), initial=self._offsets[job.index])
+        if job.index not in self._decoders:
+            self._decoders[job.index] = self.tokenizer.decoder([] if job.echo else job.prompt)
+        sizes = (len(self._decoders[job.index](each.token)) for each in scores)  # in the text; the begin token has none
+        *offsets, self._offsets[job.index] = accumulate(sizes, initial=self._offsets[job.index])
         return {
             "tokens": pieces,
             "token_logprobs": [each.log_probability for each in scores],

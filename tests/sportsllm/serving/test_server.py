@@ -146,10 +146,11 @@ def test_text_is_that_of_generate(client: httpx.Client, loaded: LoadedModel) -> 
 
 
 def test_a_stream_is_the_whole(client: httpx.Client) -> None:
-    body = {**ONCE, "n": 2, "temperature": 1, "seed": 3, "logprobs": 2}
+    body = {**ONCE, "n": 2, "temperature": 1, "seed": 3, "logprobs": 2, "cache_prompt": False}  # which rounds otherwise
     whole = post(client, "/v1/completions", **body)
     chunks = events(client, "/v1/completions", **body, stream_options={"include_usage": True})
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 48
+    assert {each["usage"] for each in chunks[:-1]} == {None}
     for index in (0, 1):
         mine = [each["choices"][0] for each in chunks[:-1] if each["choices"][0]["index"] == index]
         assert "".join(each["text"] for each in mine) == whole["choices"][index]["text"]
@@ -338,6 +339,9 @@ def test_echo_scores_the_prompt(client: httpx.Client, loaded: LoadedModel) -> No
     for choice, row in zip(post(client, "/v1/completions", **body)["choices"], (ids, ids[:9]), strict=True):
         scores = choice["logprobs"]
         assert scores["token_logprobs"][0] is None and len(scores["tokens"]) == len(row) + 1
+        begin, first, *others = zip(scores["tokens"], scores["text_offset"], strict=True)
+        assert (begin, first) == (("<s>", 0), (" The", 0))  # a text starts without the space
+        assert all(choice["text"].startswith(piece.replace("<s>", ""), offset) for piece, offset in others)
         (expected,) = loaded.decoder.score([row])
         np.testing.assert_allclose(scores["token_logprobs"][1:-1], expected, atol=1e-4)
         assert all(max(top.values()) <= 0 for top in scores["top_logprobs"][1:])
