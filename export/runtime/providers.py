@@ -144,6 +144,8 @@ def _built_in(name: str, registered: str, device: str) -> Provider:
     options, processor = {}, "gpu" if name in _ON_GPU else "cpu"
     if device.isdigit():
         options["device_id"] = device
+    elif device and name != "openvino":
+        raise UsageError(f"--provider {name}:{device}: give the number of a device, such as {name}:0")
     elif device:
         options["device_type"], processor = device.upper(), device.lower()
     if name == "cuda" and hasattr(ort, "preload_dlls"):

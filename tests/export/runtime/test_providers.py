@@ -41,6 +41,7 @@ def test_the_cpu_is_always_there(name: str) -> None:
         ("TensorRT-RTX", ResourceError, "onnxruntime-ep-nv-tensorrt-rtx"),
         ("quantum", UsageError, "quantum: no provider has this name; installed: cpu.*webgpu: onnx"),
         ("cpu:1", UsageError, "cpu:1: cpu has no devices"),
+        ("azure:gpu", UsageError, "azure:gpu: give the number of a device, such as azure:0"),
     ],
 )
 def test_a_provider_that_is_not_here_says_what_to_do(name: str, error: type[Exception], message: str) -> None:
