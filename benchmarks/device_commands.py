@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,8 +110,6 @@ def calibrate(
     if name in list_devices():
         raise UsageError(f"--out {out}: {name} is a shipped device; choose another name")
     decided, started = load_device(limits_from), time.perf_counter()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=out.parent).close()  # a folder that cannot be written fails now, not after minutes
     rates = probes.read_bandwidth([threads] if threads else probes.thread_counts(default_threads()))
     threads = probes.choose_threads(rates)
     device = probes.this_device(name, threads, decided)

@@ -14,9 +14,10 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from sportsllm.errors import ArtifactError, ConflictError, SportsLLMError, UsageError
+from sportsllm.errors import ArtifactError, ConflictError, ResourceError, SportsLLMError, UsageError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -142,13 +143,19 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def require_new(path: Path, option: str = "--out") -> None:
-    """Refuse to replace a file.
+    """Refuse, before the work, to replace a file, or a folder that cannot be written.
 
     Raises:
         ConflictError: something is there.
+        ResourceError: it cannot be written.
     """
     if path.exists():
         raise ConflictError(f"{path}: exists already; choose another {option} or move it away")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ResourceError(f"{path}: {folder} cannot be written ({error.strerror}); choose another {option}") from None
 
 
 def require_directory(directory: Path, wanted: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sportsllm.commands import COMMANDS
-from sportsllm.errors import ArtifactError, ConflictError, UsageError
+from sportsllm.errors import ArtifactError, ConflictError, ResourceError, UsageError
 from tests.support.command_line import CommandLine
 
 USAGE, ARTIFACT, CONFLICT = UsageError.exit_code, ArtifactError.exit_code, ConflictError.exit_code
@@ -121,7 +121,7 @@ CASES: list[tuple[str, int, str]] = [
     (f"data sample {MODEL} --out {TAKEN}", CONFLICT, "taken"),
     (f"data sample {MODEL} --out {NEW} --chat", USAGE, "leave --chat out"),
     (f"report {MODEL} --out {TEXT}.html", CONFLICT, "exists already; choose another --out or move it away"),
-    (f"inspect {MODEL} --out {TEXT}.html", CONFLICT, "exists already; choose another --out or move it away"),
+    (f"bench {TAKEN} --out {TEXT}/a/b.json", ResourceError.exit_code, "cannot be written (Not a directory); choose"),
 ]
 
 

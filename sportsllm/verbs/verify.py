@@ -33,7 +33,7 @@ class VerifyResult(Result):
         ok: whether no problem was found.
         files: number of files in the manifest.
         problems: one line for each problem.
-        kernels: kernels that run an export on this CPU, `native` or `portable`; None for a checkpoint.
+        kernels: kernels that run an export on this CPU, `native` or `portable`; None for a checkpoint, or a damaged export.
         provider, parity, placement: with `--provider`: the execution provider, its difference from the CPU, and the
             operators that it runs.
     """
@@ -75,7 +75,7 @@ def verify(
         except ArtifactError as error:
             problems.append(str(error))
     kernels = None
-    if exported:
+    if exported and not problems:
         # By name: export is a package above this one.
         chosen = importlib.import_module("export.runtime.session").kernels_of_directory(directory)
         kernels = str(chosen.name)
