@@ -171,7 +171,8 @@ def _with_json(function: Command, name: str) -> Command:
             error.args = (_in_flags(str(error), signature, name),)
             raise
         except KeyboardInterrupt:
-            again = "; nothing was published, the same command starts again" if "out" in kwargs else ""
+            out: Any = kwargs.get("out")
+            again = "; nothing was published, the same command starts again" if out and not out.exists() else ""
             raise InterruptedRun(f"interrupted{again}") from None
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

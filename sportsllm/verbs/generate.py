@@ -123,10 +123,10 @@ def generate(
             raise UsageError(f"the prompt has {len(begin):,} tokens, the model's context is {context:,}; shorten it")
         made = sample_tokens(decoder, begin, max_new_tokens, sampling, stops, proposer)
         found = _stream(tokenizer, begin, made, stop or [], ids, "" if ids else shown)
-        if not found.stopped and (full := full_context(context, len(begin), len(found.ids), max_new_tokens)):
+        if found.exhausted and (full := full_context(context, len(begin), len(found.ids), max_new_tokens)):
             log(full)
             found.context_full = True
-        if chat and len(found.ids) >= max_new_tokens:
+        if chat and found.exhausted and len(found.ids) == max_new_tokens:
             log(f"the reply was cut off at --max-new-tokens {max_new_tokens:,}")
         return found
 
@@ -152,13 +152,14 @@ def generate(
 
 @dataclass
 class _Reply:
-    """What was generated, see `GenerateResult`."""
+    """What was generated, see `GenerateResult`; `exhausted` if no stop text or Ctrl-C ended it, `stopped` by Ctrl-C."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
     ttft_ms: float = 0.0
     tokens_per_s: float | None = None
     context_full: bool = False
+    exhausted: bool = False
     stopped: bool = False
 
 
@@ -227,6 +228,7 @@ def _stream(
             if ids:
                 write(f"{token} ")
             yield token
+        reply.exhausted = True
 
     write(shown)
     try:

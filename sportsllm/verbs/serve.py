@@ -108,7 +108,8 @@ def serve(
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that leaves a stream
     limits = {"timeout_graceful_shutdown": 3, "timeout_keep_alive": IDLE_S}
     server = uvicorn.Server(uvicorn.Config(app, http=TimedProtocol, **limits, **quiet))
-    if current_thread() is main_thread():  # uvicorn raises the signal again when it has stopped
+    main, before = current_thread() is main_thread(), signal.getsignal(signal.SIGTERM)
+    if main:  # uvicorn raises the signal again when it has stopped
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def stop_server() -> None:
@@ -124,6 +125,8 @@ def serve(
     finally:
         for model in models:
             model.stop()
+        if main:
+            signal.signal(signal.SIGTERM, before)
     for model in models:
         if model.problem is not None:
             raise model.problem

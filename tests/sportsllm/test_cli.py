@@ -162,6 +162,10 @@ def test_interrupt_saves_and_resume_finishes(
     steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps) and steps[-1] == 40
     assert not (tmp_path / "out" / "state").exists()
+    monkeypatch.setattr("benchmarks.quality.text_quality", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    bench = ("bench", tmp_path / "out")
+    assert cli(*bench)[2].endswith("error: interrupted\n")  # without an output none is missing
+    cli.refuses(130, "nothing was published", *bench, "--out", tmp_path / "bench.json")
 
 
 def test_full_disk_and_read_only_folder_leave_nothing(checkpoint: Path, tmp_path: Path, cli: CommandLine) -> None:

@@ -559,7 +559,8 @@ def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals, expo
     command = [sys.executable, "-m", "sportsllm.cli", "serve", str(export), "--port", "0", "--threads", "1", "--json"]
     if number == signal.SIGTERM:  # as a function, without the program's own handler
         call = f"sportsllm.serve([{str(export)!r}], port=0, threads=1).to_json()"
-        command = [sys.executable, "-c", f"import json, sportsllm; print(json.dumps({call}))"]
+        ends = "assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL"
+        command = [sys.executable, "-c", f"import json, signal, sportsllm; print(json.dumps({call})); {ends}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     line = next(line for line in process.stderr if line.startswith("serving"))

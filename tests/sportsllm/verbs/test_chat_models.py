@@ -266,9 +266,12 @@ def test_a_conversation_in_the_terminal(
     assert code == 0 and err.count("tokens/s") == 3 and "type /reset" in err
     assert "new conversation" in err and "/help: unknown command; /reset begins anew, Ctrl-C" in err
     assert err.count("the reply was cut off at --max-new-tokens 3") == 3
+    reply = out.split("> ")[1].strip("\n")
+    flags += ["--prompt", "Who?", "--stop", reply, "--max-new-tokens", 2]  # which is complete with the last token
+    assert "cut off" not in cli("generate", assistant, *flags)[2]
     first, system = asked[0], ("system", "Be kind.")
     assert first == [system, ("user", "Who?")]
-    assert asked[1] == [system, ("user", "Who?"), ("assistant", out.split("> ")[1].strip("\n")), ("user", "When?")]
+    assert asked[1] == [system, ("user", "Who?"), ("assistant", reply), ("user", "When?")]
     assert asked[4] == [system, ("user", "Where?")]
     cli.refuses(2, "add --chat", "generate", assistant, "--system", "Be kind.")
     cli.refuses(3, "has no chat template", "generate", checkpoint, "--chat")  # before anything is typed
