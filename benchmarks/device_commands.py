@@ -134,15 +134,16 @@ def calibrate(
 
 def _print_devices(devices: Sequence[Device], here: Collection[str]) -> None:
     from benchmarks.devices.load import ALIASES
-    from benchmarks.labels import LIMITS, Table
+    from benchmarks.labels import LIMITS, MISSING, Table
     from sportsllm.console import output
 
     names = [name for name in LIMITS if any(name in each.limits.given() for each in devices)]
     headers = ("name", "kind", *(LIMITS[name].title for name in names), "here")
-    rows = [
-        (each.name, each.kind, *(f"{getattr(each.limits, name):,g}" for name in names), "yes" * (each.name in here))
-        for each in devices
-    ]
+    rows = []
+    for each in devices:
+        limits = each.limits.given()
+        values = (f"{limits[name]:,g}" if name in limits else MISSING for name in names)
+        rows.append((each.name, each.kind, *values, "yes" * (each.name in here)))
     short = "; ".join(f"{each} is short for {name}" for each, name in ALIASES.items())
     advice = f"`devices show NAME` explains one, with the source of every figure. {short}."
     Table("device budgets", headers, rows, (0, 1), advice).print(output())

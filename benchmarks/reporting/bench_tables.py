@@ -10,6 +10,7 @@ from benchmarks.labels import (
     LIMITS,
     MISSING,
     Table,
+    bits,
     count,
     interval,
     megabytes,
@@ -70,8 +71,9 @@ def verdict_lines(bench: Bench) -> list[str]:
         ends, documents = bench.quality_interval_percent, f"{count(bench.quality_documents)} documents"
         between = "" if ends is None else f" (95% interval {ends[0]:+.2f} to {ends[1]:+.2f}%, {documents})"
         few = f" on {documents}, too few for an interval ({LEAST_DOCUMENTS} are needed)"
-        word = "worse" if percent > 0 else "better"
-        lines.append(f"Quality: {abs(percent):.2f}% {word} than the teacher in bits per byte{between or few}")
+        change = f"{abs(percent):.2f}% {'worse' if percent > 0 else 'better'}"
+        own, teacher = bits(bench.bits_per_byte), bits(bench.teacher_bits_per_byte)
+        lines.append(f"Quality: {own} bits per byte, {change} than the teacher's {teacher}{between or few}")
     elif bench.bits_per_byte is not None:
         lines.append(f"Quality: {bench.bits_per_byte:.4f} bits per byte; --teacher compares it")
     if not bench.clean:

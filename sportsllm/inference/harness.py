@@ -7,7 +7,9 @@ https://github.com/EleutherAI/lm-evaluation-harness.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -121,6 +123,9 @@ def run_tasks(
     Raises:
         UsageError: no such task, or one that cannot be loaded, for example since there is no hub.
     """
+    for name in filter(Path.is_file, map(Path, names)):
+        if re.search(r"^task: *(\[|$)", name.read_text(encoding="utf-8", errors="replace"), re.MULTILINE):
+            raise UsageError(f"--tasks {name}: is a group, which the harness loads by name; give its tasks' files")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     defaults = not all(name.endswith((".yaml", ".yml")) for name in names)
     try:

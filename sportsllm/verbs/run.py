@@ -43,8 +43,9 @@ from sportsllm.results import Result
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _FOLDER = "out"  # the name of the recipe's own folder
-_KEPT = ("eval", "bench", "generate")  # commands whose result is a file
+_KEPT = ("eval", "bench", "generate", "devices calibrate")  # commands whose result is kept as JSON
 _SUFFIXES = {"eval": ".json", "bench": ".json", "generate": ".txt", "report": ".html", "inspect": ".html"}
+_SUFFIXES["devices calibrate"] = ".toml"
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
         else:
             usual, place = defaults.get(command, {}), base / (name + _SUFFIXES.get(command, ""))
             checked, wrong, needs = _settings(command, usual, entry, known, place)
-            errors, known[name] = [*errors, *wrong], place if command in _KEPT else Path(checked.get("out", place))
+            errors, known[name] = [*errors, *wrong], place if command == "bench" else Path(checked.get("out", place))
         problems += [f"stage {number} ({name[:40] or 'without a name'}): {error}" for error in errors]
         stages.append(RecipeStage(name, command, checked, tuple(each for each in known if each in needs), optional))
     if problems:
@@ -261,7 +262,7 @@ def _settings(
         given["set"] = usual["set"] | own["set"]
     if "set" in given and "settings" in parameters:
         given["settings"] = given.pop("set")
-    if "out" in parameters and command not in _KEPT:
+    if "out" in parameters and command != "bench":
         given.setdefault("out", str(place))
     errors += [_unknown("setting", key, parameters) for key in given if key not in parameters]
     for name, parameter in parameters.items():
@@ -293,8 +294,8 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> JsonO
         fingerprint = _fingerprint(stage.command, settings)
         if path.exists() and (kept := read_json(path)).pop("fingerprint", None) == fingerprint:
             log(f"{path}: up to date")
-            return {**kept, "cached": True, "out": str(path)}
-    if stage.command in ("report", "inspect"):  # pages, which are made again
+            return {"out": str(path), **kept, "cached": True}
+    if stage.command in _SUFFIXES and "out" in settings:  # a file, which is made again
         settings["out"].unlink(missing_ok=True)
     result = function(**settings)
     assert isinstance(result, Result)
@@ -304,7 +305,7 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> JsonO
     if stage.command == "generate":
         atomic_write_text(path.with_suffix(".txt"), found["prompt"] + found["text"] + "\n")
     atomic_write_text(path, json.dumps({"fingerprint": fingerprint, **found}, indent=1, default=str))
-    return {**found, "out": str(path)}
+    return {"out": str(path), **found}
 
 
 def _fingerprint(command: str, settings: JsonObject) -> str:
@@ -315,9 +316,9 @@ def _fingerprint(command: str, settings: JsonObject) -> str:
         settings = {key: value for key, value in settings.items() if key != "threads"}
     parts: list[object] = [command, __version__, settings]
     kinds = Path if command == "generate" else (str, Path)  # its texts, such as a stop ".", are no paths
-    for value in settings.values():
+    for name, value in settings.items():
         for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, kinds):
+            if isinstance(item, kinds) and name != "out":
                 # os.path, not pathlib: a text may be longer than a file's name
                 places = (str(item), str(item).partition("=")[2])
                 parts += [digest(Path(place)) for place in places if os.path.exists(place)]  # noqa: PTH110

@@ -33,7 +33,7 @@ class VerifyResult(Result):
         ok: whether no problem was found.
         files: number of files in the manifest.
         problems: one line for each problem.
-        kernels: kernels that run an export on this CPU, `native` or `portable`; None for a checkpoint, or a damaged export.
+        kernels: kernels that run an export on this CPU, `native` or `portable`; None if it is damaged or a checkpoint.
         provider, parity, placement: with `--provider`: the execution provider, its difference from the CPU, and the
             operators that it runs.
     """

@@ -164,6 +164,10 @@ def test_devices_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert Device.model_validate_json(json.dumps(shown[0])).name == "raspberry-pi-5-8gb"
     printed = capsys.readouterr().out
     assert "17.07 GB/s" in printed and "geerlingguy" in printed and "256 MB" in printed
+    strict = load_device("host")
+    strict = strict.model_copy(update={"limits": strict.limits.model_copy(update={"kl_nats": 0.125})})
+    device_commands._print_devices([load_device("h100"), strict], ())
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines() if line[:1] == "h"] == ["\u2013", "0.125"]
 
 
 def test_a_device_with_coefficients_reads_back(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from benchmarks.predict.calibrate import (
 from benchmarks.predict.latency import costs, resolve, total
 from benchmarks.studies.prediction_error import DIMENSIONS
 from sportsllm.errors import ConflictError, ResourceError, UsageError
+from sportsllm.verbs.run import run
 from tests.support.command_line import CommandLine
 from tests.support.devices import reference_machine
 
@@ -196,6 +197,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Comma
     assert is_this_machine(device) is False  # the hardware above has another instruction set
     planned = plan(model="tiny-5m", target=str(out)).figures
     assert planned["efficiency"]["own"] and planned["efficiency"]["band"]["tpot"] == device.coefficients.band.tpot
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_: (device.coefficients, 0.0))
+    stages = '[[stage]]\nname = "here"\ncommand = "devices calibrate"\n[[stage]]\nname = "size"\ncommand = "plan"\n'
+    (recipe := tmp_path / "recipe.toml").write_text(f'{stages}model = "tiny-5m"\ntarget = "@here"\n', encoding="utf-8")
+    for kept in (False, True):
+        row = run(recipe, tmp_path / "runs").stages[0]
+        assert (row.out, row.cached) == (str(tmp_path / "runs" / "here.toml"), kept)
 
 
 @pytest.mark.usefixtures("small_machine")

@@ -161,6 +161,8 @@ def test_eval_prints_tasks_and_refuses_unknown_ones(
     assert not (tmp_path / "called").exists(), "git complains outside a repository"
     task.with_name("questions.jsonl").write_text("", encoding="utf-8")
     assert re.search(r"error: --tasks .*task\.yaml: cannot be loaded \(\w", cli("eval", checkpoint, "--tasks", task)[2])
+    task.write_text("group: all\ntask:\n- a\n- b\n", encoding="utf-8")
+    cli.refuses(2, "task.yaml: is a group, which the harness loads by name; give", "eval", checkpoint, "--tasks", task)
     cli.refuses(2, "--tasks no-such.yaml: cannot be loaded", "eval", checkpoint, "--tasks", "no-such.yaml")
 
 
