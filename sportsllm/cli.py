@@ -171,8 +171,8 @@ def _with_json(function: Command, name: str) -> Command:
             error.args = (_in_flags(str(error), signature, name),)
             raise
         except KeyboardInterrupt:
-            out: Any = kwargs.get("out")
-            again = "; nothing was published, the same command starts again" if out and not out.exists() else ""
+            free = kwargs.get("out") and not kwargs["out"].exists()
+            again = "; nothing was published, the same command starts again" if free else ""
             raise InterruptedRun(f"interrupted{again}") from None
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

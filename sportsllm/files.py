@@ -146,8 +146,7 @@ def require_new(path: Path, option: str = "--out") -> None:
     """Refuse, before the work, to replace a file, or a folder that cannot be written.
 
     Raises:
-        ConflictError: something is there.
-        ResourceError: it cannot be written.
+        ConflictError, ResourceError: something is there, or it cannot be written.
     """
     if path.exists():
         raise ConflictError(f"{path}: exists already; choose another {option} or move it away")

@@ -52,7 +52,6 @@ SPEED = {"small": (16, 150), "medium": (8, 100), "large": (4, 60)}
 SPEED_SEQUENCE = 2_048
 COLUMNS = ("device", "part", "cpu", "found", "difference", "bound", "tokens_per_s", "share_of_peak_percent", "date")
 SAME_CHIP = {"h200": "h100"}
-OTHER_CARDS = {"ti", "super", "laptop", "pcie", "nvl"}  # than those of the name without the word
 _EXACT = {"accumulation": 1, "try_rates": False, "optimizer": "adamw", "precision": "fp32"}
 Row = dict[str, Any]
 
@@ -147,7 +146,7 @@ def peak_flops_per_s(card: str) -> float | None:
     """The 16-bit peak of the card's tensor cores, if `benchmarks/devices` describes it."""
     words = {SAME_CHIP.get(word, word) for word in card.lower().split()}
     for name in list_devices():
-        if words & OTHER_CARDS <= set(name.split("-")) <= words:
+        if words & {"ti", "super", "laptop", "pcie", "nvl"} <= set(name.split("-")) <= words:  # no other card's
             hardware = load_device(name).hardware
             rate = None if hardware is None else hardware.fp16_matmul_rate
             return None if rate is None else 1e9 * rate.value

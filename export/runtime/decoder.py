@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from export.runtime.kv_cache import Cache, bind_run, cache_maker
 from export.runtime.providers import CPU, Provider, find_provider, one_line, placement
-from export.runtime.session import Kernels, check_files, choose_kernels, open_session, raise_if_out_of_memory
+from export.runtime.session import Kernels, kernels_of_directory, open_session, raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Logits, log_softmax, logits_at_once
@@ -59,12 +59,10 @@ class OnnxDecoder:
         self.config = load_config(directory)
         self.prefill_chunk = PREFILL_CHUNK
         self._directory = directory
-        path = check_files(directory).graph  # before its kernels: what is cut off may be that it calls them
         if isinstance(kernels, str):
-            kernels = choose_kernels(path, kernels if graph is None else "portable", provider)
+            kernels = kernels_of_directory(directory, kernels if graph is None else "portable", provider)
         self.kernels = kernels
-        library = self.kernels.library
-        self._session = open_session(directory, self.config, threads, graph, library=library, provider=provider)
+        self._session = open_session(directory, self.config, threads, graph, kernels.library, provider)
         self._make_cache = cache_maker(self._session, directory, self.config.vocab_size, provider)
         self._cache: Cache | None = None
         self._read: list[list[int]] = []  # tokens of the cache's sequences

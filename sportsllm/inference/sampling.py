@@ -74,19 +74,14 @@ def _kept(weights_V: npt.NDArray[np.float64], top_k: int, top_p: float) -> npt.N
     """Ids of the largest weights that a sampling keeps. Sorts few of them: all of 49,152 would take 15 ms a token."""
     count, total = top_k or 64, weights_V.sum()
     while True:
-        ids = _largest(weights_V, count)
+        least, _ = _bound(weights_V, count)  # which at least `count` weights reach, if so many are positive
+        ids = np.flatnonzero(weights_V >= least if least > 0 else weights_V > 0)
+        ids = ids[np.argsort(-weights_V[ids], kind="stable")]  # ties by id
         ranked = weights_V[ids[: top_k or None]]
         cumulative = np.cumsum(ranked) / (ranked.sum() if top_k else total)
         if top_k or cumulative[-1] >= top_p or count >= len(weights_V):
             return ids[: 1 + int(np.count_nonzero(cumulative[:-1] < top_p))]
         count *= 8
-
-
-def _largest(weights_V: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
-    """Ids of positive weights in falling order, ties by id, at least the `count` largest if there are so many."""
-    least, _ = _bound(weights_V, count)
-    ids = np.flatnonzero(weights_V >= least if least > 0 else weights_V > 0)
-    return ids[np.argsort(-weights_V[ids], kind="stable")]
 
 
 def _bound(values_V: npt.NDArray[Any], count: int) -> tuple[float, float]:

@@ -77,9 +77,6 @@ class Access:
         """An ASGI application that lets checked requests through to `app`, and adds headers to the replies."""
 
         async def guarded(scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] != "http":
-                await app(scope, receive, send)
-                return
             request, inner, added, begun = Request(scope), app, _HEADERS, False
             try:
                 if (origin := self.check(request)) is not None:

@@ -97,9 +97,7 @@ class Server:
             "/metrics": self._metrics,
         }
 
-        async def description(_: Request) -> Response:
-            return JSONResponse(openapi({path: kind for path, (kind, _) in posts.items()}, gets))
-
+        description = JSONResponse(openapi({path: kind for path, (kind, _) in posts.items()}, gets))
         page = Response(Path(__file__).with_name("page.html").read_bytes(), media_type="text/html")
         routes = [self._post(path, *each) for path, each in posts.items()]
         answers = {**gets, "/openapi.json": description, "/": page}

@@ -44,8 +44,8 @@ class Reply:
 
     def __post_init__(self) -> None:
         self._chat, self._created = isinstance(self.body, ChatRequest), int(time.time())
-        self._offsets = Counter[int]()  # of each choice: characters of the text behind which scores go on
-        self._decoders = dict[int, Callable[[int], str]]()
+        # Of each choice: the characters of its text so far, and what decodes its next token.
+        self._offsets, self._decoders = Counter[int](), dict[int, Callable[[int], str]]()
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}"
 
     def _head(self, kind: str, choices: list[Json]) -> Json:

@@ -112,12 +112,9 @@ def serve(
     if main:  # uvicorn raises the signal again when it has stopped
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-    def stop_server() -> None:
-        server.should_exit = True
-
     try:
         for model in models:
-            model.start(stop_server)
+            model.start(partial(setattr, server, "should_exit", True))
         log(f"serving {', '.join(names)} at {url}; press Ctrl-C to stop")
         server.run(sockets=[listening])
     except KeyboardInterrupt:  # how servers end

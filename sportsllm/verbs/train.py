@@ -98,6 +98,7 @@ def train(
     from sportsllm.console import log, output
     from sportsllm.formats.artifact import Stage, began, run_together
     from sportsllm.formats.huggingface import load_config
+    from sportsllm.formats.manifest import plain_name
     from sportsllm.models.presets import changed_shape
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.processors import use_processor
@@ -141,7 +142,8 @@ def train(
     }
     inputs = [*checkpoints, *training, *unread, *files]
     stage = Stage("train", record | asdict(config), inputs, seed=seed)
-    out = out or _default_out(checkpoint, model, changes)
+    name = "custom" if changes.keys() - {"dropout"} else plain_name(Path(str(model)))
+    out = out or Path("runs") / (f"{plain_name(checkpoint)}-tuned" if checkpoint is not None else name)
 
     def make(directory: Path) -> JsonObject:
         log(f"{out}: reading {', '.join(map(str, training))}")
@@ -213,11 +215,3 @@ def _default_text(checkpoint: Path | None, valid: list[Path] | None) -> tuple[li
         log(f"no --corpus given: simulating {SIMULATED_MEGABYTES:g} MB of matches into {DEFAULT_CORPUS}")
         simulate(out=DEFAULT_CORPUS)
     return [DEFAULT_CORPUS / "train.jsonl"], valid or [DEFAULT_CORPUS / "valid.jsonl"]
-
-
-def _default_out(checkpoint: Path | None, model: str | None, changes: Mapping[str, object]) -> Path:
-    from sportsllm.formats.manifest import plain_name
-
-    if checkpoint is not None:
-        return Path("runs") / f"{plain_name(checkpoint)}-tuned"
-    return Path("runs") / ("custom" if changes.keys() - {"dropout"} else plain_name(Path(str(model))))

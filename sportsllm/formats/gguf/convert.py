@@ -60,15 +60,11 @@ def convert_gguf(source: Path, out: Path) -> JsonObject:
 
     result = run_stage(out, stage, make)
     if result["cached"]:
-        _link_again(out, source.absolute())
+        # Name the file that was read just now, which may have been moved, or written after the manifest.
+        manifest, here = read_manifest(out), source.absolute()
+        if manifest.parents[0].path != str(here) or here.stat().st_mtime > (out / MANIFEST).stat().st_mtime:
+            replace(manifest, parents=(replace(manifest.parents[0], path=str(here)),)).write(out)
     else:
         how = "each tensor is read from it when needed" if linked else f"converted to the float32 checkpoint {out}"
         log(f"{source}: {', '.join(result['formats'])}, {how}")
     return result
-
-
-def _link_again(out: Path, source: Path) -> None:
-    """Name the file that was read just now, which may have been moved, or written after the manifest."""
-    manifest = read_manifest(out)
-    if manifest.parents[0].path != str(source) or source.stat().st_mtime > (out / MANIFEST).stat().st_mtime:
-        replace(manifest, parents=(replace(manifest.parents[0], path=str(source)),)).write(out)

@@ -78,11 +78,6 @@ def test_a_plugin_that_cannot_be_imported_is_named(broken_plugin: str, tmp_path:
     assert "onnxruntime-ep-broken is installed and cannot be imported: No module" in capsys.readouterr().err
 
 
-def test_a_provider_that_takes_no_node_is_refused(exports: Exports) -> None:
-    with pytest.raises(ResourceError, match="--provider azure: takes none of the graph's nodes"):
-        open_decoder(exports().directory, 1, provider="azure")
-
-
 def test_every_node_is_counted(exports: Exports) -> None:
     """Without optimizations the session has the graph's own nodes; those of functions are inlined."""
     directory = exports(inline=True).directory
