@@ -62,7 +62,7 @@ def balanced_scale(
     squares_K: Mapping[str, Tensor], first: Matrix, weights: Sequence[Tensor], rows_K: Tensor, specs: Sequence[GridSpec]
 ) -> Tensor:
     """(K,) the scale of matrices that read what `first` reads; the fewest bits decide alpha."""
-    weight_K = torch.cat(list(weights)).double().square().sum(dim=0)
+    weight_K = torch.stack([weight.double().square().sum(dim=0) for weight in weights]).sum(dim=0)
     alpha = _BALANCED[min(spec.bits for spec in specs)]
     log_K = alpha * _log_size(squares_K[first.name], rows_K) - 0.5 * _log_size(weight_K, rows_K)
     return (log_K - log_K.mean()).exp().float()

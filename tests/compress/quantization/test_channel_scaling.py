@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from compress.layerwise import run_layer
-from compress.quantization.channel_scaling import scale_block
-from compress.quantization.config import QuantizationConfig
+from compress.quantization.channel_scaling import balanced_scale, scale_block
+from compress.quantization.config import GridSpec, QuantizationConfig
 from sportsllm.models.config import Experts
+from sportsllm.models.description import block_matrices
 from sportsllm.models.language_model import first_positions
 from tests.compress.pruning.test_refit import BIASES
 from tests.support.gelu_kind import registered
-from tests.support.models import tiny_model
+from tests.support.models import tiny_config, tiny_model
+from tests.support.training import allocated_peak
 
 
 def uneven(model: torch.nn.Module) -> None:
@@ -99,3 +101,10 @@ def test_balance_follows_its_formula(bits: int, alpha: float, changes: dict[str,
     scale /= scale.log().mean().exp()
     found = before.post_attention_layernorm.weight / block.post_attention_layernorm.weight
     assert torch.allclose(found.double(), scale, rtol=1e-4)
+
+
+def test_the_scale_of_many_matrices_takes_the_memory_of_one() -> None:
+    """In float64 and squared, besides vectors: a layer of experts has hundreds."""
+    up, weights, specs = block_matrices(tiny_config())[-2], [torch.ones(96, 64)] * 16, [GridSpec(4, 32, True)]
+    peak = allocated_peak(lambda: balanced_scale({up.name: torch.ones(64)}, up, weights, torch.arange(64), specs))
+    assert peak < 3 * 8 * 96 * 64
