@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -16,6 +16,7 @@ from sportsllm.results import StageResult
 from sportsllm.settings import EXPORT, TEXT, parse_settings
 
 if TYPE_CHECKING:
+    from export.graph.builder import GraphForm
     from export.parity.comparison import ParityReport
     from export.request import ExportRequest
     from sportsllm.formats.gguf.blocks import RoundedModel
@@ -132,14 +133,15 @@ def export(
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
         with checkpoint_with(checkpoint, config) as source:
-            if format == "gguf":
+            form = None if format == "gguf" else _graph_form(request, source)
+            if form is None:
                 facts, check = _write_gguf(request, source, directory)
             else:
-                facts, check = _write_graph(request, source, directory)
+                facts, check = _write_graph(request, source, directory, form)
             built = time.perf_counter()
             report = check()
-            if not report.passed and report.precision.startswith("int") and report.only_rounding_failed():
-                facts, report = _widen_inputs(request, source, directory, facts, report)
+            if form and not report.passed and report.precision.startswith("int") and report.only_rounding_failed():
+                facts, report = _widen_inputs(request, source, directory, form, facts, report)
         _require(request, report)
         parity = report.to_dict()
         write_json(directory / "parity.json", parity)
@@ -161,19 +163,11 @@ _Written = tuple[dict[str, Any], Callable[[], "ParityReport"]]
 """Fields of the result, and the gate of what was written."""
 
 
-def _write_graph(
-    request: ExportRequest, checkpoint: Path, directory: Path, wide_inputs: frozenset[str] = frozenset()
-) -> _Written:
-    """Write the graph, and the files that loaders read beside it."""
+def _graph_form(request: ExportRequest, checkpoint: Path) -> GraphForm:
+    """The form that the request asks for, with measured scales of an INT8 cache."""
     from export.cache_scales import cache_scales
     from export.graph.builder import GraphForm
-    from export.graph.decoder import write_graph
-    from export.layout import not_opened_by, web_precision, write_loader_files
-    from export.parity.check import check_parity
-    from export.runtime.providers import find_provider
-    from export.web_page import write_page
     from sportsllm.console import log
-    from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.packed import bitsandbytes_kind
 
     stored_as = bitsandbytes_kind(checkpoint)
@@ -184,15 +178,26 @@ def _write_graph(
         )
     if request.in_half:
         log("fp16: computes and caches in float16, for GPUs; a CPU converts to float32 and back, slower than fp32")
-    form = GraphForm(
+    return GraphForm(
         operators=request.format,
         half=request.half,
         in_half=request.in_half,
         half_cache=request.cache == "fp16" and not request.in_half,
         scales=cache_scales(checkpoint, request.text) if request.cache == "int8" else None,
         inline=request.inline,
-        wide_inputs=wide_inputs,
     )
+
+
+def _write_graph(request: ExportRequest, checkpoint: Path, directory: Path, form: GraphForm) -> _Written:
+    """Write the graph, and the files that loaders read beside it."""
+    from export.graph.decoder import write_graph
+    from export.layout import not_opened_by, web_precision, write_loader_files
+    from export.parity.check import check_parity
+    from export.runtime.providers import find_provider
+    from export.web_page import write_page
+    from sportsllm.console import log
+    from sportsllm.formats.huggingface import load_config
+
     written = write_graph(checkpoint, directory, form)
     log(str(written.kernels))
     web = web_precision(written.precision, request.in_half) if request.format == "web" else None
@@ -212,7 +217,12 @@ def _write_graph(
 
 
 def _widen_inputs(
-    request: ExportRequest, checkpoint: Path, directory: Path, facts: dict[str, Any], report: ParityReport
+    request: ExportRequest,
+    checkpoint: Path,
+    directory: Path,
+    form: GraphForm,
+    facts: dict[str, Any],
+    report: ParityReport,
 ) -> tuple[dict[str, Any], ParityReport]:
     """Write the graph again, with 16-bit inputs for the matrices that 8-bit inputs harm most, until it passes."""
     from export.parity.wide_inputs import remedies
@@ -220,7 +230,7 @@ def _widen_inputs(
 
     log(f"8-bit inputs change this model too much ({report.failures()[0]}); measuring which matrices they harm")
     for remedy in remedies(checkpoint, report, facts["wide_inputs"]):
-        facts, check = _write_graph(request, checkpoint, directory, remedy.modules)
+        facts, check = _write_graph(request, checkpoint, directory, replace(form, wide_inputs=remedy.modules))
         report = check()
         log(str(remedy))
         if report.passed:

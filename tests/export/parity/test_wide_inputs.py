@@ -15,8 +15,9 @@ from export.parity.comparison import DEPLOYED, Comparison, ParityReport, Pass
 from export.parity.wide_inputs import InputGroup, Remedy, choose_groups, measure_groups, round_inputs
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import GateError
-from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.checkpoint import copy_tokenizer, load_checkpoint
 from tests.support.export_models import CONTEXT, logits_of, pack_model, save, tiny_model
+from tests.support.models import TINY_VOCAB
 
 MASSIVE = 1500.0
 """How much larger a channel is than the others that share its step."""
@@ -34,10 +35,14 @@ def save_massive(directory: Path, bits: int = 8, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(("bits", "form"), [(8, "onnx"), (8, "standard"), (4, "web")])
-def test_a_massive_channel_gets_16_bits(bits: int, form: str, tmp_path: Path, capsys: Any) -> None:
+def test_a_massive_channel_gets_16_bits(
+    bits: int, form: str, tokenizer_directory: Path, tmp_path: Path, capsys: Any
+) -> None:
     """The exact pass holds the graph against PyTorch; the deployed one bounds what is left of rounding."""
-    checkpoint = save_massive(tmp_path / "checkpoint", bits)
-    result = sportsllm.export(checkpoint, out=tmp_path / "out", format=form, threads=1)
+    checkpoint = save_massive(tmp_path / "checkpoint", bits, vocab_size=TINY_VOCAB)
+    copy_tokenizer(tokenizer_directory, checkpoint)
+    cache = "int8" if form == "web" else None
+    result = sportsllm.export(checkpoint, out=tmp_path / "out", format=form, threads=1, kv_cache=cache)
     names = [f"model.layers.1.mlp.{name}" for name in ("gate_proj", "up_proj")]
     head = ["model.embed_tokens"] if bits == 8 and form == "onnx" else []  # has 16 bits before the gate
     assert result.wide_inputs == [*head, *names] and result.parity["passed"]
@@ -45,6 +50,7 @@ def test_a_massive_channel_gets_16_bits(bits: int, form: str, tmp_path: Path, ca
     assert "8-bit inputs change this model too much (deployed pass, " in said
     assert f"16-bit inputs for {'head; ' if head else ''}gate_proj, up_proj of layer 1: " in said
     assert said.count("kernels: called for all 2 layers and the head\n") == (2 if form == "onnx" else 0)
+    assert said.count("texts that the model writes itself") == (form == "web"), "scales are measured once"
     parity = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert max(c["relative_error"] for item in parity["passes"] for c in item["comparisons"]) < 0.3
 
