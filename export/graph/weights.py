@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from export.graph.builder import FLOAT, HALF, INT8, UINT8, Array, Builder, GraphForm
@@ -48,7 +47,7 @@ class Weights:
 
     def __init__(self, checkpoint: Path) -> None:
         self._directory = checkpoint
-        self._tensors = TensorFiles(checkpoint)
+        self.tensors = TensorFiles(checkpoint)
         self._packings: dict[str, Packing | None] = {}
 
     def packing(self, module: str, shape: tuple[int, int]) -> Packing | None:
@@ -59,9 +58,9 @@ class Weights:
         """
         if module not in self._packings:
             found = None
-            if f"{module}.weight_packed" in self._tensors:
-                weight = read_packed(self._tensors, module, shape)
-                found = Packing(weight.bits, weight.block_size, f"{module}.weight_zero_point" in self._tensors)
+            if f"{module}.weight_packed" in self.tensors:
+                weight = read_packed(self.tensors, module, shape)
+                found = Packing(weight.bits, weight.block_size, f"{module}.weight_zero_point" in self.tensors)
             self._packings[module] = found
         return self._packings[module]
 
@@ -71,18 +70,12 @@ class Weights:
         Raises:
             ArtifactError: it is missing, of another shape, not finite, or beyond float16's range.
         """
-        full = read_tensor(self._tensors, name, tuple(shape)).numpy()
+        full = read_tensor(self.tensors, name, tuple(shape)).numpy()
         if half and full.size and float(np.abs(full).max()) > float(np.finfo(np.float16).max):
             raise ArtifactError(
                 f"{self._directory}: tensor {name!r} has values beyond float16's 65,504; export it as fp32"
             )
         return full.astype(np.float16) if half else full
-
-    def read_dequantized(self, module: str, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
-        """A matrix's numbers, packed or dense, (N, K) float32."""
-        if f"{module}.weight_packed" not in self._tensors:
-            return self.read(f"{module}.weight", shape)
-        return read_packed(self._tensors, module, shape).dequantize()
 
     def read_stacked(self, shapes: Mapping[str, tuple[int, int]], half: bool) -> Array:
         """Dense matrices, given as (N, K) by module with equal K, one under the other."""
@@ -90,7 +83,7 @@ class Weights:
 
     def read_packed(self, modules: Sequence[str], part: str) -> Array:
         """One part, `packed`, `scale` or `zero_point`, of matrices with equal packing, one under the other."""
-        return _stack([self._tensors[f"{name}.weight_{part}"].numpy() for name in modules])
+        return _stack([self.tensors[f"{name}.weight_{part}"].numpy() for name in modules])
 
     def read_columns(self, modules: Sequence[str], part: str, packing: Packing, count: int) -> Array:
         """Packed numbers by columns, (count, N), without the padding at the end of each row."""
@@ -129,10 +122,11 @@ class Matmul:
         """A table that is never packed, float32."""
         return self._graph.weight(name, FLOAT, shape, partial(self._weights.read, name, shape))
 
-    def dequantized(self, module: str, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
-        """A matrix's numbers, packed or dense, rounded as dense ones are stored."""
-        found = self._weights.read_dequantized(module, shape)
-        return found.astype(np.float16).astype(np.float32) if self._half else found
+    def dequantized(self, module: str, shape: tuple[int, int]) -> Array:
+        """A packed matrix's values, or a dense one's as it is stored, (N, K) float32."""
+        if self._weights.packing(module, shape) is None:
+            return self._weights.read(f"{module}.weight", shape, self._half).astype(np.float32)
+        return read_packed(self._weights.tensors, module, shape).dequantize()
 
     def embedding(self, tokens_BT: ir.Value, table: Matrix) -> ir.Value:
         """Rows of a table by token id, (B, T, K) as computed in."""

@@ -14,6 +14,7 @@ from benchmarks.predict.latency import predict_directory
 from export.layout import GRAPH_FILE
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.huggingface import load_config
+from sportsllm.models.config import Experts
 from tests.support.export_models import Exports, save, tiny_model
 
 FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
@@ -44,12 +45,19 @@ def test_everything_is_float16_but_the_logits(exports: Exports) -> None:
     assert wide <= {"norm/two", "norm/epsilon"}  # of the first norm, whose squares are float32's
 
 
-def test_numbers_beyond_float16_are_refused(tmp_path: Path) -> None:
-    model = tiny_model()
-    model.model.norm.weight.data[0] = 70_000
+@pytest.mark.parametrize(
+    ("name", "dtype", "changes"),
+    [
+        ("model.norm.weight", "fp16", {}),
+        ("model.layers.0.mlp.gate.weight", "fp16-weights", {"mlp_kind": "experts", "experts": Experts(4, 2)}),
+    ],
+)
+def test_numbers_beyond_float16_are_refused(name: str, dtype: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_model(**changes)
+    model.get_parameter(name).data.view(-1)[0] = 70_000
     save(tmp_path / "wide", model)
-    with pytest.raises(ArtifactError, match=r"model\.norm\.weight.*beyond float16"):
-        sportsllm.export(tmp_path / "wide", out=tmp_path / "out", dtype="fp16", threads=1)
+    with pytest.raises(ArtifactError, match=f"{name}.*beyond float16"):
+        sportsllm.export(tmp_path / "wide", out=tmp_path / "out", dtype=dtype, threads=1)
 
 
 def test_the_command_and_the_loaders_files(int4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
