@@ -22,7 +22,7 @@ from sportsllm.models.config import ModelConfig
 
 SAMPLES = 64
 """Calibration samples."""
-_DENSE = {"F16": np.float16, "F32": np.float32}
+_DENSE = {"F16": torch.float16, "F32": torch.float32}
 
 
 class BlockCheckpoint(PackedCheckpoint):
@@ -36,7 +36,7 @@ class BlockCheckpoint(PackedCheckpoint):
     def add_matrix(self, module: str, weight_NK: Tensor, search: bool) -> None:
         """A module's matrix, on the grid of least squared error."""
         if (dense := _DENSE.get(self.types[module])) is not None:
-            self._store(module, weight_NK.float().numpy().astype(dense))
+            self._store(module, weight_NK.to(dense).numpy())
         else:
             self._add(module, weight_NK, plain)
 

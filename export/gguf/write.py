@@ -301,7 +301,7 @@ def encode(weight: QuantizedWeight, module: str) -> tuple[npt.NDArray[np.uint8],
 def dense(values: npt.NDArray[np.float32], half: bool) -> tuple[npt.NDArray[np.generic], Format]:
     """Dense numbers: matrices in float16 if asked for, vectors always in float32, as llama.cpp wants them."""
     if half and values.ndim == 2:
-        return values.astype(np.float16), Format.F16
+        return torch.from_numpy(values).half().numpy(), Format.F16  # which warns of no overflow, unlike numpy
     return np.ascontiguousarray(values, dtype=np.float32), Format.F32
 
 

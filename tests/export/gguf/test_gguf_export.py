@@ -78,6 +78,7 @@ def test_q8_0_has_the_range_of_the_reference_quantizer() -> None:
     assert error.max() == 1 / 64 and np.count_nonzero(error) == 3  # the codes of -128 alone
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_what_gguf_has_no_format_for_is_refused_by_name(tmp_path: Path) -> None:
     for weight, message in ((packed(4, 16, False), "down_proj: blocks of 16"), (packed(8, 32, True), "symmetric=true")):
         with pytest.raises(UsageError, match=message):

@@ -88,8 +88,16 @@ def test_llama_cpp_chooses_the_same_experts(family: dict[str, Any], tokenizer_di
     """In float32: with inputs in 8 bits a token may be sent to another expert that is nearly as good."""
     llama_cpp.engine()
     file = exported(tmp_path, tokenizer_directory, "dense", family | {"experts": Experts(8, 2)})
-    exported(tmp_path, tokenizer_directory, "half", {}, dtype="fp16")
     llama_cpp.assert_same(file, load_checkpoint(tmp_path / "model"), 2e-3)
+
+
+@pytest.mark.parametrize(("family", "exact"), [(QWEN3_MOE, "ffn_gate_inp"), (GPT2, "position_embd")])
+def test_float16_leaves_routers_and_positions_exact(
+    family: dict[str, Any], exact: str, tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    tensors = gguf.GGUFReader(exported(tmp_path, tokenizer_directory, "half", family, dtype="fp16")).tensors
+    wide = {each.name.split(".")[-2] for each in tensors if len(each.shape) > 1 and each.tensor_type.name == "F32"}
+    assert wide == {exact}
 
 
 @pytest.fixture(scope="module")
