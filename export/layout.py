@@ -10,7 +10,7 @@ from typing import Any
 
 from sportsllm.errors import ArtifactError
 from sportsllm.files import read_json, write_json
-from sportsllm.formats.huggingface import OWN_MODEL_TYPE, family_of, load_config, to_hf
+from sportsllm.formats.huggingface import OWN_MODEL_TYPE, family_of, load_config, special_ids, to_hf
 from sportsllm.inference.decoder import web_graphs
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import block_state
@@ -192,7 +192,7 @@ def write_loader_files(
 def genai_config(config: ModelConfig, model_type: str, in_place: bool = True) -> dict[str, Any]:
     """The settings that onnxruntime-genai opens the directory with; `model_type` as in config.json."""
     context = config.max_position_embeddings
-    model: dict[str, Any] = {
+    model = {
         # Read as "a decoder"; genai refuses names that it does not know, and reads some of them in its own way.
         "type": model_type if model_type in _GENAI_TYPES else "llama",
         "context_length": context,
@@ -218,9 +218,5 @@ def genai_config(config: ModelConfig, model_type: str, in_place: bool = True) ->
             },
         },
     }
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = getattr(config, name)
-        if value is not None:
-            model[name] = list(value) if isinstance(value, tuple) else value
     search = {"max_length": min(context, GENAI_MAX_LENGTH), "past_present_share_buffer": in_place}
-    return {"model": model, "search": {**search, "do_sample": False}}
+    return {"model": model | special_ids(config), "search": {**search, "do_sample": False}}

@@ -15,7 +15,7 @@ from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject, require_directory
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.huggingface import SPECIAL_IDS, load_config
 from sportsllm.formats.manifest import GGUF_RECORD, Ancestor, ancestors, manifest_of
 from sportsllm.formats.packed import quantization_config
 from sportsllm.inference.calibration import calibration_samples, usual_samples
@@ -215,9 +215,8 @@ def choose_start(student: str, start: str | None, teacher: Path) -> Fresh:
         return begin
     theirs = load_config(teacher)
     shape, inputs = shape_of(student)
-    shape = fit_vocabulary(shape, theirs.vocab_size, student).with_changes(
-        bos_token_id=theirs.bos_token_id, eos_token_id=theirs.eos_token_id, pad_token_id=theirs.pad_token_id
-    )
+    ids = {name: getattr(theirs, name) for name in SPECIAL_IDS}
+    shape = fit_vocabulary(shape, theirs.vocab_size, student).with_changes(**ids)
     if start == "fresh":
         return Fresh(shape, inputs)
     try:

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, as_object, read_json, write_json
+from sportsllm.formats.huggingface import SPECIAL_IDS
 from sportsllm.models.config import ModelConfig
 
 MAP_FILE = "vocabulary_map.json"
-MODEL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 RESERVED = re.compile(r"<\|reserved_\d+\|>")
 """Tokens that `train` fills a small corpus's vocabulary up with."""
 _CHILDREN = ("normalizers", "pretokenizers", "processors", "decoders")  # a Sequence's parts
@@ -153,7 +153,7 @@ def named_ids(checkpoint: Path, config: ModelConfig, vocabulary: Vocabulary) -> 
     Raises:
         ArtifactError: one names an id that is not there, or holds ids that cannot be renumbered.
     """
-    fields: dict[str, Ids] = {f"config.json: {key}": getattr(config, key) for key in MODEL_IDS}
+    fields: dict[str, Ids] = {f"config.json: {key}": getattr(config, key) for key in SPECIAL_IDS}
     generation = _optional_json(checkpoint / "generation_config.json")
     fields |= {f"generation_config.json: {key}": generation[key] for key in generation if key.endswith("_token_id")}
     found: set[int] = set()

@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from compress.pruning.tokenizer_files import (
-    MODEL_IDS,
     RESERVED,
     Vocabulary,
     named_ids,
@@ -36,7 +35,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import JsonObject, read_json
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.huggingface import SPECIAL_IDS, load_config
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.description import EMBEDDING, HEAD
@@ -110,7 +109,7 @@ def target_size(vocab_size: int, least: int, most: int) -> int:
 def prune_embedding(model: SportsLLM, kept: Sequence[int]) -> SportsLLM:
     """A model with only the kept tokens' rows in embedding and head; the logits of those tokens stay the same."""
     new = {old: place for place, old in enumerate(kept)}
-    named = {key: renumbered(getattr(model.config, key), new) for key in MODEL_IDS}
+    named = {key: renumbered(getattr(model.config, key), new) for key in SPECIAL_IDS}
     pruned = SportsLLM(model.config.with_changes(vocab_size=len(kept), **named))
     state = model.state_dict()
     for name in {f"{EMBEDDING}.weight", f"{HEAD}.weight"} & state.keys():

@@ -22,7 +22,7 @@ from sportsllm import processes
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, write_json
-from sportsllm.formats.huggingface import load_config, to_hf
+from sportsllm.formats.huggingface import load_config, special_ids, to_hf
 from sportsllm.formats.layouts import parts_of
 from sportsllm.formats.packed import QUANT_METHOD
 from sportsllm.formats.packed_modules import QuantizedEmbedding, QuantizedLinear, read_packed
@@ -319,9 +319,5 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 def write_generation_config(directory: Path, config: ModelConfig) -> None:
     """Sampling defaults and special tokens, as Hugging Face's loaders read them."""
-    data: JsonObject = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "max_new_tokens": 100}
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = getattr(config, name)
-        if value is not None:
-            data[name] = list(value) if isinstance(value, tuple) else value
-    write_json(directory / "generation_config.json", data)
+    data = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "max_new_tokens": 100}
+    write_json(directory / "generation_config.json", data | special_ids(config))

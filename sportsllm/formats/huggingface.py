@@ -62,10 +62,11 @@ _REQUIRED: dict[str, tuple[object, ...]] = {
     "rope_interleaved": (False,),  # SmolLM2
     "activation": (None, "swiglu"),  # Falcon 3, a LLaMA model
 }
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COMMON_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings",
-    "attention_bias", "mlp_bias", "bos_token_id", "eos_token_id", "pad_token_id",
+    "attention_bias", "mlp_bias", *SPECIAL_IDS,
 )  # fmt: skip
 """Fields of `ModelConfig` that have the same name and meaning in the files of most families."""
 _SWITCHES = tuple(field.name for field in fields(ModelConfig) if field.type == "bool")
@@ -122,7 +123,7 @@ def _parse(data: JsonObject, where: str) -> ModelConfig:
         "rope_theta": rope.get("rope_theta") or theta or 10_000.0,
         "rope_scaling": _rope_scaling(scaling, rest.get("max_position_embeddings"), where),
     }
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for key in SPECIAL_IDS:
         value = rest.pop(key, None)
         values[key] = tuple(value) if isinstance(value, list) else value
     optional = {"max_position_embeddings", "rms_norm_eps", "mlp_bias", "dropout", *family.names.values()}
@@ -201,6 +202,11 @@ def _of_family(config: ModelConfig, model_type: str) -> JsonObject | None:
         data["dropout"] = config.dropout
     written = family.written(config, data)
     return None if written is None else written | {"torch_dtype": "float32"}
+
+
+def special_ids(config: ModelConfig) -> JsonObject:
+    """The ids of the special tokens that a model has, as its files name them."""
+    return {name: value for name in SPECIAL_IDS if (value := getattr(config, name)) is not None}
 
 
 def family_of(config: ModelConfig) -> str | None:
