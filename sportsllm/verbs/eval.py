@@ -103,9 +103,9 @@ def eval(
     if against is not None and not text:
         raise UsageError(f"--against {against}: needs --text FILE, which both models score")
     found = parse_settings(settings, TEXT, TASKS)
-
     from sportsllm.console import output
     from sportsllm.files import require_directory
+    from sportsllm.formats.manifest import source_gguf
     from sportsllm.inference.decoder import is_onnx_directory, log_runtime, require_finite
     from sportsllm.inference.divergence import compare_documents
     from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents, wilson_interval
@@ -140,11 +140,11 @@ def eval(
         scores |= {name: getattr(score, name) for name in ("perplexity", "bits_per_byte", "tokens", "bytes")}
         of_chats = f"the assistant's in {chats:,} of {len(documents):,} documents, " if chats else ""
         output().print(
-            f"{directory}: perplexity {score.perplexity:.4f}, bits per byte {score.bits_per_byte:.4f} "
-            f"({score.tokens:,} tokens, {of_chats}{score.bytes:,} bytes)"
+            f"{source_gguf(directory) or directory}: perplexity {score.perplexity:.4f}, bits per byte "
+            f"{score.bits_per_byte:.4f} ({score.tokens:,} tokens, {of_chats}{score.bytes:,} bytes)"
         )
-    if divergence is not None:
-        output().print(f"against {against}: {divergence}")
+    if against is not None and divergence is not None:
+        output().print(f"against {source_gguf(against) or against}: {divergence}")
     asked: dict[str, QuestionScore] = {}
     for path, items in question_files.items():
         accuracy = question_accuracy(decoder, tokenizer, items)

@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+import sportsllm
 from benchmarks.model_size import stored_format
 from compress.distillation.starts import Checkpoint, choose_start
 from compress.quantization.config import QuantizationConfig
@@ -109,7 +110,7 @@ def test_tensors_are_those_of_transformers_own_reader(llama: Any, tokenizer_dire
 
 
 def test_a_file_or_its_directory_stands_for_a_checkpoint(
-    llama: Any, tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Any, tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("SPORTSLLM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "model").mkdir()
@@ -121,6 +122,10 @@ def test_a_file_or_its_directory_stands_for_a_checkpoint(
     assert find_model(str(file.parent)) == out and (out / "model.safetensors").stat().st_mtime_ns == written
     moved = file.rename(tmp_path / file.name)
     assert find_model(moved) == out and source_gguf(out) == moved
+    (tmp_path / "text.txt").write_text("The ball", encoding="utf-8")
+    sportsllm.eval(moved, text=tmp_path / "text.txt", against=moved)
+    said = capsys.readouterr().out
+    assert said.startswith(f"{moved}: perplexity ") and f"\nagainst {moved}: " in said
     moved.rename(file)
     assert source_gguf(out) is None
     file.with_name("second.gguf").write_bytes(b"")
