@@ -76,7 +76,8 @@ class Pipeline(nn.Module):
 
         super().__init__()
         self.stage, self.autocast, stages = stage, autocast, processes.count()
-        self.ends = torch.distributed.new_group([0, stages - 1]) if stage.lm_head is None else None
+        shared = stage.lm_head is None and stage.head_weight.requires_grad
+        self.ends = torch.distributed.new_group([0, stages - 1]) if shared else None
         self.ahead, self.scored = iter(list[Batch]()), 1
         tokens_BT = microbatches[0].tokens
         stream_BTD = torch.empty(*tokens_BT.shape, stage.config.hidden_size, device="meta")

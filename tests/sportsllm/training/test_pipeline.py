@@ -50,8 +50,10 @@ def test_what_has_no_stages_is_refused(
     for setting in settings:
         with pytest.raises(UsageError, match="--set pipeline: not with shard, "):
             TrainConfig(pipeline=2, **setting)  # type: ignore[arg-type]
-    assert cli(*arguments(corpus_file, tmp_path / "start"), "--steps", "0", "--set", "pipeline=2")[0] == 0  # in one
-    start = tmp_path / "start"
+    start, stages = tmp_path / "start", ["--set", "layers=2", "--set", "pipeline=2"]
+    assert cli(*arguments(corpus_file, start), "--steps", "0", *stages)[0] == 0  # in one
+    tuned = ["train", start, "--corpus", corpus_file, "--out", tmp_path / "out", "--lora-rank", 2, "--steps", 1]
+    forked("2", *map(str, tuned), *stages[2:])  # the embedding, which both have, is frozen
     distil = ["distill", "--teacher", start, "--student", start, "--corpus", corpus_file, "--steps", 1]
     cli.refuses(2, "--set pipeline=2: only train has stages; leave it out", *distil, "--set", "pipeline=2")
     for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "3"), ("RANK", "1")):
