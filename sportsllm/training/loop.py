@@ -215,7 +215,8 @@ class _Run:
         if not math.isfinite(norm) and not self.scaler.is_enabled():
             raise DivergedError(f"step {self.state.step + 1}: the gradient norm is {norm}; use a lower --learning-rate")
         for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
+            if math.isfinite(norm):  # else all wait for a smaller scale, also those whose gradients are finite
+                self.scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
         if self.model.config.experts is not None:
@@ -248,30 +249,25 @@ class _Run:
             return processes.stages() * self.pipeline.add_gradients(chosen, scored)
         total = 0.0
         for batch in chosen:
-            objective = self._objective(batch, scored, loss)
-            total += float(objective.detach())
+            with self._autocast():
+                summed = loss(self.model, batch)
+                auxiliary = self.model.auxiliary_loss()
+            objective = summed / scored
+            if auxiliary is not None:
+                objective = objective + auxiliary / self.config.accumulation
+            value = float(objective.detach())
+            if not math.isfinite(value) and processes.count() == 1:  # several processes meet in the backward pass
+                raise DivergedError(
+                    f"step {self.state.step + 1}: the loss of batch {batch.index} is {value}; the step was not taken, "
+                    "use a lower --learning-rate or look at that batch's text"
+                )
+            total += value
             self.scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
         return total
 
     def _autocast(self) -> torch.autocast:
         """Products in the run's dtype. A cache would keep 16-bit copies of all weights, which are whole if sharded."""
         return torch.autocast(self.device.type, self.dtype, self.dtype is not None, cache_enabled=not self.divided)
-
-    def _objective(self, batch: Batch, scored: int, loss: Loss) -> Tensor:
-        """A batch's part of the step's mean loss, in nats per token."""
-        with self._autocast():
-            summed = loss(self.model, batch)
-            auxiliary = self.model.auxiliary_loss()
-        objective = summed / scored
-        if auxiliary is not None:
-            objective = objective + auxiliary / self.config.accumulation
-        value = float(objective.detach())
-        if not math.isfinite(value) and processes.count() == 1:  # several processes meet in the backward pass
-            raise DivergedError(
-                f"step {self.state.step + 1}: the loss of batch {batch.index} is {value}; the step was not taken, "
-                "use a lower --learning-rate or look at that batch's text"
-            )
-        return objective
 
 
 def _drop_metrics_after(path: Path, step: int) -> None:

@@ -4,7 +4,6 @@ Held-out text is scored on the way; the model keeps the weights of the best step
 """
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -153,8 +152,7 @@ class RunState:
             times the ratio of nats of the documents that were scored before. Then `TrainingResult.worse_than_start`.
         """
         if self.best_step not in (None, self.step):
-            last = math.nan if self.last_bits_per_byte is None else self.last_bits_per_byte
-            figures = f"{self.best_bits_per_byte:.4f} bits per byte, {last:.4f} when last scored"
+            figures = f"{self.best_bits_per_byte:.4f} bits per byte, {self.last_bits_per_byte:.4f} when last scored"
             if self.best_step == 0:
                 log(f"no step was better than the start on held-out text ({figures}): keeping the start")
             else:

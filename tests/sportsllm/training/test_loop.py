@@ -64,7 +64,8 @@ def test_training_learns_and_reports(batches: PackedSequences, tmp_path: Path) -
     result = train_model(model, batches, language_model_loss, config, tmp_path, validation=validation)
     metrics = [m for _, m in read_json_lines(tmp_path / METRICS) if "loss" in m]
     assert metrics[-1]["loss"] < 0.9 * math.log(384) < 0.95 * metrics[0]["loss"]
-    assert result.valid_bits_per_byte == pytest.approx(1.25) and len(seen) == 1
+    assert result.valid_bits_per_byte == pytest.approx(1.25)
+    assert result.best_step == 30 and len(seen) == 1, "a fresh start is not scored"
     assert result.loss == metrics[-1]["loss"]
 
 
@@ -85,10 +86,20 @@ def test_accumulation_equals_one_large_batch(batches: PackedSequences, tmp_path:
 
 
 def test_gradients_are_clipped(batches: PackedSequences, tmp_path: Path) -> None:
-    """To a norm beside which Adam's epsilon, 1e-8, leaves no step."""
-    config = dataclasses.replace(CONFIG, clip_norm=1e-12, weight_decay=0.0)
-    train_model(model := fresh(), batches, language_model_loss, config, tmp_path)
-    assert torch.allclose(weights(model), weights(fresh()), atol=1e-6)
+    """To a norm beside which Adam's epsilon, 1e-8, leaves no step; float16's without the scale of its loss."""
+    for precision in ("fp32", "fp16"):
+        config = dataclasses.replace(CONFIG, clip_norm=1e-12, weight_decay=0.0, precision=precision)
+        train_model(model := fresh(), batches, language_model_loss, config, tmp_path)
+        assert torch.allclose(weights(model), weights(fresh()), atol=1e-6)
+    norms = [record["grad_norm"] for _, record in read_json_lines(tmp_path / METRICS)]
+    assert norms[2:] == pytest.approx(norms[:2], rel=0.01)
+
+
+def test_a_float16_step_that_overflows_is_not_taken(batches: PackedSequences, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, steps=1, precision="fp16", optimizer="muon")  # and AdamW, whose overflows
+    (model := fresh()).model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    train_model(model, batches, language_model_loss, config, tmp_path)
+    assert torch.equal(weights(model), weights(fresh()))
 
 
 def test_a_model_learns_as_well_with_states_of_8_bits(batches: PackedSequences, tmp_path: Path) -> None:

@@ -94,14 +94,6 @@ def test_a_result_worse_than_its_start_says_so(
     assert said.count("uncertain") == (3 if worse == "uncertain" else 0)
 
 
-def test_a_fresh_start_is_not_scored(batches: PackedSequences, tmp_path: Path) -> None:
-    seen: list[torch.Tensor] = []
-    config = dataclasses.replace(CONFIG, validate_every=0)
-    validation = Validation(scripted([2.0], seen), reported)
-    assert train_model(fresh(), batches, language_model_loss, config, tmp_path, validation=validation).best_step == 4
-    assert len(seen) == 1
-
-
 def test_a_start_without_a_score_is_refused(batches: PackedSequences, tmp_path: Path) -> None:
     """No step would be better than nan."""
     validation = Validation(scripted([math.nan], []), reported, keep_start=True)
@@ -110,9 +102,8 @@ def test_a_start_without_a_score_is_refused(batches: PackedSequences, tmp_path: 
 
 
 def test_a_run_that_diverges_keeps_the_best_so_far(batches: PackedSequences, tmp_path: Path) -> None:
-    model, seen = fresh(), list[torch.Tensor]()
-    validation = Validation(scripted([3, 1, 2], seen), reported, keep_start=True)
-    result = train_model(model, batches, diverging_at(3), CONFIG, tmp_path, validation=validation)
+    validation = Validation(scripted([3, 1, 2], seen := []), reported, keep_start=True)
+    result = train_model(model := fresh(), batches, diverging_at(3), CONFIG, tmp_path, validation=validation)
     assert (result.steps, result.best_step) == (2, 1) and torch.equal(weights(model), seen[1])
     with pytest.raises(DivergedError):
         train_model(fresh(), batches, diverging_at(3), CONFIG, tmp_path)
