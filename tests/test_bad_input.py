@@ -53,7 +53,6 @@ CASES: list[tuple[str, int, str]] = [
     (f"eval {MODEL} --quite", USAGE, "did you mean --quiet?"),
     (f"train --model smal --corpus {TEXT} --out {NEW}", USAGE, "did you mean small?"),
     (f"train --model huge --corpus {TEXT} --out {NEW}", USAGE, "choose one of small, small-32k"),
-    (f"train --model tiny-300k --corpus {TEXT} --out {NEW} --set warmpu=3", USAGE, "did you mean warmup"),
     (f"bench {MODEL} --target raspberry-pi-6", USAGE, "did you mean raspberry-pi-5?"),
     (f"fit --teacher {MODEL} --target raspbery-pi-5 --corpus {TEXT} --out {NEW}", USAGE, "mean raspberry-pi-5?"),
     ("inspect smalll", USAGE, "is no directory and no shape; did you mean small?"),

@@ -69,11 +69,11 @@ def add_adapters(model: SportsLLM, rank: int, seed: int = 0) -> None:
         seed: of the random A, uniform in +-1 / sqrt(D); B starts at zero.
 
     Raises:
-        UsageError: the rank is out of range.
+        UsageError: the rank is too large.
     """
     matrices = list(_matrices(model))
     smallest = min(min(base.weight.shape) for _, _, base in matrices)
-    if not 1 <= rank <= smallest:
+    if rank > smallest:
         raise UsageError(f"--lora-rank is {rank}; this model's matrices allow 1 to {smallest}")
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)

@@ -155,5 +155,3 @@ def test_values_are_converted_as_on_the_command_line(checkpoint: Path) -> None:
         sportsllm.bench(checkpoint, teacher=checkpoint)
     with pytest.raises(ArtifactError, match=r"^models--text: no such directory"):  # a path's name stays as it is
         sportsllm.bench("models--text")
-    with pytest.raises(UsageError, match=r"^`settings` rounds=3 is more than most_rounds=1"):
-        sportsllm.bench(checkpoint, settings={"rounds": 3, "most_rounds": 1})

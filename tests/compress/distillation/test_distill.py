@@ -92,22 +92,18 @@ def test_a_mixture_counts_by_what_a_token_is_computed_with() -> None:
         check_no_larger(dense, small)
 
 
-def test_another_tokenizer_is_refused(
-    checkpoint: Path, texts: list[str], student: Path, corpus_file: Path, tmp_path: Path
+def test_another_tokenizer_and_a_packed_student_are_refused(
+    checkpoint: Path, int4: Path, texts: list[str], student: Path, corpus_file: Path, tmp_path: Path
 ) -> None:
     train_tokenizer(texts[:20], 384, student)
-    with pytest.raises(ArtifactError, match="tokenizer differs"):
-        run(checkpoint, str(student), tmp_path / "out", corpus_file)
+    for path, said in ((student, "tokenizer differs"), (int4, "is quantized")):
+        with pytest.raises(ArtifactError, match=said):
+            run(checkpoint, str(path), tmp_path / "out", corpus_file)
 
 
-def test_flags_out_of_range(tmp_path: Path) -> None:
-    for settings, message in (
-        ({"kl_weight": 1.5}, "kl_weight=1.5: must be 0 to 1"),
-        ({"teacher_precision": "int3"}, "teacher_precision=int3"),
-        ({"hidden_weight": -1.0}, "hidden_weight=-1.0"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            distillation_config(Start.RANDOM, Path(), settings)
+def test_flags_out_of_range() -> None:
+    with pytest.raises(UsageError, match=r"kl_weight=1\.5: must be 0 to 1"):
+        distillation_config(Start.RANDOM, Path(), {"kl_weight": 1.5})
 
 
 def test_a_missing_preset_teacher_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +130,3 @@ def test_the_teacher_names_its_corpus(
     assert recorded_text(copy, "valid") == [] and "held out by hash instead" in capsys.readouterr().err
     with pytest.raises(ArtifactError, match="not found; give --corpus"):
         recorded_text(copy, "corpus")
-
-
-def test_a_packed_student_is_refused(checkpoint: Path, int4: Path, corpus_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="is quantized"):
-        run(checkpoint, str(int4), tmp_path / "out", corpus_file)

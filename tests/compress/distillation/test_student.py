@@ -38,7 +38,8 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 def naive(teacher: SportsLLM, student: SportsLLM, of: Batch, weight: float) -> float:
     """weight * KL from the teacher, the rest cross-entropy; all logits, in float64."""
-    log_s, log_p = log_probabilities(student, of), log_probabilities(teacher, of)
+    with torch.no_grad():
+        log_s, log_p = (m(of.tokens, documents=of.documents).double().log_softmax(-1) for m in (student, teacher))
     entropy = -log_s.gather(-1, of.targets.clamp(min=0)[..., None])[..., 0]
     losses = weight * (log_p.exp() * (log_p - log_s)).sum(-1) + (1 - weight) * entropy
     return float((losses * (of.targets != IGNORE)).sum())
@@ -76,11 +77,6 @@ def batch() -> Batch:
     targets = torch.randint(3, 384, (2, 24), generator=torch.Generator().manual_seed(1))
     targets[0, 9] = IGNORE
     return Batch(tokens, targets, (10, 24, 48), 0)
-
-
-def log_probabilities(model: SportsLLM, of: Batch) -> Tensor:
-    with torch.no_grad():
-        return torch.log_softmax(model(of.tokens, documents=of.documents).double(), -1)
 
 
 def test_signals_are_made_once_and_serve_pruning_too(
@@ -137,9 +133,7 @@ def test_the_command_takes_all_of_it(
     result = command(
         teacher=str(checkpoint), student=".", corpus=[corpus_file],
         kl_weight=0.5, steps=2, batch_size=2, sequence=32,
-        settings={
-            "teacher_precision": "fp32", "hidden_weight": 0.1, "accumulation": 1
-        },
+        settings={"teacher_precision": "fp32", "hidden_weight": 0.1, "accumulation": 1},
     )  # fmt: skip
     settings = read_manifest(result.out).settings
     assert result.steps == 2 and result.out == Path("runs") / student.name

@@ -81,7 +81,7 @@ def test_a_group_costs_the_second_order_of_its_divergence(tmp_path: Path) -> Non
     Of n draws for each of two pieces the mean square is known within sqrt(2 / 2n), 5.8% for n = 300; four times that is
     allowed.
     """
-    model, config = tiny_model(std=0.1, num_hidden_layers=1, qk_norm=True, **NARROW), QuantizationConfig(4, 32, 8)
+    model, config = tiny_model(std=0.1, qk_norm=True, **NARROW), QuantizationConfig(4, 32, 8)
     groups = measure_groups(saved(tmp_path, model), model.config, config, samples(), draws=300)
     for group in groups:
         total = 0.0

@@ -119,8 +119,7 @@ def test_auxiliary_loss_of_the_model_is_trained(batches: PackedSequences, tmp_pa
 
     model = WithBalance(tiny_config())
     model.initialize(0)
-    plain = fresh()
-    for network in (model, plain):
+    for network in (model, plain := fresh()):
         folder = tmp_path / type(network).__name__
         folder.mkdir()
         train_model(network, batches, language_model_loss, CONFIG, folder)

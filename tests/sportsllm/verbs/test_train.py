@@ -81,7 +81,6 @@ def test_muons_settings_and_the_fall_of_the_rate_are_recorded(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--set hidden=100", "hidden size 100 is not divisible by 12 heads"),
         ("--model tiny-1m --set optimizer=adamw --set muon_learning_rate=1", "add --set optimizer="),
         ("--model tiny-1m --set decay_fraction=0.5", "add --set schedule=wsd"),
         ("--model tiny-1m --tokenizer CHECKPOINT --set digits=single", "digits belongs to training"),
@@ -94,7 +93,8 @@ def test_muons_settings_and_the_fall_of_the_rate_are_recorded(
         ("CHECKPOINT --model tiny-1m", "give either --model PRESET"),
         ("--model tiny-1m --lora-rank 2", "instead of --model"),
         ("CHECKPOINT --lora-rank 2 --set optimizer=muon", "muon trains whole matrices"),
-        ("CHECKPOINT --lora-rank 0", "--lora-rank"),
+        ("CHECKPOINT --lora-rank 33", "--lora-rank is 33; this model's matrices allow 1 to 32"),
+        ("CHECKPOINT --lora-rank 0", "--lora-rank: must be at least 1"),
     ],
 )
 def test_what_cannot_be_meant_is_one_line(
