@@ -70,11 +70,6 @@ def start(number: int, words: Sequence[str]) -> int:
     return 0
 
 
-def restarted() -> bool:
-    """Whether `torchrun` started the processes again after one had ended."""
-    return count() > 1 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
 def launch() -> str:
     """A name of this machine's `torchrun`, the same when it starts the processes again; empty without torchrun.
 

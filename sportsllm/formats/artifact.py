@@ -174,7 +174,7 @@ def partial_directory(out: Path) -> Path:
 
 def began(out: Path) -> bool:
     """Whether this call of `torchrun` saved the state for `out`, before a process ended and all were started again."""
-    if not processes.restarted():
+    if processes.count() == 1 or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     saved_by, now = set[str](), processes.launches()
     for name in (f"{STATE_DIRECTORY}.old", STATE_DIRECTORY):

@@ -41,7 +41,7 @@ class Divergence:
     Attributes:
         base_perplexity: of the same tokens.
         perplexity_ratio: the model's over the base's.
-        kl: mean over tokens of KL(base || model) in nats, `kl_error` its standard error with tokens as independent.
+        kl: mean over tokens of KL(base || model) in nats; `kl_error`: its standard error for independent tokens.
         kl_p99, kl_max: 99th percentile and maximum over tokens.
         top1_agreement: share of tokens before which both expect the same one most. Its interval is no narrower than
             Wilson's for independent tokens.
@@ -52,7 +52,7 @@ class Divergence:
     perplexity_ratio_interval: tuple[float, float] | None
     kl: float
     kl_interval: tuple[float, float] | None
-    kl_error: float
+    kl_error: float | None
     kl_p99: float
     kl_max: float
     top1_agreement: float
@@ -123,7 +123,7 @@ def compare_documents(
         perplexity_ratio_interval=None if ends is None else (perplexity_of(ends[0]), perplexity_of(ends[1])),
         kl=float(every.mean(dtype=np.float64)),
         kl_interval=ratio_interval(distance.tolist(), text.tokens),
-        kl_error=float(every.std(dtype=np.float64, ddof=1)) / math.sqrt(tokens) if tokens > 1 else math.inf,
+        kl_error=float(every.std(dtype=np.float64, ddof=1)) / math.sqrt(tokens) if tokens > 1 else None,
         kl_p99=float(np.percentile(every, 99)),
         kl_max=float(every.max()),
         top1_agreement=agreement,

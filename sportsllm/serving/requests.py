@@ -23,6 +23,7 @@ BiasPair = Annotated[tuple[StrictInt | StrictStr, Bias], Field(strict=False)]  #
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Token = Annotated[int, Field(ge=0)]
 _SEVERAL_TYPES = {  # pydantic says what is wrong with a value as each of them
+    "messages": "give a list, each with a role and a content: a text, or a list of parts of type text",
     "prompt": "give a text, token ids, or a list of prompts",
     "stop": f"give a text, or a list of up to {MOST_STOPS}, each of 1 to 1,024 characters",
 }

@@ -58,6 +58,7 @@ def test_equals_a_brute_force_sum(tokenizer_directory: Path, texts: list[str], m
     assert score.documents == pytest.approx(whole.documents, rel=1e-5)
     assert found.base_perplexity == pytest.approx(math.exp(nats[1].sum() / tokens), rel=1e-5)
     assert found.perplexity_ratio == pytest.approx(math.exp((nats[0] - nats[1]).sum() / tokens), rel=1e-5)
+    assert compare_documents(TorchDecoder(own), TorchDecoder(base), words, words, ["a"])[1].kl_error is None
     assert found.perplexity_ratio_interval is not None and len(documents) > LEAST_DOCUMENTS
     draws = np.random.default_rng(1).integers(0, len(documents), (4_000, len(documents)))
     lost = (nats[0] - nats[1])[draws].sum(axis=1) / np.array(counts)[draws].sum(axis=1)

@@ -413,7 +413,8 @@ def test_refusals(served: ServedModel, client: httpx.Client, export: Path, monke
     for body in (b"", b"{", b"[]", b'{"prompt": "\\ud800"}', b"\xff", b'{"prompt": NaN}', b"[" * 100_000):
         assert client.post("/v1/completions", content=body).status_code == 400, body[:20]
     for messages in (None, "text", [123], [{}], [{"role": 1}], [{"role": "user", "content": 1}], []):
-        refusal(client, 400, "/v1/chat/completions", messages=messages)
+        said = refusal(client, 400, "/v1/chat/completions", messages=messages)["message"]
+        assert messages is None or said.endswith("a content: a text, or a list of parts of type text")
     assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
     assert client.get("/v1/completions").status_code == 405
     assert access_module.refusal(None, ValueError()).headers["Connection"] == "close"
