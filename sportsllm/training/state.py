@@ -135,8 +135,8 @@ class RunState:
         return score
 
     def consider(self, validation: Validation) -> float:
-        """Score the current weights and keep them if they are the best; returns the score."""
-        bits_per_byte = validation.selection(self.model)
+        """Score the current weights and keep them if they are the best, by the first process's score; returns that."""
+        bits_per_byte = float(processes.from_first(str(validation.selection(self.model))))
         if self.best_bits_per_byte is None or bits_per_byte < self.best_bits_per_byte:
             self.best_step, self.best_bits_per_byte = self.step, bits_per_byte
             self.best = {name: weight.detach().clone() for name, weight in self._trained().items()}

@@ -92,8 +92,7 @@ def test_layers_are_followed_through_every_stage(teacher: Path, corpus_file: Pat
     first = cut(teacher, 4, tmp_path / "four", corpus_file)
     second = cut(tmp_path / "four", 3, tmp_path / "three", corpus_file)
     student = str(tmp_path / "three")
-    config = dataclasses.replace(CONFIG, steps=1)
-    training = StudentTraining(teacher, config, (corpus_file,), distillation=PLAIN)
+    training = StudentTraining(teacher, dataclasses.replace(CONFIG, steps=1), (corpus_file,), distillation=PLAIN)
     distill_student(student, choose_start(student, None, teacher), training, tmp_path / "trained")
     for name in ("three", "trained"):
         assert layers_of_teacher(tmp_path / name, teacher) == [first[layer] for layer in second]
@@ -118,8 +117,7 @@ def test_the_student_is_cut_out_of_the_teacher(
     training = StudentTraining(checkpoint, config, (corpus_file,), distillation=DistillationConfig())
     found = {}
     for name in ("cut", "fresh"):
-        start = choose_start(str(shape), name, checkpoint)
-        out = tmp_path / name
+        start, out = choose_start(str(shape), name, checkpoint), tmp_path / name
         found[name] = distill_student("shape", start, training, out)
         assert read_manifest(out).settings["start"] == name
         student = load_checkpoint(out)

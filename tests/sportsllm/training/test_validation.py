@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from compress import prune, quantize
+from sportsllm import processes
 from sportsllm.errors import ArtifactError, DivergedError, InterruptedRun
 from sportsllm.inference.scoring import TextScore
 from sportsllm.models.language_model import SportsLLM
@@ -50,9 +51,8 @@ def scripted(scores: list[float], seen: list[torch.Tensor]) -> Callable[[SportsL
 def test_the_best_step_stays(
     batches: PackedSequences, tmp_path: Path, capsys: pytest.CaptureFixture[str], scores: list[float], best: int
 ) -> None:
-    model, seen = fresh(), list[torch.Tensor]()
-    validation = Validation(scripted(scores, seen), reported, keep_start=True)
-    result = train_model(model, batches, language_model_loss, CONFIG, tmp_path, validation=validation)
+    validation = Validation(scripted(scores, seen := []), reported, keep_start=True)
+    result = train_model(model := fresh(), batches, language_model_loss, CONFIG, tmp_path, validation=validation)
     assert torch.equal(weights(model), seen[best]) and not torch.equal(seen[0], seen[1])
     assert result.best_step == best and result.valid_bits_per_byte == reported(model, 65_536).bits_per_byte
     ratio = float(seen[0].abs().sum() / seen[best].abs().sum())
@@ -94,11 +94,15 @@ def test_a_result_worse_than_its_start_says_so(
     assert said.count("uncertain") == (3 if worse == "uncertain" else 0)
 
 
-def test_a_start_without_a_score_is_refused(batches: PackedSequences, tmp_path: Path) -> None:
-    """No step would be better than nan."""
-    validation = Validation(scripted([math.nan], []), reported, keep_start=True)
-    with pytest.raises(ArtifactError, match="logits are not finite"):
-        train_model(fresh(), batches, language_model_loss, CONFIG, tmp_path, validation=validation)
+def test_a_start_without_a_score_is_refused(
+    batches: PackedSequences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step would be better than nan, and the first process's score decides: all keep the weights of one step."""
+    validation = Validation(scripted([math.nan, 1], []), reported, keep_start=True)
+    for first in (str, lambda _own: "nan"):
+        monkeypatch.setattr(processes, "from_first", first)
+        with pytest.raises(ArtifactError, match="logits are not finite"):
+            train_model(fresh(), batches, language_model_loss, CONFIG, tmp_path, validation=validation)
 
 
 def test_a_run_that_diverges_keeps_the_best_so_far(batches: PackedSequences, tmp_path: Path) -> None:
@@ -118,10 +122,9 @@ def test_a_first_step_that_diverges_is_an_error_and_not_taken(batches: PackedSeq
 
 
 def test_the_best_step_survives_an_interrupt(batches: PackedSequences, tmp_path: Path) -> None:
-    model, seen = fresh(), list[torch.Tensor]()
-    validation = Validation(scripted([3, 1, 2, 4, 5], seen), reported, keep_start=True)
+    validation = Validation(scripted([3, 1, 2, 4, 5], seen := []), reported, keep_start=True)
     with pytest.raises(InterruptedRun):
-        train_model(model, batches, interrupted_at(3), CONFIG, tmp_path, validation=validation)
+        train_model(fresh(), batches, interrupted_at(3), CONFIG, tmp_path, validation=validation)
     other = fresh()
     result = train_model(other, batches, language_model_loss, CONFIG, tmp_path, validation=validation, resume=True)
     assert result.best_step == 1 and torch.equal(weights(other), seen[1]) and len(seen) == 5
@@ -136,8 +139,7 @@ LONG = TrainConfig(
 def test_rates_fall_as_long_as_that_is_better(
     batches: PackedSequences, tmp_path: Path, scores: list[float], wanted: float
 ) -> None:
-    model = fresh()
-    before, moved = weights(model).clone(), list[float]()
+    before, moved = weights(model := fresh()).clone(), list[float]()
 
     def selection(network: SportsLLM) -> float:
         moved.append(float((weights(network) - before).norm()))
