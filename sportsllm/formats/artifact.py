@@ -75,15 +75,13 @@ def finished_manifest(out: Path, stage: Stage) -> Manifest | None:
 
     Raises:
         ConflictError: `out` holds something else.
-        ArtifactError: a file of it is gone.
+        ArtifactError: a file of it is gone or cut short.
     """
     if not out.name:
         raise UsageError(f"--out {out}: name a new directory")
-    if not out.exists():
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if not (out / MANIFEST).exists():
-        if out.is_dir() and not any(out.iterdir()):
-            return None
         raise ConflictError(f"{out}: exists and was not made by this command; choose another --out or move it away")
     manifest = read_manifest(out)
     if manifest.fingerprint != stage.fingerprint():
@@ -92,9 +90,11 @@ def finished_manifest(out: Path, stage: Stage) -> Manifest | None:
         raise ConflictError(
             f"{out}: exists already, made by {manifest.command!r} with other settings or inputs{changed}; {AGAIN}"
         )
-    for name in manifest.files:
-        if not (out / name).exists():
-            raise ArtifactError(f"{out}: {name} is missing; move {out} away and run the command again")
+    for name, entry in manifest.files.items():
+        size = (out / name).stat().st_size if (out / name).exists() else None
+        if size is None or (size != entry.bytes and name != CARD):  # which people edit
+            found = "missing" if size is None else f"damaged ({size} bytes instead of {entry.bytes})"
+            raise ArtifactError(f"{out}: {name} is {found}; move {out} away and run the command again")
     return manifest
 
 

@@ -43,9 +43,11 @@ def test_same_inputs_are_up_to_date_and_others_conflict(tmp_path: Path) -> None:
         finished_manifest(tmp_path, Stage("train", {}))
     with pytest.raises(UsageError, match="name a new directory"):
         finished_manifest(Path(), Stage("train", {}))
-    (tmp_path / "out" / "file.txt").unlink()
-    with pytest.raises(ArtifactError, match=r"file\.txt is missing; move .*out away"):
-        finished_manifest(tmp_path / "out", Stage("train", {"steps": 1}))
+    file = tmp_path / "out" / "file.txt"
+    for damage, found in ((lambda: file.write_bytes(b""), r"damaged \(0 bytes"), (file.unlink, "missing")):
+        damage()
+        with pytest.raises(ArtifactError, match=rf"file\.txt is {found}.*; move .*out away"):
+            finished_manifest(tmp_path / "out", Stage("train", {"steps": 1}))
 
 
 def test_a_changed_input_changes_the_fingerprint_and_a_group_does_not(tmp_path: Path) -> None:
