@@ -272,8 +272,7 @@ class Builder:
         """
         assert weight.name is not None and weight.dtype is not None, "a weight has both"
         self._aliases[name] = weight.name
-        if name not in self._initializers:
-            self._initializers[name] = ir.Value(name=name, type=ir.TensorType(weight.dtype), shape=ir.Shape(shape))
+        self._initializers[name] = ir.Value(name=name, type=ir.TensorType(weight.dtype), shape=ir.Shape(shape))
         return self._initializers[name]
 
     def write(self, files: GraphFiles) -> None:
@@ -285,7 +284,7 @@ class Builder:
                 else:
                     value.const_value = _store(value.const_value, stream, files.data.name)
             length = stream.tell()
-        used = [value for value in self._initializers.values() if value.uses() or value in self._inputs]
+        used = [value for value in self._initializers.values() if value.uses()]
         opsets = opsets_of([*self._nodes, *(node for function in self.functions for node in function)])
         graph = ir.Graph(
             self._inputs, self._outputs, nodes=self._nodes, initializers=used, opset_imports=opsets, name=self._name

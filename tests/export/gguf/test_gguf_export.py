@@ -18,7 +18,7 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from export.gguf.tokenizer import tokenizer_metadata
 from export.gguf.write import GGUF_FILE, encode, write_gguf
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import ArtifactError, GateError, UsageError
 from sportsllm.files import read_json, write_json
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.convert import convert_gguf
@@ -29,6 +29,7 @@ from sportsllm.models.config import Experts
 from sportsllm.models.rope import RopeScaling
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.text.tokenizer_training import train_tokenizer
+from tests.support.checkpoint_files import edit_json
 from tests.support.models import TINY_VOCAB, saved, tiny_model
 
 TEXTS = ("The home side won 3-1, 12345 people saw it.", " two  spaces\n\tand “quotes”", "Zoë ran 57½ m ⚽ 한국")
@@ -176,12 +177,20 @@ def test_experts_that_are_nearly_level_do_not_stop_an_export(tokenizer_directory
         sportsllm.export(tmp_path / "mixed", out=tmp_path / "refused", format="gguf")
 
 
-def test_sentencepiece_comes_back(stories: Path, tmp_path: Path) -> None:
-    result = sportsllm.export(stories, out=tmp_path / "gguf", format="gguf", dtype="fp16")
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_comes_back(prefix: bool, stories: Path, tmp_path: Path) -> None:
+    """With the order of its merges, which is that of the scores."""
+    file = shutil.copytree(stories, tmp_path / "model") / "tokenizer.json"
+    if not prefix:
+        edit_json(file, normalizer=read_json(file)["normalizer"]["normalizers"][1])
+    result = sportsllm.export(tmp_path / "model", out=tmp_path / "gguf", format="gguf", dtype="fp16")
     assert result.formats.keys() == {"F16", "F32"}
     convert_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
-    ours, again = load_tokenizer(stories), load_tokenizer(tmp_path / "back")
+    ours, again = load_tokenizer(tmp_path / "model"), load_tokenizer(tmp_path / "back")
     assert [again.encode(text) for text in TEXTS] == [ours.encode(text) for text in TEXTS]
+    merges = [read_json(path / "tokenizer.json")["model"]["merges"] for path in (tmp_path / "model", tmp_path / "back")]
+    made, wanted = (list(dict.fromkeys("".join(pair) for pair in each)) for each in merges)
+    assert made == wanted
 
 
 def test_a_tokenizers_habits_have_names_in_llama_cpp(checkpoint: Path, texts: list[str], tmp_path: Path) -> None:
@@ -198,8 +207,9 @@ def test_a_tokenizers_habits_have_names_in_llama_cpp(checkpoint: Path, texts: li
 
 
 def test_special_tokens_that_gguf_cannot_name(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = load_config(checkpoint).with_changes(eos_token_id=(1, 5, 6, 7), pad_token_id=-1)
-    found = tokenizer_metadata(checkpoint, config)
+    changes = {"eos_token_id": (1, 5, 6, 7), "pad_token_id": -1, "vocab_size": TINY_VOCAB + 1}
+    found = tokenizer_metadata(checkpoint, load_config(checkpoint).with_changes(**changes))
+    assert (found["ggml.tokens"][-1], found["ggml.token_type"][-1]) == (f"[PAD{TINY_VOCAB}]", TokenType.UNUSED)
     assert [found.get(f"ggml.{name}_token_id") for name in ("eos", "eot", "eom", "padding")] == [1, 5, 6, None]
     assert f"llama.cpp will not stop at {found['ggml.tokens'][7]}" in capsys.readouterr().err
 
@@ -217,9 +227,10 @@ def test_tokenizers_that_gguf_cannot_say_are_refused(checkpoint: Path, tmp_path:
         ({"model": None}, "not a readable tokenizer"),
         ({"model": {**data["model"], "merges": [3]}}, "not a readable tokenizer"),
         ({"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}, "it has no tokens"),
+        ({"model": {**data["model"], "dropout": 1.0}}, "would split 'The home"),
         ({"model": {**data["model"], "byte_fallback": True}}, "not SentencePiece's"),
         ({"model": {**data["model"], "byte_fallback": True}, **sentencepiece}, "no unknown token"),
     ):
         (copy / "tokenizer.json").write_text(json.dumps({**data, **changes}), encoding="utf-8")
-        with pytest.raises(ArtifactError, match=message):
+        with pytest.raises((ArtifactError, GateError), match=message):
             sportsllm.export(copy, out=tmp_path / "out", format="gguf")

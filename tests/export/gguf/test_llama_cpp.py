@@ -25,6 +25,8 @@ GEMMA3 = {
     "layer_types": (SLIDING, FULL), "sliding_window": 8, "rope_local_theta": 10_000.0,
 }  # fmt: skip
 GEMMA2 = GEMMA3 | {"qk_norm": False, "rope_local_theta": None, "attention_softcap": 2.0, "logit_softcap": 3.0}
+LARGEST = {"num_hidden_layers": 46, "layer_types": (SLIDING, FULL) * 23, "head_dim": 8, "attention_scale": 8**-0.5}
+LARGEST |= {"hidden_size": 64, "embedding_scale": 8.0}  # llama.cpp has hidden_size / heads in place of head_dim
 GPT2 = {
     "mlp_kind": "gelu",
     "norm_kind": "layer",
@@ -144,6 +146,15 @@ def test_types_are_those_of_llama_quantize() -> None:
     assert found.items() >= (attention | {"mlp.gate": "F32", "mlp.experts.7.down_proj": "Q4_K"}).items()
     shared = block_types(tiny_config(**WIDE, num_key_value_heads=1), "iq4_nl", calibrated=True)  # by four heads
     assert shared["model.layers.1.self_attn.v_proj"] == "Q5_K" and shared["model.layers.1.mlp.down_proj"] == "IQ4_NL"
+    plain = tiny_config(**WIDE, num_hidden_layers=8, tie_word_embeddings=False)
+    for mix, part, more in (("q4_k_m", "mlp.down", [0, 3, 6, 7]), ("q4_k_s", "self_attn.v", [0, 1, 2, 3]),
+                            ("q4_k_s", "mlp.down", [0])):  # fmt: skip
+        found = block_types(plain, mix, calibrated=True)
+        assert [n for n in range(8) if found[f"model.layers.{n}.{part}_proj"] != "Q4_K"] == more
+    assert (found["model.embed_tokens"], found["lm_head"]) == ("Q4_K", "Q6_K")
+    assert set(block_types(plain, "q8_0", calibrated=True).values()) == {"Q8_0"}
+    fused = block_types(tiny_config(**WIDE | GPT2), "q4_k_s", calibrated=True)
+    assert fused["model.layers.1.self_attn.q_proj"] == "Q5_K"
     odd = block_types(tiny_config(hidden_size=48, intermediate_size=80, head_dim=12), "q4_0", calibrated=False)
     assert set(odd.values()) == {"F16"}
 
@@ -164,6 +175,7 @@ def test_what_llama_cpp_does_not_know_is_refused(tokenizer_directory: Path, tmp_
             (MIXTRAL | {"layer_types": (SLIDING,) * 2, "sliding_window": 8}, "mixtral is not supported"),
             (QWEN3_MOE | {"experts": Experts(4, 2, weights="scores")}, "Qwen3-MoE only with experts in all layers"),
             (GEMMA2 | {"logit_softcap": None}, "Gemma 2 with every second layer full, bounded"),
+            (GEMMA2 | LARGEST, "scores / head_dim"),
             (GEMMA3 | {"attention_scale": 0.3}, "Gemma 3 with full layers"),
             (GEMMA3 | {"num_hidden_layers": 4, "layer_types": uneven}, "Gemma 3 with full layers"),
             (GEMMA3 | {"layer_types": (FULL,) * 2, "sliding_window": None}, "Gemma 3 with full layers"),

@@ -69,6 +69,7 @@ def test_equal_layers_share_a_function(exports: Exports) -> None:
     middle = "DecoderLayer1"
     assert calls == ["DecoderLayer", middle, middle, middle, "DecoderLayer2", "DecoderHead"]
     assert sorted(function.name for function in graph.functions) == sorted(set(calls))
+    assert {item.name for item in graph.graph.initializer} <= {name for node in graph.graph.node for name in node.input}
     int8 = graph_of(exports(4, int8_cache=True))
     assert [node.op_type for node in int8.graph.node][-3:] == ["DecoderLayerInt8", "DecoderLayerInt81", "DecoderHead"]
     half = graph_of(exports(4, half_cache=True))
@@ -84,6 +85,8 @@ def test_latent_attention_is_called_in_its_branch(exports: Exports) -> None:
     calls = [node.op_type for node in graph.graph.node if node.domain == "sportsllm"]
     assert calls == [*["LatentTokens", "DecoderFeedForward"] * 3, "DecoderHead"]
     assert {"LatentTokens", "LatentAttention"} <= {function.name for function in graph.functions}
+    tokens = [node for node in graph.graph.node if node.op_type == "LatentTokens"]
+    assert [a.f for node in tokens for a in node.attribute if a.name == "epsilon"] == [np.float32(1e-6)] * 3
     int8 = graph_of(exports(4, int8_cache=True, **LATENT))
     assert {"LatentTokensInt8", "LatentAttentionInt8"} <= {function.name for function in int8.functions}
 

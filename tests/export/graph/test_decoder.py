@@ -79,8 +79,9 @@ def test_every_shape_computes_what_pytorch_computes(changes: dict[str, Any], tmp
 
 @pytest.mark.parametrize("packing", [(4, 16, True), (4, 64, False), (8, 16, False), (8, 64, True)], ids=str)
 def test_packed_matrices_are_multiplied_exactly(packing: tuple[int, int, bool], tmp_path: Path) -> None:
-    """Widths 72 and 100 are no multiple of any block, so last blocks are padded; 72 / 16 gives 5 zero points."""
-    model = tiny_model(hidden_size=72, intermediate_size=100)
+    """Widths 72 and 100 are no multiple of any block, so last blocks are padded; 72 / 16 gives 5 zero points. Tables of
+    20 rows lie within the graph or outside."""
+    model = tiny_model(hidden_size=72, intermediate_size=100, vocab_size=20)
     save_graph(tmp_path, model, pack_model(model, *packing))
     onnx.checker.check_model(str(tmp_path / GRAPH_FILE), full_check=True)
     assert_equals_pytorch(tmp_path, exact=True)
@@ -88,9 +89,9 @@ def test_packed_matrices_are_multiplied_exactly(packing: tuple[int, int, bool], 
 
 def test_matrices_of_unlike_packing_stay_apart(tmp_path: Path) -> None:
     model = tiny_model(tie_word_embeddings=False, attention_bias=True)
-    exceptions = {"q_proj": 8, "up_proj": 16, "lm_head": 8, "embed_tokens": 16}
-    quantization = pack_model(model, 4, bits_of=lambda name: exceptions.get(name.rpartition(".")[2]))
-    save_graph(tmp_path, model, quantization)
+    exceptions = {"layers.1.self_attn.q_proj": 4, "layers.1.mlp.up_proj": 16, "embed_tokens": 16}
+    quantization = pack_model(model, 8, bits_of=lambda name: exceptions.get(name.removeprefix("model.")))
+    assert not write_graph(save(tmp_path, model, quantization), tmp_path).wide_inputs
     assert_equals_pytorch(tmp_path, exact=True)
 
 
@@ -148,7 +149,7 @@ def test_half_precision_storage(exports: Exports) -> None:
 def test_half_precision_refuses_numbers_beyond_its_range(tmp_path: Path) -> None:
     model = tiny_model()
     with torch.no_grad():
-        model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = 70_000.0
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = -70_000.0
     save(tmp_path, model)
     with pytest.raises(ArtifactError, match=r"layers\.1\.mlp\.up_proj.*65,504.*fp32"):
         write_graph(tmp_path, tmp_path, GraphForm(half=True))
@@ -163,8 +164,8 @@ def test_writing_twice_gives_the_same_bytes(bits: int | None, exports: Exports, 
 
 
 def test_data_file_layout(tmp_path: Path) -> None:
-    """Tensors of 1,024 bytes and more lie outside the graph: in order, aligned, up to the end of the file."""
-    save_graph(tmp_path, tiny_model(vocab_size=4096))
+    """Tensors of 1,024 bytes, as norms here, and more lie outside the graph: in order, aligned, up to the last byte."""
+    save_graph(tmp_path, tiny_model(vocab_size=1024, hidden_size=256, tie_word_embeddings=False))
     graph = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False).graph
     end = 0
     for tensor in graph.initializer:

@@ -34,6 +34,7 @@ def test_the_gate_passes(settings: dict[str, Any], exports: Exports) -> None:
     assert report.failures() == [] and [item.name for item in report.passes] == ["exact", "deployed"]
     assert report.precision == (f"int{settings['bits']}" if "bits" in settings else "fp16")
     assert "FusedMatMul" not in {node.op_type for node in graph.node}  # it runs on fewer GPUs
+    assert not export.written.wide_inputs
 
 
 def test_everything_is_float16_but_the_logits(exports: Exports) -> None:
