@@ -61,24 +61,22 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     matrices = [parameter for parameter in trained if id(parameter) in for_muon]
     others = [parameter for parameter in trained if parameter.ndim >= 2 and id(parameter) not in for_muon]
-    groups = [{"params": others, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizers = [_adamw([group for group in groups if group["params"]], config.learning_rate, config.optimizer_bits)]
+    decays = ((others, config.weight_decay), (vectors, 0.0))
+    groups: list[ParameterGroup] = [{"params": own, "weight_decay": decay} for own, decay in decays if own]
+    optimizers: list[torch.optim.Optimizer] = []
+    if config.optimizer_bits == 8:
+        from bitsandbytes.optim import AdamW8bit
+
+        optimizers.append(AdamW8bit(groups, lr=config.learning_rate, betas=_BETAS))
+    else:
+        fused = processes.copies() == processes.stages()  # not tensors of several meshes, as with `tensor_parallel`
+        optimizers.append(torch.optim.AdamW(groups, config.learning_rate, _BETAS, fused=fused, foreach=False))
     if matrices:
         optimizers.append(Muon(matrices, config))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return optimizers
-
-
-def _adamw(groups: list[ParameterGroup], learning_rate: float, bits: int) -> torch.optim.Optimizer:
-    if bits == 8:
-        from bitsandbytes.optim import AdamW8bit
-
-        optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=learning_rate, betas=_BETAS)
-        return optimizer
-    # Tensors of several meshes, as with `tensor_parallel`, cannot be in one call.
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, foreach=processes.copies() == processes.stages())
 
 
 def newton_schulz(matrices_NRC: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
