@@ -275,7 +275,7 @@ def test_a_full_disk_leaves_nothing(run: Pruning, tmp_path: Path, monkeypatch: p
 
 def test_the_first_cut_reads_all_its_samples(run: Pruning, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which layers stay is tried on fewer of them, and then known for the cuts that follow."""
-    monkeypatch.setattr("compress.pruning.cut._RUN_SAMPLES", (2,))
+    monkeypatch.setattr("compress.pruning.cut._RUN_SAMPLES", 2)
     work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], samples=4))
     first, second = (work.cut(tiny_config(num_hidden_layers=1), work.samples, True).model for _ in range(2))
     assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
