@@ -25,9 +25,10 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import NORMS
 from sportsllm.models.language_model import Block, SportsLLM, first_positions
 from sportsllm.models.layers import Rope
+from sportsllm.process_memory import available_bytes
 
 CPU = torch.device("cpu")
-_KNOWN_BYTES, _KNOWN_SHARE = 2**28, 0.25  # of memory, and of the free disk for states in files
+_KNOWN_BYTES, _KNOWN_SHARE = 2**28, 0.25  # of a GPU's memory, and of the free main memory, or disk for states in files
 Key = TypeVar("Key")
 Statistic = Callable[[Tensor, Tensor], Tensor]
 """From the input and the output of one call of a module to a new tensor, which is added up."""
@@ -201,13 +202,16 @@ def replace_block(model: SportsLLM, layer: int, block: Block) -> None:
     if not isinstance(stored, StoredBlock):
         model.model.layers[layer] = block
         return
-    state = block.state_dict()
     assert stored.scratch is not None, "the model's layers are changed"
-    file = StreamedTensors(
-        stored.scratch, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-    )
-    file.update(state)
+    file = in_scratch_file(stored.scratch, block.state_dict())
     stored.read = partial(block_from, model.config, layer, file)
+
+
+def in_scratch_file(directory: Path, state: Mapping[str, Tensor]) -> StreamedTensors:
+    """Tensors in a file of a directory that goes with its last reader."""
+    file = StreamedTensors(directory, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()})
+    file.update(state)
+    return file
 
 
 def scratch_of(model: SportsLLM) -> Path | None:
@@ -251,14 +255,16 @@ class LayerStates(NamedTuple):
 
 
 class KnownStates:
-    """A cache of samples' residual streams in the layers of a model, up to `_KNOWN_BYTES`.
+    """A cache of samples' residual streams in the layers of a model, up to `_KNOWN_SHARE` of the free memory.
 
-    Of streams in files only those at the layers' ends are kept, up to `_KNOWN_SHARE` of the free disk.
+    Of streams in files only those at the layers' ends are kept, up to that share of the free disk.
     """
 
     def __init__(self, model: SportsLLM) -> None:
         scratch = scratch_of(model)
-        self._left = _KNOWN_BYTES if scratch is None else int(_KNOWN_SHARE * shutil.disk_usage(scratch).free)
+        free = available_bytes() if scratch is None else shutil.disk_usage(scratch).free
+        in_gpu = scratch is None and model.head_weight.device != CPU
+        self._left = _KNOWN_BYTES if in_gpu else int(_KNOWN_SHARE * free)
         self.model = model
         self._found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._ends: dict[tuple[tuple[int, int], ...], StoredStates] = {}

@@ -232,6 +232,7 @@ def prune_checkpoint(
         network, cut = _cut(job, work, shape, directory, resume, begun)
         training: JsonObject = {}
         if recovery is not None and text is not None:
+            work.forget()
             known = {} if begun is None else manifest_of(begun).results
             mapped = recovery if begun is None else after_search(recovery, known["tokens"], search[0].nats_before)
             mapped = mapped.matching_kept(cut["kept_layers"])
@@ -268,9 +269,8 @@ def _cut(
     """
     from compress.pruning.cut import PrunedModel, with_types
     from compress.pruning.scores import SCORES_FILE, save_scores
-    from compress.pruning.search import CUT_WEIGHTS
     from sportsllm.files import atomic_write_text, read_json
-    from sportsllm.formats.checkpoint import load_checkpoint, save_tensors
+    from sportsllm.formats.checkpoint import load_checkpoint
     from sportsllm.formats.manifest import manifest_of
     from sportsllm.models.language_model import SportsLLM
 
@@ -288,18 +288,17 @@ def _cut(
         if (begun / SCORES_FILE).exists():
             shutil.copy(begun / SCORES_FILE, directory)
         return load_checkpoint(begun), cut
-    pruned = PrunedModel(work.model, list(range(work.model.config.num_hidden_layers)), [])
-    if job.experts is None or shape != Shape.of(work.model.config):
+    if job.experts is None or shape != Shape.of(full):
         pruned = work.cut(smaller, work.samples, refit=True)
         if job.scores is None:
             save_scores(directory, work.scores)
+    else:
+        pruned = PrunedModel(work.model, list(range(full.num_hidden_layers)), [])
     cut = {
         "calibration_tokens": sum(sample.numel() for sample in work.samples),
         "kept_layers": pruned.layers,
         "layers_tried": [run._asdict() for run in pruned.tried],
     }
-    if job.recovery is not None and not job.recovery.reported:  # a finalist of a search
-        save_tensors(directory / CUT_WEIGHTS, pruned.model.state_dict())
     atomic_write_text(kept, json.dumps(cut))
     return pruned.model, cut
 

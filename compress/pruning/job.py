@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from compress.layerwise import KnownStates
+from compress.layerwise import KnownStates, in_scratch_file
 from compress.pruning.cut import SAMPLE_LENGTH, LayerRun, PrunedModel, kept_layers, loss_per_token, prune_model
 from compress.pruning.experts import reduce_experts
 from compress.pruning.scores import Scores, load_scores, measure_scores
@@ -22,10 +22,11 @@ from sportsllm.files import JsonObject
 from sportsllm.formats.artifact import Stage
 from sportsllm.formats.checkpoint import load_checkpoint, open_layers
 from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.safetensors import StreamedTensors
 from sportsllm.inference.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar, usual_samples
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.process_memory import available_bytes
+from sportsllm.process_memory import available_bytes, give_back
 from sportsllm.processors import training_device
 from sportsllm.text.documents import HELD_OUT, USUAL, Reading, held_out_files, manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer
@@ -95,71 +96,76 @@ class PruneJob:
 class Calibration:
     """What every cut of a job starts from, each made when first asked for, and once.
 
-    `stored` is a file of scores that an earlier search on the same inputs left behind, `text` reads that of recoveries.
-    Without a recovery, one layer of a large model is in memory at a time, if there is a directory for `scratch` files.
+    `text` reads that of recoveries. With a directory for `scratch` files one layer of a large model is in memory at a
+    time; before recoveries of a search it keeps what was refitted, so that the same shape is not cut again.
     """
 
     job: PruneJob
     scratch: Path | None = None
-    stored: Path | None = None
     text: Callable[[], StudentText] | None = None
     _layers: dict[int, tuple[list[int], list[LayerRun]]] = field(default_factory=dict)  # by their number
+    _refitted: dict[Shape, tuple[ModelConfig, StreamedTensors]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def model(self) -> SportsLLM:
         """The full model, with the experts of `PruneJob.model_config`."""
-        return self._full[0]
+        job, size = self.job, 4 * load_config(self.job.checkpoint).parameters
+        if self.scratch is None or job.recovery is not None or size <= min(_IN_MEMORY, _SHARE * available_bytes()):
+            model = load_checkpoint(job.checkpoint)
+        else:
+            log(f"{job.checkpoint}: {size / 1e9:.1f} GB of float32 weights are read and cut layer by layer")
+            self.scratch.mkdir(parents=True, exist_ok=True)
+            model = open_layers(job.checkpoint, self.scratch)
+        model = model.to(training_device(quiet=True))
+        loss = loss_per_token(model, self.samples[:JUDGED_SAMPLES])
+        if not math.isfinite(loss):
+            raise ArtifactError(f"{job.checkpoint}: its loss on the calibration text is {loss}; it is damaged")
+        check_familiar(self.samples, loss)
+        return model if job.experts is None else reduce_experts(model, job.model_config(), self.samples)
 
-    @property
+    @cached_property
     def samples(self) -> list[Tensor]:
         """Calibration token ids, (1, T) each."""
-        return self._full[1]
+        job, recovery, config = self.job, self.job.recovery, load_config(self.job.checkpoint)
+        length, most = SAMPLE_LENGTH, None
+        if recovery is not None:
+            length, most = recovery.config.sequence, usual_samples(config, recovery.config.sequence, recovery.tokens)
+        tokenizer = load_tokenizer(job.checkpoint, config, job.reading)
+        valid = held_out_files(job.checkpoint) if recovery is None else recovery.left_out
+        models = (job.checkpoint,) if recovery is None else recovery.checkpoints
+        source = job.calibration, valid, tokenizer, config, job.samples, length, most
+        drawn = calibration_samples(*source, checkpoints=models)
+        log(f"calibration on {len(drawn)} samples of text, {sum(one.numel() for one in drawn):,} tokens")
+        return [tokens.to(training_device(quiet=True)) for tokens in drawn]
 
     @cached_property
     def scores(self) -> Scores:
         """Importance of the model's units: measured, or of an earlier run."""
-        if (known := self.job.scores or self.stored) is not None:
-            return load_scores(known, self.model.config)
+        if self.job.scores is not None:
+            return load_scores(self.job.scores, self.model.config)
         return measure_scores(self.model, self.samples, self._known)
 
     def cut(self, smaller: ModelConfig, samples: Sequence[Tensor], refit: bool) -> PrunedModel:
         """`prune_model`; which layers stay is tried once for each depth, on the same text for all cuts."""
-        count = smaller.num_hidden_layers
+        count, shape = smaller.num_hidden_layers, Shape.of(smaller)
+        if refit and shape in self._refitted:
+            config, tensors = self._refitted[shape]
+            same = SportsLLM(config)
+            same.load_state_dict(dict(tensors), assign=True)
+            return PrunedModel(same.to(training_device(quiet=True)).eval(), *self._layers[count])
         if count not in self._layers:
             self._layers[count] = kept_layers(self.model, self.scores, count, self.samples, self._known)
-        return prune_model(self.model, self.scores, smaller, samples, refit, self._layers[count], self._known)
+        pruned = prune_model(self.model, self.scores, smaller, samples, refit, self._layers[count], self._known)
+        if refit and self.scratch is not None and self.job.search is not None and self.job.recovery is not None:
+            self._refitted[shape] = pruned.model.config, in_scratch_file(self.scratch, pruned.model.state_dict())
+        return pruned
+
+    def forget(self) -> None:
+        """Free the model and its states, such as before a recovery."""
+        for name in ("model", "_known"):
+            vars(self).pop(name, None)
+        give_back()
 
     @cached_property
     def _known(self) -> KnownStates:
         return KnownStates(self.model)
-
-    @cached_property
-    def _full(self) -> tuple[SportsLLM, list[Tensor]]:
-        job, recovery = self.job, self.job.recovery
-        model = self._opened().to(training_device(quiet=True))
-        length, most = SAMPLE_LENGTH, None
-        if recovery is not None:
-            length = recovery.config.sequence
-            most = usual_samples(model.config, length, recovery.tokens)
-        tokenizer = load_tokenizer(job.checkpoint, model.config, job.reading)
-        valid = held_out_files(job.checkpoint) if recovery is None else recovery.left_out
-        models = (job.checkpoint,) if recovery is None else recovery.checkpoints
-        source = job.calibration, valid, tokenizer, model.config
-        drawn = calibration_samples(*source, job.samples, length, most, checkpoints=models)
-        samples = [tokens.to(model.head_weight.device) for tokens in drawn]
-        log(f"calibration on {len(samples)} samples of text, {sum(one.numel() for one in samples):,} tokens")
-        loss = loss_per_token(model, samples[:JUDGED_SAMPLES])
-        if not math.isfinite(loss):
-            raise ArtifactError(f"{job.checkpoint}: its loss on the calibration text is {loss}; it is damaged")
-        check_familiar(samples, loss)
-        if job.experts is not None:
-            model = reduce_experts(model, fewer_experts(model.config, job.experts), samples)
-        return model, samples
-
-    def _opened(self) -> SportsLLM:
-        job, size = self.job, 4 * load_config(self.job.checkpoint).parameters
-        if self.scratch is None or job.recovery is not None or size <= min(_IN_MEMORY, _SHARE * available_bytes()):
-            return load_checkpoint(job.checkpoint)
-        log(f"{job.checkpoint}: {size / 1e9:.1f} GB of float32 weights are read and cut layer by layer")
-        self.scratch.mkdir(parents=True, exist_ok=True)
-        return open_layers(job.checkpoint, self.scratch)

@@ -15,11 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from safetensors.torch import load_file
-
 from compress.pruning.cut import loss_per_token
 from compress.pruning.job import Calibration
-from compress.pruning.scores import SCORES_FILE
 from compress.pruning.shapes import WIDTH_STEP, Shape, Target, block_counter, candidate_shapes, in_family
 from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import UsageError
@@ -27,15 +24,12 @@ from sportsllm.files import JsonObject, atomic_write_text, read_json
 from sportsllm.formats.artifact import finished_manifest
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import manifest_of
-from sportsllm.models.language_model import SportsLLM
-from sportsllm.processors import training_device
 from sportsllm.training.state import validation
 
 if TYPE_CHECKING:
     from compress.distillation.student import StudentTraining
 
 LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found
-CUT_WEIGHTS = "cut.safetensors"  # of a finalist, before its brief recovery
 _SCORING_SAMPLES, _RANKED_SAMPLES = 8, 16  # all shapes read the same text, so little of it tells them apart
 _LEAST_CUT, _MOST_CUT = 12, 64
 _JUDGING_FRACTION = 1 / 16  # of the recovery's tokens, for all shapes that are cut
@@ -43,7 +37,7 @@ _BRIEF_STEP = 1_024  # tokens
 _SEARCH_SHARE = 0.05  # of the recovery's tokens, for each finalist
 _MOST_SEARCHED = 5e8  # parameters, without a recovery: a search runs about a hundred models
 _NEAR = 0.98  # of the size that was asked for
-_FAR = 0.3  # nats a token behind the best refit, from where no brief recovery was seen to catch up; 0.07 were caught up
+_FAR = 1.0, 0.15  # nats a token behind the best after cut and after refit; winners of 12 searches: up to 0.24 and 0.07
 _REFITTED = 8, 4  # of the shapes ranked by their loss right after the cut, without and with a recovery; ranked again
 
 
@@ -137,20 +131,19 @@ def find_finalists(
 ) -> list[Finalist]:
     """At most `count` shapes, best first: the best after cut and refit for each depth and hidden size.
 
-    If there are no more than `count`, they are not refitted. Refits far behind the best one are left out.
+    If there are no more than `count`, they are not refitted. Cuts and refits far behind the best one are left out.
 
     Args:
         calibration: the shapes are ranked on its first few samples, and refitted to some of the others.
         shapes: those to choose from, thinned out if they are many.
-        always: refitted too; one of them is among two or more finalists, if it is not far behind.
+        always: cut too; one of them is among two or more finalists, if it is not far behind.
         seconds: no further shape is cut after as many, and no further one refitted after twice as many.
     """
     started, model, samples = time.perf_counter(), calibration.model, calibration.samples
     held_out = max(1, min(_SCORING_SAMPLES, len(samples) // 4))
     scoring, others = samples[:held_out], samples[held_out:] or samples
     enough = 8 * model.config.intermediate_size // samples[0].numel()  # text for least squares
-    fitted = others[: max(_RANKED_SAMPLES, enough)]
-    merging = fitted[:_SCORING_SAMPLES]  # heads are merged by other text than the shapes are ranked on
+    fitted = others if calibration.job.recovery is not None else others[: max(_RANKED_SAMPLES, enough)]
 
     def losses_of(shapes: Collection[Shape], refit: bool, least: int, until_s: float) -> dict[Shape, float]:
         """The losses of some shapes, in their order: of `least`, and of others as long as `until_s` has not passed."""
@@ -159,7 +152,8 @@ def find_finalists(
             for shape in shapes:
                 if len(losses) >= least and time.perf_counter() - started > until_s:
                     break
-                pruned = calibration.cut(shape.applied_to(model.config), fitted if refit else merging, refit)
+                read = fitted if refit else fitted[:_SCORING_SAMPLES]  # which merge heads
+                pruned = calibration.cut(shape.applied_to(model.config), read, refit)
                 losses[shape] = loss_per_token(pruned.model, scoring)
                 bar.advance()
         return losses
@@ -173,13 +167,14 @@ def find_finalists(
     best: dict[tuple[int, int], Shape] = {}
     for shape in sorted((one for one in candidates if one in cut), key=cut.__getitem__):
         best.setdefault((shape.layers, shape.hidden), shape)
-    chosen = dict.fromkeys([*always, *list(best.values())[: max(_REFITTED[recovery is not None], count)]])
+    ranked = dict.fromkeys([*always, *list(best.values())[: max(_REFITTED[recovery is not None], count)]])
+    chosen = [one for one in ranked if cut[one] <= min(cut.values()) + _FAR[0]]
     refitted: dict[Shape, float] = {}
     if len(chosen) > count:
         refitted = losses_of(chosen, refit=True, least=max(count, len(always)), until_s=2 * seconds)
-    ranked = (Finalist(shape, cut[shape], refitted.get(shape)) for shape in refitted or chosen)
-    found = sorted(ranked, key=lambda one: one.loss)
-    found = [one for one in found if not refitted or one.loss <= found[0].loss + _FAR]
+    found = [Finalist(shape, cut[shape], refitted.get(shape)) for shape in refitted or chosen]
+    found.sort(key=lambda one: one.loss)
+    found = [one for one in found if not refitted or one.loss <= found[0].loss + _FAR[1]]
     whole, taken = loss_per_token(model, scoring), time.perf_counter() - started
     best_two = ", ".join(f"{one.shape.name} {one.loss / whole - 1:.1%}" for one in found[:2])
     log(f"shapes cut: {len(cut)}, refitted: {len(refitted)}, in {taken:.0f} s; loss above the full model's: {best_two}")
@@ -211,7 +206,7 @@ def recovered_finalists(
     A finished search is found there again by a second run, such as one that goes on with the main recovery.
 
     Args:
-        shapes, even: those to choose from, and the even cut, which is always refitted if any is.
+        shapes, even: those to choose from, and the even cut, which is always among them.
         recovered: given the brief recovery, a shape and its directory, bits per byte of the text for choices.
     """
     job = calibration.job
@@ -223,27 +218,22 @@ def recovered_finalists(
         log(f"{directory}: using the shape found there earlier")
         found = [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in known["tried"]]
         found[0] = found[0]._replace(nats_before=known["nats_before"])
-        stored = directory / found[0].shape.name / SCORES_FILE
-        calibration.stored = stored if stored.exists() else None
         return found
+    directory.mkdir(parents=True, exist_ok=True)
     finalists = find_finalists(calibration, shapes, [even], job.search["finalists"])
     assert calibration.text is not None, "a job with a recovery reads its text"
     text = calibration.text()  # here, since the log would take its lines
-    directory.mkdir(parents=True, exist_ok=True)
     started, tried = time.perf_counter(), list[Finalist]()
     for finalist in finalists:
-        number, shape = len(tried) + 1, finalist.shape.name
-        log(f"recovering {shape}, {number} of {len(finalists)}, on {brief.tokens:,} tokens")
+        log(f"recovering {finalist.shape.name}, {len(tried) + 1} of {len(finalists)}, on {brief.tokens:,} tokens")
         with logged(directory / LOG):
             bits = recovered(brief, finalist.shape, directory / finalist.shape.name)
         tried.append(finalist._replace(bits_per_byte=bits))
     tried.sort(key=lambda item: item.bits_per_byte or 0.0)
-    winner = directory / tried[0].shape.name
-    cut = SportsLLM(load_config(winner))
-    cut.load_state_dict(load_file(str(winner / CUT_WEIGHTS)))
+    cut = calibration.cut(tried[0].shape.applied_to(job.model_config()), calibration.samples, refit=True).model
     judged = validation(text.split, text.tokenizer, brief.config, keep_start=True)
     assert judged is not None, "a recovery has steps"
-    tried[0] = tried[0]._replace(nats_before=judged.before(cut.to(training_device(quiet=True))))
+    tried[0] = tried[0]._replace(nats_before=judged.before(cut))
     figures = ", ".join(f"{finalist.shape.name} {finalist.bits_per_byte:.4f}" for finalist in tried)
     seconds, lines = time.perf_counter() - started, directory / LOG
     log(f"recovered on {brief.tokens:,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")

@@ -26,7 +26,7 @@ from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 SAMPLE_TOKENS = 512
 _LEAST_TEXTS, _TEXTS_TIMES_PARAMETERS = 16, 4e9  # that a model writes: few for a large one
 _LEAST_SAMPLES, _MOST_SAMPLES = 16, 256  # by default
-_BEFORE_TRAINING = 32  # samples: a training mends what more text would have, not a wrong layer
+_BEFORE_TRAINING = 40  # samples: a training mends what more text would have, not a wrong layer
 _SAMPLES_TIMES_PARAMETERS = 5e9  # pruning runs the model about ten times: minutes, also for a large one
 _TOKENS_PER_NEURON = 4  # a refit solves for one weight per neuron and output
 JUDGED_SAMPLES = 8  # for `check_familiar`
@@ -87,7 +87,7 @@ def calibration_samples(
 def usual_samples(config: ModelConfig, length: int, training_tokens: int = 0) -> int:
     """Default number of samples of `length` tokens for pruning.
 
-    256 up to 20M parameters, then fewer in proportion; 32 before a training. At least 16, and four tokens for each
+    256 up to 20M parameters, then fewer in proportion; 40 before a training. At least 16, and four tokens for each
     feed-forward neuron.
     """
     fewest = max(_LEAST_SAMPLES, math.ceil(_TOKENS_PER_NEURON * config.intermediate_size / length))

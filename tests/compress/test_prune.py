@@ -179,8 +179,11 @@ def test_a_search_leaves_finished_stages_behind(
     run: Pruning, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, given = STEPS | {"finalists": 2}, {"params": 0.51, "search": 128, "recover": 512}
-    result = run(tmp_path / "out", settings, **given)
-    tried = result.search
+    monkeypatch.setattr("compress.pruning.search._FAR", (1.0, 1.0))  # two are recovered
+    cut, refitted = jobs.prune_model, list[Shape]()
+    monkeypatch.setattr(jobs, "prune_model", lambda *of: refitted.extend([Shape.of(of[2])] * of[4]) or cut(*of))
+    tried = (result := run(tmp_path / "out", settings, **given)).search
+    assert len(refitted) == len(set(refitted)) > 2  # the finalists have the weights that they were ranked with
     assert len(tried) == 2 and capsys.readouterr().err.count("calibration on 4 samples") == 1
     assert tried[0]["bits_per_byte"] <= tried[1]["bits_per_byte"] and tried[0]["shape"] == result.shape
     assert tried[0]["shape"] != tried[1]["shape"]
@@ -305,7 +308,7 @@ def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning, monkeypatch
     monkeypatch.setattr("compress.pruning.search.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     found = find_finalists(work, shapes, [even], 2, seconds=1.0)
     assert even in [one.shape for one in found] and all(one.loss_after_refit for one in found)
-    monkeypatch.setattr("compress.pruning.search._FAR", 0.0)
+    monkeypatch.setattr("compress.pruning.search._FAR", (9.0, 0.0))
     assert [one.loss for one in find_finalists(work, shapes, [even], 2)] == [found[0].loss]
 
 
@@ -334,7 +337,7 @@ def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
         patch.setattr(loop._Run, "take_step", interrupted)
         with pytest.raises(InterruptedRun):
             run(tmp_path / "out", STEPS, **given)
-    monkeypatch.setattr(jobs.Calibration, "_full", property(lambda self: pytest.fail("calibrated again")))
+    monkeypatch.setattr(jobs.Calibration, "samples", property(lambda self: pytest.fail("calibrated again")))
     result = run(tmp_path / "out", STEPS, **given)
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
     assert load_config(tmp_path / "out") == load_config(tmp_path / "whole")
