@@ -50,8 +50,12 @@ def test_two_models_answer_stop_and_leave(page: Browser, export: Path) -> None: 
         figures = page.wait("document.querySelector('.figures').textContent.includes('MB') && "
                             "document.querySelector('.figures').textContent")  # fmt: skip
         assert "24 tokens" in figures and "tokens/s" in figures and "0 of 5 prompt tokens cached" in figures
+        page.run("document.getElementById('stop').value = ','")  # the first token
+        ask(page, "Once upon a time")
+        page.wait(f"{IDLE} && !document.querySelector('.figures').textContent.includes('reading')")
+        assert texts(page) == ["Once upon a time"] * 2
         page.run("document.querySelector('#models input').click(); document.querySelector('[value=chat]').click()")
-        page.run("document.querySelectorAll('#models input')[1].click()")
+        page.run("document.getElementById('stop').value = ''; document.querySelectorAll('#models input')[1].click()")
         ask(page, "Nobody hears it")
         assert page.run("document.getElementById('input').value") == "Nobody hears it"
         page.run("document.querySelectorAll('#models input')[1].click()")
