@@ -150,10 +150,10 @@ def before_and_after(
 
 def _write_cards(stages: Sequence[StageSummary], given: Sequence[Path]) -> list[Path]:
     """Update the model cards of the measured directories with the results of `bench` among `given`."""
-    from sportsllm.formats.model_card import CARD, write_card
+    from sportsllm.formats.manifest import CARD
+    from sportsllm.formats.model_card import write_card
 
-    results = [path for path in given if path.suffix == ".json"]
     models = dict.fromkeys(Path(one.directory) for one in stages if one.bench is not None and one.manifest.files)
     for path in models:
-        write_card(path, results)
+        write_card(path, [file for file in given if file.suffix == ".json"])
     return [path / CARD for path in models]

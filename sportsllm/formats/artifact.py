@@ -26,17 +26,19 @@ from sportsllm.console import log
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
 from sportsllm.files import STATE_DIRECTORY, JsonObject, clip, read_json
 from sportsllm.formats.manifest import (
+    CARD,
     MANIFEST,
     FileEntry,
     Manifest,
     Parent,
+    check_whole,
     digest,
     directory_bytes,
     file_sha256,
     origin,
     read_manifest,
 )
-from sportsllm.formats.model_card import CARD, render_card
+from sportsllm.formats.model_card import render_card
 
 STATE_FILE, LAUNCHES = "state.json", "launches"  # a file of the state, and its key for `processes.launches`
 AGAIN = "choose another --out or remove it"
@@ -90,11 +92,7 @@ def finished_manifest(out: Path, stage: Stage) -> Manifest | None:
         raise ConflictError(
             f"{out}: exists already, made by {manifest.command!r} with other settings or inputs{changed}; {AGAIN}"
         )
-    for name, entry in manifest.files.items():
-        size = (out / name).stat().st_size if (out / name).exists() else None
-        if size is None or (size != entry.bytes and name != CARD):  # which people edit
-            found = "missing" if size is None else f"damaged ({size} bytes instead of {entry.bytes})"
-            raise ArtifactError(f"{out}: {name} is {found}; move {out} away and run the command again")
+    check_whole(out, f"move {out} away and run the command again")
     return manifest
 
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, atomic_write_text, clip, read_json, validate, visible_files
 
-MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1
+CARD, MANIFEST, MANIFEST_FORMAT = "README.md", "manifest.json", 1
 GGUF_RECORD = "gguf.json"
 """In place of a checkpoint's weights: size and SHA-256 of the GGUF file that holds them, which the manifest names."""
 _STARTS = ("init", "checkpoint", "teacher")  # settings that name the model a stage starts from, the nearest first
@@ -108,6 +107,15 @@ def read_manifest(directory: Path) -> Manifest:
 def manifest_of(directory: Path) -> Manifest:
     """As `read_manifest`, but an empty one for a directory that has none."""
     return read_manifest(directory) if (directory / MANIFEST).exists() else Manifest()
+
+
+def check_whole(directory: Path, advice: str) -> None:
+    """ArtifactError if a file of a finished directory is gone or cut short; the model card people may edit."""
+    for name, entry in read_manifest(directory).files.items():
+        size = (directory / name).stat().st_size if (directory / name).exists() else None
+        if size != entry.bytes and name != CARD:
+            found = "missing" if size is None else f"{size} bytes instead of {entry.bytes}"
+            raise ArtifactError(f"{directory / name}: {found}; the directory is damaged, {advice}")
 
 
 def file_sha256(path: Path) -> str:

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, atomic_write_text, read_json, validate
 from sportsllm.formats.huggingface import OWN_MODEL_TYPE, load_config
-from sportsllm.formats.manifest import Ancestor, FileEntry, Manifest, ancestors, origin, read_manifest
+from sportsllm.formats.manifest import CARD, Ancestor, FileEntry, Manifest, ancestors, origin, read_manifest
 from sportsllm.models.description import described_shape
 from sportsllm.text.chat import find_template
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
-CARD = "README.md"
 CardFields = dict[str, str | list[str]]
 _CARRIED = ("license", "license_name", "license_link", "base_model", "language")
 _RELATIONS = {"quantize": "quantized", "train": "finetune", "distill": "finetune", "prune": "finetune"}

@@ -23,7 +23,7 @@ from sportsllm.files import JsonObject, adapter_hint, clip, read_json, require_d
 from sportsllm.formats.bitsandbytes import companions, read_dense
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.layouts import LAYOUTS, Part, UnlikeTensor, is_buffer, parts_of
-from sportsllm.formats.manifest import GGUF_RECORD, MANIFEST, link_problem, linked_gguf, read_manifest
+from sportsllm.formats.manifest import GGUF_RECORD, MANIFEST, check_whole, link_problem, linked_gguf
 from sportsllm.formats.packed import bitsandbytes_kind, quantization_config
 
 WEIGHTS = "model.safetensors"
@@ -209,12 +209,7 @@ class _Index:
 def _weight_files(directory: Path) -> list[Path]:
     require_directory(directory, "a checkpoint directory")
     if (directory / MANIFEST).exists():
-        for name, entry in read_manifest(directory).files.items():
-            path = directory / name
-            size = path.stat().st_size if path.exists() else -1
-            if size != entry.bytes:
-                found = "missing" if size < 0 else f"{size} bytes instead of {entry.bytes}"
-                raise ArtifactError(f"{path}: {found}; the directory is damaged, copy or make it again")
+        check_whole(directory, "copy or make it again")
     if (gguf := linked_gguf(directory)) is not None:
         if problem := link_problem(directory, gguf):
             raise ArtifactError(
