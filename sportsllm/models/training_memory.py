@@ -100,8 +100,8 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
         activations  see `layer_activation_bytes`; checkpointed, each layer's input, 4 N D; rotary tables, ids
         loss         final norm and its output; logits C V, their gradient, N D and V D for its results
         backward     the gradients of a layer's widest activation; a tied head's gradient; checkpointed, one layer
-        optimizer    AdamW: a float32 value for each of its parameters; none with 8 bits. Muon: for the matrix shape
-                     with the largest total, the float32 stack, two iterates and two Gram products
+        optimizer    Muon: for the matrix shape with the largest total, the float32 stack, two iterates and two Gram
+                     products; AdamW: nothing
         stages       the first with the embedding and as many batches as stages, or the last with head and loss
         tensor       what is inside of a sublayer divided once more; what is outside is divided by groups alone
         sharded      weights, gradients, states and the optimizer's values divided; gathered are what lies outside of
@@ -218,12 +218,10 @@ def _muon_values(config: ModelConfig, optimizer: str) -> Counter[tuple[int, int]
 
 
 def _optimizer_work_bytes(config: ModelConfig, step: TrainingStep) -> int:
-    """Temporary bytes of the optimizer step: the larger of AdamW's and Muon's, which iterates in bfloat16 on a GPU."""
-    matrices = _muon_values(config, step.optimizer)
+    """Temporary bytes of Muon's step, which iterates in bfloat16 on a GPU."""
     values, products = (10, 4) if step.processor == "gpu" else (12, 8)
-    muon = [values * numel + products * numel * min(shape) // max(shape) for shape, numel in matrices.items()]
-    adamw = 4 * (config.parameters - matrices.total()) if step.optimizer_bits == 32 else 0
-    return max(adamw, *muon, 0)
+    matrices = _muon_values(config, step.optimizer).items()
+    return max((values * numel + products * numel * min(shape) // max(shape) for shape, numel in matrices), default=0)
 
 
 def _optimizer_state_bytes(config: ModelConfig, optimizer: str, bits: int) -> int:
