@@ -206,7 +206,8 @@ def _of_family(config: ModelConfig, model_type: str) -> JsonObject | None:
 
 def special_ids(config: ModelConfig) -> JsonObject:
     """The ids of the special tokens that a model has, as its files name them."""
-    return {name: value for name in SPECIAL_IDS if (value := getattr(config, name)) is not None}
+    found = {name: getattr(config, name) for name in SPECIAL_IDS}
+    return {name: list(id) if isinstance(id, tuple) else id for name, id in found.items() if id is not None}
 
 
 def family_of(config: ModelConfig) -> str | None:
