@@ -37,7 +37,7 @@ _BRIEF_STEP = 1_024  # tokens
 _SEARCH_SHARE = 0.05  # of the recovery's tokens, for each finalist
 _MOST_SEARCHED = 5e8  # parameters, without a recovery: a search runs about a hundred models
 _NEAR = 0.98  # of the size that was asked for
-_FAR = 1.0, 0.15  # nats a token behind the best after cut and after refit; winners of 12 searches: up to 0.24 and 0.07
+_FAR = 1.0, 0.15  # nats a token behind the best after cut and refit; winners were 0.24 and 0.07 behind at most
 _REFITTED = 8, 4  # of the shapes ranked by their loss right after the cut, without and with a recovery; ranked again
 
 
