@@ -2,10 +2,10 @@
 
     python -m benchmarks.studies.plain_script TEACHER... --work DIR --out benchmarks/results/gauntlet
 
-The plain script: KL divergence from the teacher's logits, AdamW with warm-up and cosine, `transformers` in bfloat16, at
-the best of three rates. It starts from the same student, which is the teacher cut to two thirds, that shape with random
-weights, or that shape trained on the text. It reads as many tokens, then as many as take the time of the whole command.
-Times are processor seconds of one thread, which other programs change least; the script's leave out the cut.
+The plain script: KL divergence from the teacher's logits, AdamW with warm-up and cosine, `transformers` in bfloat16
+(float32 where that is emulated), at the best of three rates. It starts from the same student: the teacher cut to two
+thirds, that shape with random weights, or trained on the text. It reads as many tokens, then as many as take the time
+of the whole command: processor seconds of one thread, which other programs change least; the script's without the cut.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from sportsllm.text.conversations import plain_text
 from sportsllm.text.documents import left_out
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.training.optimizers import computes_in
 
 RATES = (4e-4, 1e-3, 3e-3)
 STARTS = ("cut", "fresh", "trained")
@@ -66,9 +67,8 @@ def train_plainly(teacher: Path, student: Path, documents: list[str], rate: floa
         batch = torch.tensor([left.pop() for _ in range(_BATCH)])
         warm = min(1.0, (step + 1) / max(1, steps // 20))
         optimizer.param_groups[0]["lr"] = rate * warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
-        with torch.autocast("cpu", torch.bfloat16):
-            wanted = frozen(batch).logits.float().log_softmax(-1).flatten(0, 1)
-            found = trained(batch).logits.float().log_softmax(-1).flatten(0, 1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=computes_in(torch.bfloat16, torch.device("cpu"))):
+            wanted, found = (one(batch).logits.float().log_softmax(-1).flatten(0, 1) for one in (frozen, trained))
         loss = torch.nn.functional.kl_div(found, wanted, log_target=True, reduction="batchmean")
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
