@@ -312,14 +312,14 @@ def _owners(option: str) -> str:
     leaves = {
         name: functools.reduce(lambda part, word: part.commands[word], name.split(), program) for name in COMMANDS
     }
-    names = [name for name, leaf in leaves.items() if any(option in each.opts for each in leaf.params)]
-    return f"{' and '.join(names[:3])} {'have' if names[1:] else 'has'} it" if names else ""
+    names = [name for name, leaf in leaves.items() if any(option in each.opts for each in leaf.params)][:3]
+    listed = " and ".join(names).replace(" and ", ", ", len(names) - 2)  # all but the last
+    return listed and f"{listed} {'have' if names[1:] else 'has'} it"
 
 
 def _missing_module(error: ModuleNotFoundError) -> SportsLLMError | None:
     name = (error.name or "").partition(".")[0]
-    extra = "compress" if name in _COMPRESS else _EXTRA_OF.get(name)
-    if extra is None:
+    if (extra := "compress" if name in _COMPRESS else _EXTRA_OF.get(name)) is None:
         return None
     return ResourceError(f"this needs the package {name!r}; install it with: pip install 'sportsllm-compress[{extra}]'")
 

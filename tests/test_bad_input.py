@@ -69,13 +69,10 @@ CASES: list[tuple[str, int, str]] = [
     (f"train --model tiny-300k --batch-size 1.5 --corpus {TEXT}", USAGE, "--batch-size: must be a whole number ("),
     ("plan small --set group_size=48", USAGE, "--set group_size is 48; use one of 16, 32"),
     ("plan small --set cache_tokens=5000", USAGE, "--set cache_tokens=5000 is more than the context"),
-    (
-        f"eval {MODEL} --text {TEXT} --text-field txet",
-        USAGE,
-        "--text-field=txet: no record has such a field; the fields are text; did you",
-    ),
+    (f"eval {MODEL} --text {TEXT} --text-field txet", USAGE, "no record has such a field; the fields are text; did"),
     # options of another command, and directories of another kind
     (f"export {MODEL} --out {NEW} --bits 4", USAGE, "no option --bits; quantize has it"),
+    (f"eval {MODEL} --corpus {TEXT}", USAGE, "no option --corpus; train, distill and prune have it"),
     (f"eval {MODEL} --text {TEXT} --loss-on all", USAGE, "no option --loss-on; write --set loss_on=VALUE"),
     (f"eval {MODEL} --text {TEXT} --text-field", USAGE, "--text-field needs the name"),
     (f"generate {MODEL} --text-field body", USAGE, "--text-field is for train, distill"),
