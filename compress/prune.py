@@ -5,7 +5,6 @@ Resolve the inputs, calibrate, score the units, choose a shape, cut, refit, reco
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import time
@@ -27,7 +26,6 @@ from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, PRUNING, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
 
 if TYPE_CHECKING:
-    from compress.distillation.student import StudentTraining
     from compress.pruning.job import Calibration, PruneJob
     from compress.pruning.search import Finalist
     from sportsllm.models.config import ModelConfig
@@ -184,9 +182,8 @@ def _check_request(checkpoint: Path, target: Target | None, experts: int | None)
         shape.applied_to(config)
 
 
-def _recovered(work: Calibration, recovery: StudentTraining, shape: Shape, out: Path) -> float:
+def _recovered(work: Calibration, job: PruneJob, shape: Shape, out: Path) -> float:
     """Bits per byte of the text for choices, of a finalist of the search after a brief recovery."""
-    job = dataclasses.replace(work.job, recovery=recovery, search=None)
     return float(prune_checkpoint(job, shape, out, work, resume=True).best_bits_per_byte or 0.0)
 
 

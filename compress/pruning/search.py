@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.pruning.cut import loss_per_token
-from compress.pruning.job import Calibration
+from compress.pruning.job import Calibration, PruneJob
 from compress.pruning.shapes import WIDTH_STEP, Shape, Target, block_counter, candidate_shapes, in_family
 from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import UsageError
@@ -66,7 +66,7 @@ class Finalist(NamedTuple):
 
 
 def choose_shape(
-    work: Calibration, target: Target, out: Path, recovered: Callable[[StudentTraining, Shape, Path], float]
+    work: Calibration, target: Target, out: Path, recovered: Callable[[PruneJob, Shape, Path], float]
 ) -> tuple[Shape, list[Finalist]]:
     """The shape of the target's dimensions, or the one that a search finds for its size, and the search's finalists.
 
@@ -199,7 +199,7 @@ def recovered_finalists(
     shapes: Sequence[Shape],
     even: Shape,
     directory: Path,
-    recovered: Callable[[StudentTraining, Shape, Path], float],
+    recovered: Callable[[PruneJob, Shape, Path], float],
 ) -> list[Finalist]:
     """Finalists among some shapes, recovered briefly inside `directory`, best first.
 
@@ -207,11 +207,12 @@ def recovered_finalists(
 
     Args:
         shapes, even: those to choose from, and the even cut, which is always among them.
-        recovered: given the brief recovery, a shape and its directory, bits per byte of the text for choices.
+        recovered: given the job of a brief recovery, a shape and its directory, bits per byte of the text for choices.
     """
     job = calibration.job
     assert job.recovery is not None and job.search is not None
     brief, identity = brief_recovery(job.recovery, job.search["tokens"]), job.stage(even).fingerprint()
+    short = dataclasses.replace(job, recovery=brief, search=None)
     known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
     first = known.get("tried", [{}])[0] if known.get("fingerprint") == identity else {}
     if known.get("nats_before") and first and (directory / Shape(**first["shape"]).name).is_dir():
@@ -219,6 +220,8 @@ def recovered_finalists(
         found = [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in known["tried"]]
         found[0] = found[0]._replace(nats_before=known["nats_before"])
         return found
+    for shape in (one for one in (even, *shapes) if (directory / one.name).exists()):
+        finished_manifest(directory / shape.name, short.stage(shape))  # refuse another search's before the cuts
     directory.mkdir(parents=True, exist_ok=True)
     finalists = find_finalists(calibration, shapes, [even], job.search["finalists"])
     assert calibration.text is not None, "a job with a recovery reads its text"
@@ -227,7 +230,7 @@ def recovered_finalists(
     for finalist in finalists:
         log(f"recovering {finalist.shape.name}, {len(tried) + 1} of {len(finalists)}, on {brief.tokens:,} tokens")
         with logged(directory / LOG):
-            bits = recovered(brief, finalist.shape, directory / finalist.shape.name)
+            bits = recovered(short, finalist.shape, directory / finalist.shape.name)
         tried.append(finalist._replace(bits_per_byte=bits))
     tried.sort(key=lambda item: item.bits_per_byte or 0.0)
     cut = calibration.cut(tried[0].shape.applied_to(job.model_config()), calibration.samples, refit=True).model

@@ -9,6 +9,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from compress.distillation.student import StudentTraining
 from compress.prune import PruneResult, prune
 from compress.pruning import job as jobs
+from compress.pruning.cut import loss_per_token
 from compress.pruning.scores import SCORES_FILE, load_scores
-from compress.pruning.search import FOUND, find_finalists
+from compress.pruning.search import FOUND, after_search, brief_recovery, find_finalists
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
@@ -28,6 +31,7 @@ from sportsllm.formats.manifest import read_manifest
 from sportsllm.formats.safetensors import INDEX, WEIGHTS
 from sportsllm.models.config import Experts
 from sportsllm.training import loop
+from sportsllm.training.settings import TrainConfig
 from tests.support.checkpoint_files import edit_json
 from tests.support.disk import full_disk
 from tests.support.models import saved, tiny_config, tiny_model
@@ -180,13 +184,13 @@ def test_a_search_leaves_finished_stages_behind(
 ) -> None:
     settings, given = STEPS | {"finalists": 2}, {"params": 0.51, "search": 128, "recover": 512}
     monkeypatch.setattr("compress.pruning.search._FAR", (1.0, 1.0))  # two are recovered
-    cut, refitted = jobs.prune_model, list[Shape]()
-    monkeypatch.setattr(jobs, "prune_model", lambda *of: refitted.extend([Shape.of(of[2])] * of[4]) or cut(*of))
+    cut, cuts = jobs.prune_model, list[tuple[Shape, bool]]()
+    monkeypatch.setattr(jobs, "prune_model", lambda *of: cuts.append((Shape.of(of[2]), of[4])) or cut(*of))
     tried = (result := run(tmp_path / "out", settings, **given)).search
-    assert len(refitted) == len(set(refitted)) > 2  # the finalists have the weights that they were ranked with
+    assert len(cuts) == len(set(cuts)) > 2 + 2  # the finalists have the weights that they were ranked with
     assert len(tried) == 2 and capsys.readouterr().err.count("calibration on 4 samples") == 1
     assert tried[0]["bits_per_byte"] <= tried[1]["bits_per_byte"] and tried[0]["shape"] == result.shape
-    assert tried[0]["shape"] != tried[1]["shape"]
+    assert tried[0]["shape"] != tried[1]["shape"] and (tmp_path / "out" / SCORES_FILE).exists()
     brief = [path for path in (tmp_path / "out.search").iterdir() if path.is_dir()]
     assert len(brief) == 2 and all(read_manifest(path).results["valid_bits_per_byte"] is None for path in brief)
     assert result.valid_bits_per_byte and result.bits_per_byte_before_recovery
@@ -201,20 +205,18 @@ def test_a_search_leaves_finished_stages_behind(
     assert again.bits_per_byte_before_recovery == pytest.approx(2 * result.bits_per_byte_before_recovery)
     assert "using the shape found there earlier" in capsys.readouterr().err
     assert weights(tmp_path / "first") == weights(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out.search")
+    (tmp_path / "out.search").rename(tmp_path / "other.search")
     assert run(tmp_path / "out", settings, **given).cached
-    for other in (
-        {"settings": settings | {"samples": 3}},
-        {"settings": settings, "params": 0.8},
-        {"settings": settings, "search": 256},
-    ):
+    for other in {"settings": settings | {"samples": 3}}, {"params": 0.8}, {"search": 256}:
         with pytest.raises(ConflictError, match="with other settings or inputs"):
-            run(tmp_path / "out", **given | other)
+            run(tmp_path / "out", **{"settings": settings, **given, **other})
+    with pytest.raises(ConflictError, match=r"other\.search/h.* \(recover steps 1, not 2\)"):  # before it cuts anything
+        run(tmp_path / "other", settings, **given | {"search": 256})
 
 
 def test_signals_are_made_for_the_whole_recovery_before_a_search(run: Pruning, tmp_path: Path) -> None:
     settings = STEPS | {"finalists": 1, "signals": tmp_path / "signals"}
-    run(tmp_path / "out", settings, params=0.51, search=128, recover=512)
+    assert run(tmp_path / "out", settings, params=0.51, recover=512).steps == 3  # the search has 5%, in whole steps
     assert json.loads((tmp_path / "signals" / "signals.json").read_text(encoding="utf-8"))["rows"] == 512 // 64
 
 
@@ -276,23 +278,17 @@ def test_a_full_disk_leaves_nothing(run: Pruning, tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.iterdir())
 
 
-def test_the_first_cut_reads_all_its_samples(run: Pruning, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which layers stay is tried on fewer of them, and then known for the cuts that follow."""
-    monkeypatch.setattr("compress.pruning.cut._RUN_SAMPLES", 2)
-    work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], samples=4))
-    first, second = (work.cut(tiny_config(num_hidden_layers=1), work.samples, True).model for _ in range(2))
-    assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
-
-
 def test_a_nearly_full_disk_keeps_no_states(run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both layers for all samples, and of the first for those that try which layers stay."""
     monkeypatch.setattr(jobs, "_IN_MEMORY", 0)
+    monkeypatch.setattr("compress.pruning.cut._RUN_SAMPLES", 2)
     cuts, usage = [], shutil.disk_usage(tmp_path)
-    for free, keeps in ((usage.free, True), (0, False)):
+    for free, kept in ((usage.free, 3), (4 * 2**17, 1), (0, 0)):  # a quarter, for 4 * 128 tokens of 64 channels
         monkeypatch.setattr("shutil.disk_usage", lambda _path, free=free: usage._replace(free=free))
         work = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], samples=4), tmp_path)
         cuts.append(work.cut(tiny_config(num_hidden_layers=1), work.samples, True).model.model.layers[0].read())
-        assert bool(work._known._ends) == keeps
-    assert all(map(torch.equal, *(cut.state_dict().values() for cut in cuts)))
+        assert len(work._known._ends) == kept
+    assert all(map(torch.equal, *(cut.state_dict().values() for cut in cuts[::2])))
 
 
 def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,15 +297,28 @@ def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning, monkeypatch
     every = find_finalists(work, shapes, [], 2)
     assert {one.shape for one in every} == {*shapes} and not any(one.loss_after_refit for one in every)
     assert every[0].loss_after_cut <= every[1].loss_after_cut
-    (best,) = find_finalists(work, shapes, [], 1)
+    single = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], samples=1))
+    (best,) = find_finalists(single, shapes, [], 1)
     assert best.loss_after_refit is not None
     # Time that ends among the refits leaves none out that must be there.
     clock, even = chain([0.0] * 3, repeat(9.0)), Shape.of(tiny_config(intermediate_size=64))
     monkeypatch.setattr("compress.pruning.search.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     found = find_finalists(work, shapes, [even], 2, seconds=1.0)
     assert even in [one.shape for one in found] and all(one.loss_after_refit for one in found)
-    monkeypatch.setattr("compress.pruning.search._FAR", (9.0, 0.0))
-    assert [one.loss for one in find_finalists(work, shapes, [even], 2)] == [found[0].loss]
+    fitted = work.cut(found[0].shape.applied_to(tiny_config()), work.samples[1:], refit=True).model
+    assert found[0].loss == loss_per_token(fitted, work.samples[:1])
+    for far, loss in ((9.0, 0.0), found[0].loss), ((0.0, 9.0), min(one.loss_after_cut for one in (*every, *found))):
+        monkeypatch.setattr("compress.pruning.search._FAR", far)
+        assert [one.loss for one in find_finalists(work, shapes, [even], 2)] == [loss]
+
+
+def test_a_brief_recovery_takes_small_steps_in_another_order() -> None:
+    config = TrainConfig(steps=100, batch_size=8, sequence=256, try_rates=True, validate_every=9)
+    whole = StudentTraining(Path(), config, ())
+    brief, rest = brief_recovery(whole, 40_000).config, after_search(whole, 40_000, [1.0]).config
+    assert (brief.steps, brief.batch_size, brief.accumulation, brief.warmup, brief.seed) == (40, 4, 1, 2, 1)
+    assert not (brief.try_rates or brief.validate_every or rest.try_rates)
+    assert (rest.steps, rest.warmup) == (96, 48)
 
 
 def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
@@ -325,9 +334,11 @@ def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
     run.checkpoint = saved(tmp_path / "full", model, tokenizer_directory)
     given: dict[str, Any] = {"intermediate": 64, "layers": 1, "recover": 512, "resume": True}  # none yet: it starts
     whole = run(tmp_path / "whole", STEPS, **given)
-    step, taken = loop._Run.take_step, list[int]()
+    step, taken, load = loop._Run.take_step, list[int](), jobs.load_checkpoint
+    full = WeakSet[Any]()
 
     def interrupted(self: Any, *arguments: Any) -> Any:
+        assert not full, "the full model is freed before the recovery"
         taken.append(1)
         if len(taken) == 2:
             os.kill(os.getpid(), signal.SIGINT)
@@ -335,6 +346,7 @@ def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
 
     with monkeypatch.context() as patch:
         patch.setattr(loop._Run, "take_step", interrupted)
+        patch.setattr(jobs, "load_checkpoint", lambda path: full.add(model := load(path)) or model)
         with pytest.raises(InterruptedRun):
             run(tmp_path / "out", STEPS, **given)
     monkeypatch.setattr(jobs.Calibration, "samples", property(lambda self: pytest.fail("calibrated again")))
