@@ -232,9 +232,9 @@ def choose_start(student: str, start: str | None, teacher: Path) -> Fresh:
 
 
 def _inside(shape: ModelConfig, teacher: ModelConfig) -> ModelConfig:
-    """The shape with the teacher's context at most, which no weight depends on."""
-    context = min(shape.max_position_embeddings, teacher.max_position_embeddings)
-    return shape.with_changes(max_position_embeddings=context)
+    """The shape with the teacher's context at most, unless it has a table of positions."""
+    longest = (shape if shape.positions else teacher).max_position_embeddings
+    return shape.with_changes(max_position_embeddings=min(shape.max_position_embeddings, longest))
 
 
 def _checkpoint_shape(directory: Path, teacher: Path) -> ModelConfig:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compress.distill import distill_student
-from compress.distillation.loss import DistillationConfig
+from compress.distillation.loss import DistillationConfig, HiddenMatching
 from compress.distillation.starts import Checkpoint, Cut, Fresh, choose_start, layers_of_teacher
 from compress.distillation.student import StudentTraining
 from compress.prune import prune_checkpoint
@@ -63,13 +63,6 @@ def cut(source: Path, layers: int, out: Path, text: Path, recovery: StudentTrain
     return prune_checkpoint(job, shape, out).kept_layers
 
 
-def test_what_each_kept_layer_reads_is_matched() -> None:
-    assert MATCHED.matching_kept([0, 3, 4], 6).layer_map == ((0, 0), (1, 3), (2, 4), (3, 6))
-    own = dataclasses.replace(MATCHED, layer_map=((3, 5),))
-    assert own.matching_kept([0, 3, 4], 5) is own
-    assert PLAIN.matching_kept([0, 3, 4], 5) is PLAIN  # nothing is matched
-
-
 def test_distilling_what_prune_wrote_equals_its_recovery(teacher: Path, corpus_file: Path, tmp_path: Path) -> None:
     training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=MATCHED)
     cut(teacher, 3, tmp_path / "cut", corpus_file)
@@ -82,6 +75,7 @@ def test_distilling_what_prune_wrote_equals_its_recovery(teacher: Path, corpus_f
         start = choose_start(student, None, teacher)
         distill_student(student, start, dataclasses.replace(training, distillation=objective), tmp_path / name)
     assert read_manifest(tmp_path / "matched").settings["layer_map"][0] == [0, 0]
+    assert Checkpoint(start.shape, [tmp_path / "recovered"]).already_trained
     recovered, matched, spread = (
         (tmp_path / name / "model.safetensors").read_bytes() for name in ("recovered", "matched", "spread")
     )
@@ -131,14 +125,15 @@ def test_a_layer_that_stays_keeps_its_type(
     tokenizer_directory: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second, full one, although the student's shape has a sliding one; also in a run that is resumed."""
+    matched = list[object]()  # its input is matched
+    monkeypatch.setattr(HiddenMatching, "fit", lambda self, *_: matched.append(self.layer_map))
     model = tiny_model(layer_types=("sliding", "full"), sliding_window=8, **NARROW)
     for part in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
         torch.nn.init.zeros_(part.weight)
     teacher = saved(tmp_path / "teacher", model, tokenizer_directory)
-    shape = saved(
-        tmp_path / "shape", tiny_model(num_hidden_layers=1, layer_types=("sliding",), sliding_window=8, **NARROW)
-    )
-    training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=PLAIN)
+    smaller = {"num_hidden_layers": 1, "layer_types": ("sliding",), "sliding_window": 8, "max_position_embeddings": 64}
+    shape = saved(tmp_path / "shape", tiny_model(**smaller, **NARROW))
+    training = StudentTraining(teacher, dataclasses.replace(CONFIG, sequence=64), (corpus_file,), distillation=MATCHED)
     start = choose_start(str(shape), "cut", teacher)
     with monkeypatch.context() as patch:
         patch.setattr("compress.distillation.student.distillation_loss", lambda *_: interrupted_at(2))
@@ -148,6 +143,7 @@ def test_a_layer_that_stays_keeps_its_type(
         distill_student("shape", start, training, tmp_path / name, resume=True)
     assert "full" in (load_config(tmp_path / "whole").layer_types or ["full"])
     assert load_config(tmp_path / "out") == load_config(tmp_path / "whole")
+    assert matched == [((0, 1), (1, 2))] * 3
 
 
 def test_the_start_follows_from_what_is_given(
@@ -162,6 +158,10 @@ def test_the_start_follows_from_what_is_given(
     for start in ("fresh", None):
         assert type(choose_start(str(wide), start, checkpoint)) is Fresh
     assert "intermediate_size is 4096" in capsys.readouterr().err.replace("\n", " ")
+    learned = saved(tmp_path / "learned", tiny_model(position_kind="learned"))
+    longer = saved(tmp_path / "longer", tiny_model(position_kind="learned", max_position_embeddings=256))
+    with pytest.raises(UsageError, match="max_position_embeddings is 256, more than"):
+        choose_start(str(longer), "cut", learned)
     for start, message in (
         ("cut", r"--start cut: intermediate_size is 4096.*choose another --student"),
         ("clone", "--start 'clone' is not known"),
