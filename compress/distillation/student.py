@@ -13,7 +13,7 @@ from compress.distillation.teacher import load_teacher, teacher_logits
 from compress.distillation.teacher_cache import SIGNALS, TeacherCache, open_teacher_cache, wanted_info
 from sportsllm import processes
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.files import STATE_DIRECTORY, JsonObject
+from sportsllm.files import JsonObject
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import require_finite
 from sportsllm.models.config import ModelConfig
@@ -191,8 +191,7 @@ def train_student(
     loss = distillation_loss(distillation, teacher, cache)
     with attached(student, matching):
         place(student, device, config.shard, config.tensor_parallel)
-        resumed = (run.directory / STATE_DIRECTORY).exists()  # the saved state has the projections
-        if matching is not None and teacher is not None and has_weights and not resumed:
+        if matching is not None and teacher is not None and has_weights:  # a saved state has others
             matching.fit(student, teacher, batches.batch(0).to(device))
         if config.try_rates and judged is not None:
             config = choose_rates(student, batches, loss, config, run.directory, judged.selection)

@@ -28,15 +28,14 @@ def naive_hidden(student: Tensor, teacher: Tensor, targets: Tensor, projection: 
     return errors[targets.flatten() != IGNORE].sum()
 
 
-@pytest.mark.parametrize("tokens", [37, 1500])  # 1,500 are more than one chunk
 @pytest.mark.parametrize("projected", [True, False])
-def test_hidden_states_equal_float64(projected: bool, tokens: int) -> None:
+def test_hidden_states_equal_float64(projected: bool) -> None:
     draw = torch.Generator().manual_seed(0)
-    shapes = (tokens, 8), (tokens, 12 if projected else 8), (12, 8)
+    shapes = (37, 8), (37, 12 if projected else 8), (12, 8)
     student, teacher, projection = (torch.randn(shape, generator=draw) for shape in shapes)
     teacher[5] *= 1000.0  # a massive token counts like any other
-    targets = torch.zeros(tokens, dtype=torch.int64)
-    targets[[0, tokens // 2, tokens - 1]] = IGNORE
+    targets = torch.zeros(37, dtype=torch.int64)
+    targets[[0, 18, 36]] = IGNORE
     inputs = [student, projection] if projected else [student]
     given, exact = (
         [one.to(dtype, copy=True).requires_grad_() for one in inputs] for dtype in (torch.float32, torch.float64)
@@ -64,11 +63,12 @@ def states_of(model: SportsLLM, batch: Batch) -> list[Tensor]:
     return states
 
 
-def test_fitted_projections_have_no_gradient_left() -> None:
+@pytest.mark.parametrize("length", [256, 16])  # 16 are fewer tokens than channels
+def test_fitted_projections_have_no_gradient_left(length: int) -> None:
     """The loss is quadratic in a projection, so that its minimum is where the gradient is 0, but for the ridge."""
     teacher = tiny_model(seed=1, num_hidden_layers=4)
     student = tiny_model(hidden_size=48, num_key_value_heads=1, dropout=0.3)
-    batch = batch_of(256)
+    batch = batch_of(length)
     module = HiddenMatching(student.config, teacher.config, default_layer_map(2, 4))
     with torch.inference_mode():
         states, wanted = ([s.clone() for s in states_of(model, batch)] for model in (student, teacher))
@@ -92,6 +92,7 @@ def test_the_gradient_reaches_every_matrix_of_the_student(checkpointed: bool) ->
     layers = default_layer_map(2, 4)
     module = HiddenMatching(student.config, teacher.config, layers)
     assert layers == ((0, 0), (1, 2), (2, 4)) and len(module.projections) == 3
+    assert default_layer_map(3, 4) == ((0, 0), (1, 1), (2, 3), (3, 4))
 
     def gradients(naive: bool) -> tuple[Tensor, dict[str, Tensor]]:
         states = states_of(student, batch)
@@ -153,9 +154,3 @@ def test_two_processes_match_the_states_that_one_does(
         said = forked(rounds, *map(str, words), "--out", str(tmp_path / name))
     assert "resumed at step 2 of 4" in said
     same_run(tmp_path / "two", tmp_path / "one", 4, 1e-5)
-
-
-def test_layer_maps() -> None:
-    assert default_layer_map(2, 2) == ((0, 0), (1, 1), (2, 2))
-    assert default_layer_map(4, 12) == ((0, 0), (1, 3), (2, 6), (3, 9), (4, 12))
-    assert default_layer_map(3, 4) == ((0, 0), (1, 1), (2, 3), (3, 4))

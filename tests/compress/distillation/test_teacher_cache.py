@@ -184,8 +184,9 @@ def test_targets_do_not_depend_on_the_batch_size(
 
 
 def test_stored_signals_give_nearly_the_exact_loss(
-    checkpoint: Path, corpus_file: Path, documents: TokenizedDocuments, tmp_path: Path
+    checkpoint: Path, corpus_file: Path, documents: TokenizedDocuments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(make_teacher_cache, "_AT_ONCE", 13)
     cache = opened(checkpoint, corpus_file, tmp_path / "signals")
     batch = cache.batches(documents, 10).batch(0)
     teacher, student = load_checkpoint(checkpoint), tiny_model(seed=5, num_hidden_layers=1)
