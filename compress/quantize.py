@@ -22,11 +22,13 @@ from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, QUANTIZATION, SIGNALS, STEPS, TEXT, TRAINING, parse_settings
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from compress.distillation.student import RunDirectory, StudentText, StudentTraining
     from compress.distillation.teacher_cache import TeacherCache
     from compress.quantization.config import QuantizationConfig, QuantizationPlan, SizeBudget
-    from compress.quantization.layer_by_layer import RoundedWeights
     from compress.quantization.mixed_precision import SensitivityGroup
+    from compress.quantization.packed_checkpoint import PackedCheckpoint
     from sportsllm.inference.calibration import CalibrationText
 
 PADDING_NOTED = 10.0
@@ -202,16 +204,16 @@ def quantize_checkpoint(
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
         read = None if training is None else StudentText.read(training, directory)  # refused before the rounding
-        rounded, groups = round_weights(plan, directory, keep_originals=training is not None)
-        packed = rounded.packed
-        write_config(directory, plan.model, checkpoint, packed.record(plan.method))
+        samples = plan.read_samples()
+        packed, groups = round_weights(plan, samples, directory, keep_originals=training is not None)
+        write_config(directory, plan.model, checkpoint, packed.record())
         results: dict[str, Any] = {}
         if (packed_before := bitsandbytes_kind(checkpoint)) is not None:
             error = None if METHODS[plan.method] else packed.relative_change(TensorFiles(checkpoint))
             results |= {"regridded_from": packed_before, "regrid_relative_error": error}
         if training is not None and read is not None:
             run = RunDirectory(directory, stage.fingerprint(), resume)
-            results |= train_rounded(plan, rounded, training, cache, run, read)
+            results |= train_rounded(plan, packed, training, cache, run, read)
         return {
             **results,
             "parameters": plan.model.parameters,
@@ -220,7 +222,7 @@ def quantize_checkpoint(
             "method": plan.method,
             "bits_per_weight": bits_per_weight(plan.model, packed.config),
             "padding_percent": padding_percent(plan.model, config),
-            "calibration_tokens": rounded.calibration_tokens,
+            "calibration_tokens": sum(tokens.numel() for tokens in samples),
             "sensitivity": [group.to_json(packed.config) for group in groups],
             "seconds": time.perf_counter() - started,
         }
@@ -229,28 +231,29 @@ def quantize_checkpoint(
 
 
 def round_weights(
-    plan: QuantizationPlan, directory: Path, keep_originals: bool
-) -> tuple[RoundedWeights, list[SensitivityGroup]]:
+    plan: QuantizationPlan, samples: Sequence[Tensor], directory: Path, keep_originals: bool
+) -> tuple[PackedCheckpoint, list[SensitivityGroup]]:
     """Write quantized tensors; also the sensitivity of each group of matrices if precisions are mixed."""
     from compress.quantization.config import SENSITIVITY_SAMPLES
     from compress.quantization.layer_by_layer import round_checkpoint
     from compress.quantization.mixed_precision import choose_bits, measure_groups
+    from compress.quantization.packed_checkpoint import PackedCheckpoint
     from sportsllm.formats.safetensors import WEIGHTS
     from sportsllm.processors import training_device
 
-    config, groups, samples = plan.config, [], plan.read_samples()
-    device = training_device(quiet=True)
+    config, groups, device = plan.config, [], training_device(quiet=True)
     if plan.budget is not None:
         few = samples[:: max(1, len(samples) // SENSITIVITY_SAMPLES)][:SENSITIVITY_SAMPLES]
         groups = measure_groups(plan.checkpoint, plan.model, config, few, directory, device=device)
         config = choose_bits(config, groups, plan.budget.spare_bytes(plan.model, config))
-    given = plan.checkpoint, plan.model, config, plan.method, samples, keep_originals
-    return round_checkpoint(*given, directory / WEIGHTS, device), groups
+    packed = PackedCheckpoint(plan.model, config, plan.method, directory / WEIGHTS, keep_originals)
+    round_checkpoint(plan.checkpoint, packed, samples, device)
+    return packed, groups
 
 
 def train_rounded(
     plan: QuantizationPlan,
-    rounded: RoundedWeights,
+    packed: PackedCheckpoint,
     recovery: StudentTraining,
     cache: TeacherCache | None,
     run: RunDirectory,
@@ -261,11 +264,12 @@ def train_rounded(
     from compress.quantization.qad import make_trainable, pack_trained
     from sportsllm.formats.checkpoint import load_checkpoint, write_config
 
-    model, packed = load_checkpoint(run.directory), rounded.packed
-    make_trainable(model, rounded.originals)
+    assert packed.originals is not None, "kept for the training"
+    model = load_checkpoint(run.directory)
+    make_trainable(model, packed.originals)
     results = recover(model, recovery, cache, run, text)
     pack_trained(model, packed)
-    record = packed.record(f"{plan.method}+qad")
+    record = packed.record() | {"method": f"{packed.method}+qad"}
     write_config(run.directory, plan.model, plan.checkpoint, record)
     return results
 

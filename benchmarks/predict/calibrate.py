@@ -162,7 +162,7 @@ def export_untrained(
     import torch
 
     from compress.quantization.config import QuantizationConfig
-    from compress.quantization.layer_by_layer import quantize_without_data
+    from compress.quantization.layer_by_layer import round_checkpoint
     from compress.quantization.packed_checkpoint import PackedCheckpoint
     from export.cache_scales import CacheScales
     from export.graph.builder import GraphForm
@@ -183,9 +183,9 @@ def export_untrained(
             packed_to.mkdir()
             bits = {"int8": 8, "int4": 4}[stored.precision]
             grids = QuantizationConfig(bits, stored.block_size, stored.head_bits, not stored.zero_points)
-            packed = PackedCheckpoint(config, grids, packed_to / WEIGHTS)
-            quantize_without_data(source, config, packed, search=False)
-            write_config(packed_to, config, quantization=packed.record("rtn"))
+            packed = PackedCheckpoint(config, grids, "rtn", packed_to / WEIGHTS)
+            round_checkpoint(source, packed)
+            write_config(packed_to, config, quantization=packed.record())
             source = packed_to
         full = tuple(torch.full((config.num_hidden_layers, *state.shape), 0.05) for state in block_state(config))
         scales = CacheScales(full) if stored.cache == "int8" else None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.gguf_grids import gptq_blocks, plain
-from compress.quantization.layer_by_layer import quantize_calibrated, quantize_without_data
+from compress.quantization.layer_by_layer import round_checkpoint
 from compress.quantization.packed_checkpoint import ROWS, PackedCheckpoint
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks, BlockType, RoundedModel, StoredMatrix
@@ -28,12 +28,13 @@ _DENSE = {"F16": torch.float16, "F32": torch.float32}
 class BlockCheckpoint(PackedCheckpoint):
     """Collects matrices in blocks; `types` names the type of each module's, `F16` or `F32` for dense ones."""
 
-    def __init__(self, model: ModelConfig, types: Mapping[str, str]) -> None:
-        super().__init__(model, QuantizationConfig(bits=8 if set(types.values()) <= {"Q8_0", *_DENSE} else 4))
+    def __init__(self, model: ModelConfig, types: Mapping[str, str], method: str = "mse") -> None:
+        bits = 8 if set(types.values()) <= {"Q8_0", *_DENSE} else 4  # for channel scaling
+        super().__init__(model, QuantizationConfig(bits), method)
         self.types = types
         self.stored: dict[str, StoredMatrix] = {}
 
-    def add_matrix(self, module: str, weight_NK: Tensor, search: bool) -> None:
+    def add_matrix(self, module: str, weight_NK: Tensor) -> None:
         """A module's matrix, on the grid of least squared error."""
         if (dense := _DENSE.get(self.types[module])) is not None:
             self._store(module, weight_NK.to(dense).numpy())
@@ -43,7 +44,7 @@ class BlockCheckpoint(PackedCheckpoint):
     def add_by_gptq(self, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
         """A module's matrix, rounded for inputs with the damped second moment `gram_KK`."""
         if self.types[module] in _DENSE:
-            self.add_matrix(module, weight_NK, search=True)
+            self.add_matrix(module, weight_NK)
         else:
             self._add(module, weight_NK, lambda rows_NK, kind: gptq_blocks(rows_NK, gram_KK, kind))
 
@@ -73,11 +74,6 @@ def round_to_blocks(checkpoint: Path, types: Mapping[str, str], text: Calibratio
     `types` names one for each module. Without files in `text`, scales are searched for each block alone.
     """
     model = load_config(checkpoint)
-    found = BlockCheckpoint(model, types)
-    if text.files:
-        samples = text.read(checkpoint, model, SAMPLES)
-        quantize_calibrated(checkpoint, model, found, samples, gptq=True)
-    else:
-        quantize_without_data(checkpoint, model, found, search=True)
-    found.check_complete()
+    found = BlockCheckpoint(model, types, "gptq" if text.files else "mse")
+    round_checkpoint(checkpoint, found, text.read(checkpoint, model, SAMPLES) if text.files else [])
     return RoundedModel({f"{module}.weight": matrix for module, matrix in found.stored.items()}, found.tensors)

@@ -10,7 +10,7 @@ Shape suffixes: K inputs of a matrix, N its outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -30,18 +30,14 @@ _BALANCE_SAMPLES = 16  # enough for the rms of each channel
 
 @torch.no_grad()
 def scale_block(
-    block: Block,
-    model: ModelConfig,
-    states_BTD: Sequence[Tensor],
-    rope: Rope,
-    config: QuantizationConfig,
-    prefix: str,
+    block: Block, states_BTD: Sequence[Tensor], rope: Rope, config: QuantizationConfig, prefix: str
 ) -> None:
     """Scale a float32 layer's matrices for rounding, in place; the layer computes what it computed before.
 
     `states_BTD` is the residual stream before it, for every sample; `prefix` begins its names, such as
     `model.layers.0`.
     """
+    model = block.config
     normed = HIDDEN if model.input_norms else None
     groups = [group for group in input_groups(model) if group[0].column_unit == normed or group[0].scale_source]
     firsts = [group[0].name for group in groups]
@@ -52,19 +48,20 @@ def scale_block(
         linears = [cast(nn.Linear, block.get_submodule(matrix.name)) for matrix in group]
         first, rows_K = group[0], source_rows(model, group[0]).to(linears[0].weight.device)
         specs = [config.grid_for(f"{prefix}.{matrix.name}") for matrix in group]
-        scale_K = balanced_scale(squares_K, first, [linear.weight for linear in linears], rows_K, specs)
+        scale_K = balanced_scale(squares_K[first.name], [linear.weight for linear in linears], rows_K, specs)
         for linear in linears:
             linear.weight.data = linear.weight * scale_K
         _divide(block, first, scale_K, rows_K)
 
 
-def balanced_scale(
-    squares_K: Mapping[str, Tensor], first: Matrix, weights: Sequence[Tensor], rows_K: Tensor, specs: Sequence[GridSpec]
-) -> Tensor:
-    """(K,) the scale of matrices that read what `first` reads; the fewest bits decide alpha."""
+def balanced_scale(squares_K: Tensor, weights: Sequence[Tensor], rows_K: Tensor, specs: Sequence[GridSpec]) -> Tensor:
+    """(K,) the scale of matrices that read inputs with the sums of squares `squares_K`; the fewest bits decide alpha.
+
+    `rows_K` as `source_rows` gives them.
+    """
     weight_K = torch.stack([weight.double().square().sum(dim=0) for weight in weights]).sum(dim=0)
     alpha = _BALANCED[min(spec.bits for spec in specs)]
-    log_K = alpha * _log_size(squares_K[first.name], rows_K) - 0.5 * _log_size(weight_K, rows_K)
+    log_K = alpha * _log_size(squares_K, rows_K) - 0.5 * _log_size(weight_K, rows_K)
     return (log_K - log_K.mean()).exp().float()
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
 from pathlib import Path
@@ -35,7 +34,7 @@ from compress.layerwise import (
     summed,
 )
 from compress.quantization.channel_scaling import scale_block
-from compress.quantization.config import UNPACKED, QuantizationConfig
+from compress.quantization.config import UNPACKED
 from compress.quantization.gptq import damped_gram
 from compress.quantization.packed_checkpoint import ROWS, PackedCheckpoint, round_weight
 from sportsllm.console import log, progress_bar
@@ -43,7 +42,6 @@ from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import StoredModel, load_block, read_ends
 from sportsllm.formats.safetensors import TensorFiles, all_finite
 from sportsllm.inference.calibration import JUDGED_SAMPLES, check_familiar
-from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import EMBEDDING, HEAD, block_matrices, input_groups
 from sportsllm.models.kinds import routed_names, unused_line
 from sportsllm.models.language_model import Block
@@ -59,92 +57,54 @@ TABLE_SHARE = 0.5
 _TABLE_TOKENS = 8  # per hidden channel: enough for the second moment of a tied head
 
 
-@dataclass(frozen=True)
-class RoundedWeights:
-    """The quantized model's tensors, and the layers' matrices before rounding, scaled, by module, if asked for."""
-
-    packed: PackedCheckpoint
-    calibration_tokens: int
-    originals: dict[str, Tensor]
-
-
 def round_checkpoint(
-    checkpoint: Path,
-    model: ModelConfig,
-    config: QuantizationConfig,
-    method: str,
-    samples: Sequence[Tensor],
-    keep_originals: bool,
-    path: Path | None = None,
-    device: torch.device = CPU,
-) -> RoundedWeights:
-    """Round a checkpoint's matrices by `rtn`, `mse`, `balance` or `gptq`.
+    checkpoint: Path, packed: PackedCheckpoint, samples: Sequence[Tensor] = (), device: torch.device = CPU
+) -> None:
+    """Fill `packed` with a checkpoint's tensors, matrices rounded by its method: `rtn`, `mse`, `balance` or `gptq`.
 
     Args:
         checkpoint: an unquantized one, read one layer at a time.
-        method: one of `compress.quantization.config.METHODS`.
         samples: calibration token ids, each (B, T), for the last two.
-        keep_originals: for `compress.quantization.qad`.
-        path: the file for the tensors; they stay in memory if None.
     """
-    packed, originals = PackedCheckpoint(model, config, path), dict[str, Tensor]()
-    kept = originals if keep_originals else None
-    if method in ("rtn", "mse"):
-        quantize_without_data(checkpoint, model, packed, method == "mse", kept)
+    if packed.method in ("rtn", "mse"):
+        quantize_without_data(checkpoint, packed)
     else:
-        quantize_calibrated(checkpoint, model, packed, samples, gptq=method == "gptq", originals=kept, device=device)
+        quantize_calibrated(checkpoint, packed, samples, device)
     packed.check_complete()
-    return RoundedWeights(packed, sum(tokens.numel() for tokens in samples), originals)
 
 
-def quantize_without_data(
-    checkpoint: Path,
-    model: ModelConfig,
-    packed: PackedCheckpoint,
-    search: bool,
-    originals: dict[str, Tensor] | None = None,
-) -> None:
-    """Fill `packed` by rounding each matrix by itself; `search` as in `compress.quantization.grid.fit_grid`."""
-    tensors = TensorFiles(checkpoint)
+def quantize_without_data(checkpoint: Path, packed: PackedCheckpoint) -> None:
+    """Fill `packed`, each value rounded to the nearest."""
+    tensors, model = TensorFiles(checkpoint), packed.model
     with progress_bar("quantize", model.num_hidden_layers + 1) as bar:
         for name, tensor in read_ends(tensors, model):
-            packed.add(name, tensor, search)
+            packed.add(name, tensor)
         bar.advance()
         for layer in range(model.num_hidden_layers):
             block, prefix = load_block(tensors, model, layer), f"model.layers.{layer}"
             for name, tensor in block.named_parameters():
-                packed.add(f"{prefix}.{name}", tensor, search)
-            _keep(originals, prefix, block, model.of_layer(layer))
+                packed.add(f"{prefix}.{name}", tensor)
+            _keep_originals(packed, prefix, block)
             bar.advance()
 
 
-def _keep(originals: dict[str, Tensor] | None, prefix: str, block: Block, model: ModelConfig) -> None:
-    if originals is not None:
-        names = [matrix.name for matrix in block_matrices(model)]
-        originals |= {f"{prefix}.{name}": block.get_parameter(f"{name}.weight").detach().cpu() for name in names}
+def _keep_originals(packed: PackedCheckpoint, prefix: str, block: Block) -> None:
+    if packed.originals is not None:
+        for matrix in block_matrices(block.config):
+            weight = block.get_parameter(f"{matrix.name}.weight")
+            packed.originals[f"{prefix}.{matrix.name}"] = weight.detach().cpu()
 
 
 @torch.no_grad()
 def quantize_calibrated(
-    checkpoint: Path,
-    model: ModelConfig,
-    packed: PackedCheckpoint,
-    samples: Sequence[Tensor],
-    *,
-    gptq: bool = True,
-    originals: dict[str, Tensor] | None = None,
-    device: torch.device = CPU,
+    checkpoint: Path, packed: PackedCheckpoint, samples: Sequence[Tensor], device: torch.device = CPU
 ) -> None:
-    """Fill `packed` with the quantized model.
+    """Fill `packed` by a method with calibration text. Both methods scale channels first.
 
-    Args:
-        checkpoint: an unquantized one; layers are read one after the other.
-        samples: calibration token ids, each (B, T).
-        gptq: fit each matrix and round it by GPTQ; else one pass of GPTQ for its inputs in the full model, and routed
-            experts without it, columns counting as their inputs are strong. Both scale channels first.
-        originals: if given, gets the layers' matrices before rounding, scaled, by module.
+    `gptq` fits each matrix and rounds it by GPTQ. `balance` is one pass of GPTQ for a matrix's inputs in the full
+    model; routed experts are rounded without it, columns weighted by the squares of their inputs.
     """
-    packed.refine = gptq
+    model, gptq = packed.model, packed.method == "gptq"
     full = StoredModel(TensorFiles(checkpoint), model, device)
     pull = PULL / sum(tokens.numel() for tokens in samples)
     tables = f"{EMBEDDING}.weight", f"{HEAD}.weight"  # all ends are checked here, and those read again for their use
@@ -155,26 +115,26 @@ def quantize_calibrated(
     if gptq:
         rounded_BTD = _round_embedding(packed, full, embedding, samples, full_BTD)
     elif not model.tie_word_embeddings:
-        packed.add_matrix(EMBEDDING, embedding, search=True)
+        packed.add_matrix(EMBEDDING, embedding)
     del embedding
     unread: dict[int, list[int]] = {}
     with progress_bar("quantize", model.num_hidden_layers) as bar:
         for layer in range(model.num_hidden_layers):
-            block, prefix, own = full.block(layer), f"model.layers.{layer}", model.of_layer(layer)
-            scale_block(block, own, full_BTD, full.rope, packed.config, prefix)
-            _keep(originals, prefix, block, own)
+            block, prefix = full.block(layer), f"model.layers.{layer}"
+            scale_block(block, full_BTD, full.rope, packed.config, prefix)
+            _keep_originals(packed, prefix, block)
             if gptq:
                 full_BTD, rounded_BTD, read = _fit_and_round(
-                    packed, prefix, block, own, full.rope, full_BTD, rounded_BTD, pull
+                    packed, prefix, block, full.rope, full_BTD, rounded_BTD, pull
                 )
             else:
-                full_BTD, read = _round_alone(packed, prefix, block, own, full_BTD, full.rope)
-            if own.experts is not None:
-                names = enumerate(routed_names(own.chosen_experts))
+                full_BTD, read = _round_alone(packed, prefix, block, full_BTD, full.rope)
+            if (experts := block.config.experts) is not None:
+                names = enumerate(routed_names(experts))
                 unread[layer] = [number for number, name in names if f"mlp.{name}.down_proj" not in read]
             for name, parameter in block.named_parameters():
                 if parameter.ndim == 1:
-                    packed.add(f"{prefix}.{name}", parameter, search=True)
+                    packed.add(f"{prefix}.{name}", parameter)
             del block
             give_back()
             bar.advance()
@@ -183,7 +143,7 @@ def quantize_calibrated(
     head = full.table(full.head_name).to(device)
     _check_text(samples, full_BTD, full.last_norm, head, model.logit_softcap)
     for name, tensor in ends.items():
-        packed.add(name, tensor, search=True)
+        packed.add(name, tensor)
     if not gptq:
         _round_head(packed, full, head, full_BTD)
     elif not model.tie_word_embeddings:
@@ -210,7 +170,7 @@ def _round_embedding(
             states_BTD = run_layer(full.block(layer), states_BTD, full.rope)
         _round_by_gptq(packed, EMBEDDING, embedding_VD, _tied(_read_by_head(states_BTD, full.last_norm)))
     else:
-        packed.add_matrix(EMBEDDING, embedding_VD, search=True)
+        packed.add_matrix(EMBEDDING, embedding_VD)
     used = torch.unique(torch.cat([tokens.flatten() for tokens in samples]))
     places = [torch.searchsorted(used, tokens) for tokens in samples]
     return kept_in(packed.scratch, full.first_states(packed.matrix(EMBEDDING, used), places))
@@ -230,7 +190,7 @@ def _round_head(packed: PackedCheckpoint, full: StoredModel, head_VD: Tensor, la
     """Round the head for what it reads in the full model, a tied one as embedding too."""
     name, gram_DD = full.head_name, _read_by_head(last_BTD, full.last_norm)
     if packed.config.bits_for(name) == UNPACKED:
-        packed.add_matrix(name, head_VD, search=True)
+        packed.add_matrix(name, head_VD)
     else:
         _round_by_gptq(packed, name, head_VD, _tied(gram_DD) if name == EMBEDDING else gram_DD)
 
@@ -245,7 +205,7 @@ def _fit_and_round_head(
 ) -> None:
     """Fit an untied head to give, from the quantized model's last states, what the full model gives; then round it."""
     if packed.config.bits_for(HEAD) == UNPACKED:
-        packed.add_matrix(HEAD, head_VD, search=True)
+        packed.add_matrix(HEAD, head_VD)
         return
     sums = LeastSquares.over(zip(map(full.last_norm, rounded_BTD), map(full.last_norm, full_BTD), strict=True))
     for rows_ND in torch.split(head_VD, ROWS):  # in place: float64 products of a whole head would be gigabytes
@@ -258,7 +218,6 @@ def _fit_and_round(
     packed: PackedCheckpoint,
     prefix: str,
     block: Block,
-    model: ModelConfig,
     rope: Rope,
     full_BTD: Sequence[Tensor],
     rounded_BTD: Sequence[Tensor],
@@ -281,12 +240,12 @@ def _fit_and_round(
         linear.weight.data = packed.matrix(f"{prefix}.{name}").to(linear.weight.device)
 
     between_BTD, following = LayerStates.of(block, full_BTD, rope)
-    pair = LayerPair(copy.deepcopy(block), block, model, rope, single_use=True)
+    pair = LayerPair(copy.deepcopy(block), block, block.config, rope, single_use=True)
     return following, fit_block(pair, ResidualPair(full_BTD, rounded_BTD, following), between_BTD, solve), read
 
 
 def _round_alone(
-    packed: PackedCheckpoint, prefix: str, block: Block, model: ModelConfig, states_BTD: Sequence[Tensor], rope: Rope
+    packed: PackedCheckpoint, prefix: str, block: Block, states_BTD: Sequence[Tensor], rope: Rope
 ) -> tuple[Sequence[Tensor], set[str]]:
     """Round the matrices of a layer by one pass of GPTQ for what they read in the full model.
 
@@ -296,7 +255,7 @@ def _round_alone(
     Returns:
         The states after the layer, and the matrices that read any text.
     """
-    read, matrices = set[str](), [(matrix, group[0]) for group in input_groups(model) for matrix in group]
+    read, matrices = set[str](), [(matrix, group[0]) for group in input_groups(block.config) for matrix in group]
     sources = {matrix.name: matrix.name if matrix.routed else first.name for matrix, first in matrices}
     statistics = {sources[m.name]: input_squares if m.routed else input_moment for m, _ in matrices}
     with summed({name: (block.get_submodule(name), each) for name, each in statistics.items()}) as found:
@@ -304,7 +263,7 @@ def _round_alone(
     for name, source in sources.items():
         weight_NK, module, moments = block.get_parameter(f"{name}.weight"), f"{prefix}.{name}", found.get(source)
         if moments is None or not moments.any():
-            packed.add_matrix(module, weight_NK, search=True)
+            packed.add_matrix(module, weight_NK)
             continue
         read.add(name)
         if moments.ndim > 1:

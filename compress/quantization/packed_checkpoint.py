@@ -69,11 +69,26 @@ def stored_kinds(model: ModelConfig, config: QuantizationConfig) -> dict[str, Ki
 class PackedCheckpoint:
     """Collects the tensors of a quantized checkpoint, and what its quantization_config records.
 
-    The tensors are in memory, or in the file `path` of the directory that is being made. `refine` as in `gptq_weight`.
+    Attributes:
+        model, config: the model's shape; bits and grid of every matrix.
+        method: one of `compress.quantization.config.METHODS`.
+        tensors: in memory, or in the file `path` of the directory that is being made.
+        scratch: that directory.
+        modules: packed matrices by module, with bits and block size.
+        originals: the layers' matrices before rounding, scaled, by module, for `compress.quantization.qad`; None if
+            they are not kept.
     """
 
-    def __init__(self, model: ModelConfig, config: QuantizationConfig, path: Path | None = None) -> None:
-        self.config, self.refine = config, True
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: QuantizationConfig,
+        method: str = "rtn",
+        path: Path | None = None,
+        keep_originals: bool = False,
+    ) -> None:
+        self.model, self.config, self.method = model, config, method
+        self.originals: dict[str, Tensor] | None = {} if keep_originals else None
         self.scratch = None if path is None else path.parent
         self.tensors: MutableMapping[str, Tensor] = {}
         if path is not None:
@@ -82,10 +97,10 @@ class PackedCheckpoint:
         self._roles = {parameter.name: parameter.role for parameter in parameters(model)}
         self._columns = {each.name: each.shape[-1] for each in parameters(model)}
 
-    def add(self, name: str, tensor: Tensor, search: bool) -> None:
+    def add(self, name: str, tensor: Tensor) -> None:
         """A tensor of the model: a matrix is rounded to the nearest numbers of its grid; others stay."""
         if self._roles[name] in ("matrix", "embedding", "head"):
-            self.add_matrix(name.removesuffix(".weight"), tensor, search)
+            self.add_matrix(name.removesuffix(".weight"), tensor)
         else:
             self.add_vector(name, tensor)
 
@@ -94,12 +109,12 @@ class PackedCheckpoint:
         # A copy, since a tensor that is read in place would keep the whole file in memory.
         self.tensors[name] = tensor.detach().to("cpu", copy=True)
 
-    def add_matrix(self, module: str, weight_NK: Tensor, search: bool) -> None:
-        """A module's matrix, rounded or kept at 32 bits."""
+    def add_matrix(self, module: str, weight_NK: Tensor) -> None:
+        """A module's matrix, each value rounded to the nearest, or kept at 32 bits."""
         if self.config.bits_for(module) == UNPACKED:
             self.add_vector(f"{module}.weight", weight_NK)
         else:
-            self.add_packed(module, round_weight(weight_NK, self.config.grid_for(module), search))
+            self.add_packed(module, round_weight(weight_NK, self.config.grid_for(module), self.method != "rtn"))
 
     def add_packed(self, module: str, packed: QuantizedWeight) -> None:
         """A module's packed matrix.
@@ -119,10 +134,8 @@ class PackedCheckpoint:
 
     def add_by_gptq(self, module: str, weight_NK: Tensor, gram_KK: Tensor) -> None:
         """A module's matrix, rounded for inputs with the damped second moment `gram_KK`."""
-        spec = self.config.grid_for(module)
-        parts = (
-            gptq_weight(rows.to(gram_KK), gram_KK, *spec, refine=self.refine) for rows in torch.split(weight_NK, ROWS)
-        )
+        spec, refine = self.config.grid_for(module), self.method == "gptq"
+        parts = (gptq_weight(rows.to(gram_KK), gram_KK, *spec, refine) for rows in torch.split(weight_NK, ROWS))
         self.add_packed(module, stack_rows(parts, len(weight_NK)))
 
     def matrix(self, module: str, rows_N: Tensor | None = None) -> Tensor:
@@ -154,6 +167,6 @@ class PackedCheckpoint:
         stored = self.tensors.keys() | {f"{module}.weight" for module in self.modules}
         assert not (missing := self._roles.keys() - stored), f"{sorted(missing)}: not quantized"
 
-    def record(self, method: str) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """For config.json."""
-        return {"method": method, **self.config.record(), "modules": self.modules}
+        return {"method": self.method, **self.config.record(), "modules": self.modules}

@@ -9,7 +9,7 @@ Shape suffixes: N rows (outputs), K columns (inputs), G blocks per row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Any, cast
 
 import torch
@@ -91,13 +91,16 @@ class FakeQuantLinear(nn.Module):
         return by_block_NG.repeat_interleave(self.block_size, dim=1)[:, : self.in_features]
 
 
-def make_trainable(model: SportsLLM, originals: Mapping[str, Tensor]) -> None:
-    """Make the packed matrices of a model's layers trainable in place; `originals` are those before rounding."""
+def make_trainable(model: SportsLLM, originals: MutableMapping[str, Tensor]) -> None:
+    """Make the packed matrices of a model's layers trainable in place.
+
+    `originals` are those before rounding; each is removed when it has been used, since training needs the memory.
+    """
     model.requires_grad_(False)
     for name, module in list(model.model.layers.named_modules()):
         if isinstance(module, QuantizedLinear):
             parent, _, leaf = name.rpartition(".")
-            trained = FakeQuantLinear(module.quantized(), module.bias, originals[f"model.layers.{name}"])
+            trained = FakeQuantLinear(module.quantized(), module.bias, originals.pop(f"model.layers.{name}"))
             setattr(model.model.layers.get_submodule(parent), leaf, trained)
     model.model.layers.requires_grad_(True)
     model.model.norm.requires_grad_(True)

@@ -10,11 +10,10 @@ from compress.layerwise import run_layer
 from compress.quantization.channel_scaling import balanced_scale, scale_block
 from compress.quantization.config import GridSpec, QuantizationConfig
 from sportsllm.models.config import Experts
-from sportsllm.models.description import block_matrices
 from sportsllm.models.language_model import first_positions
 from tests.compress.pruning.test_refit import BIASES
 from tests.support.gelu_kind import registered
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import tiny_model
 from tests.support.training import allocated_peak
 
 
@@ -37,7 +36,7 @@ def test_the_layer_computes_the_same(changes: dict[str, Any], kv_heads: int) -> 
     states = [torch.randn(1, length, 64, generator=draw) for length in (40, 25)]
     block = model.model.layers[1]
     before, weights = run_layer(block, states, rope), copy.deepcopy(block.state_dict())
-    scale_block(block, model.config, states, rope, QuantizationConfig(8), "model.layers.1")
+    scale_block(block, states, rope, QuantizationConfig(8), "model.layers.1")
     changed = [name for name, value in block.state_dict().items() if not torch.equal(value, weights[name])]
     assert {"self_attn.q_proj.weight", "input_layernorm.weight", "mlp.up_proj.weight"} <= set(changed)
     for found, wanted in zip(run_layer(block, states, rope), before, strict=True):
@@ -72,7 +71,7 @@ def test_a_matrix_without_a_source_is_left_alone() -> None:
         states = [torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(0))]
         block = model.model.layers[0]
         before, down = run_layer(block, states, rope)[0], block.mlp.down_proj.weight.clone()
-        scale_block(block, model.config, states, rope, QuantizationConfig(), "model.layers.0")
+        scale_block(block, states, rope, QuantizationConfig(), "model.layers.0")
         assert torch.equal(block.mlp.down_proj.weight, down)
         assert torch.allclose(run_layer(block, states, rope)[0], before, atol=1e-4 * float(before.abs().max()))
 
@@ -92,7 +91,7 @@ def test_balance_follows_its_formula(bits: int, alpha: float, changes: dict[str,
     uneven(model)
     states = [torch.randn(1, length, 64, generator=torch.Generator().manual_seed(length)) for length in (40, 25)]
     block, before = copy.deepcopy(model.model.layers[0]), model.model.layers[0]
-    scale_block(block, model.config, states, model.rope, QuantizationConfig(bits), "model.layers.0")
+    scale_block(block, states, model.rope, QuantizationConfig(bits), "model.layers.0")
     halves = [before.add_sublayer("self_attn", x, first_positions(model.rope, x)) for x in states]
     inputs = torch.cat([before.post_attention_layernorm(x)[0] for x in halves]).double()
     ends = ("gate", "gate_proj", "up_proj")
@@ -105,6 +104,6 @@ def test_balance_follows_its_formula(bits: int, alpha: float, changes: dict[str,
 
 def test_the_scale_of_many_matrices_takes_the_memory_of_one() -> None:
     """In float64 and squared, besides vectors: a layer of experts has hundreds."""
-    up, weights, specs = block_matrices(tiny_config())[-2], [torch.ones(96, 64)] * 16, [GridSpec(4, 32, True)]
-    peak = allocated_peak(lambda: balanced_scale({up.name: torch.ones(64)}, up, weights, torch.arange(64), specs))
+    weights, specs = [torch.ones(96, 64)] * 16, [GridSpec(4, 32, True)]
+    peak = allocated_peak(lambda: balanced_scale(torch.ones(64), weights, torch.arange(64), specs))
     assert peak < 3 * 8 * 96 * 64

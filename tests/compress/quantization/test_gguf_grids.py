@@ -86,11 +86,11 @@ def test_levels_of_the_table_are_the_nearest() -> None:
 def test_weights_beyond_float16_are_refused(name: str) -> None:
     packed = BlockCheckpoint(tiny_config(), {"lm_head": name})
     with pytest.raises(ArtifactError, match="lm_head: weights overflow float16 scales"):
-        packed.add_matrix("lm_head", torch.full((1, 256), 1e9), search=True)
+        packed.add_matrix("lm_head", torch.full((1, 256), 1e9))
 
 
 def test_a_table_is_packed_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole numbers take 8 bytes each before they are packed."""
     monkeypatch.setattr("compress.quantization.block_checkpoint.ROWS", 64)
     packed, (weight, _) = BlockCheckpoint(tiny_config(), {"lm_head": "Q4_0"}), problem(2_048, 256)
-    assert allocated_peak(lambda: packed.add_matrix("lm_head", weight, search=True)) < weight.nbytes
+    assert allocated_peak(lambda: packed.add_matrix("lm_head", weight)) < weight.nbytes

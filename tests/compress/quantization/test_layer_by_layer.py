@@ -34,11 +34,10 @@ ONE = [torch.arange(3, 67)[None]]
 
 def rounded(
     model: SportsLLM, directory: Path, config: QuantizationConfig, samples: list[torch.Tensor], gptq: bool = True
-) -> tuple[PackedCheckpoint, dict[str, torch.Tensor]]:
-    """The packed model, and its scaled matrices before they were rounded."""
-    packed, originals = PackedCheckpoint(model.config, config), dict[str, torch.Tensor]()
-    quantize_calibrated(saved(directory, model), model.config, packed, samples, gptq=gptq, originals=originals)
-    return packed, originals
+) -> PackedCheckpoint:
+    packed = PackedCheckpoint(model.config, config, "gptq" if gptq else "balance", keep_originals=True)
+    quantize_calibrated(saved(directory, model), packed, samples)
+    return packed
 
 
 @torch.no_grad()
@@ -55,11 +54,12 @@ def test_every_matrix_is_rounded_for_what_it_reads(gptq: bool, changes: dict[str
 
     model = tiny_model(**changes)
     uneven(model)
-    before, config, originals = model(TEXT[0]), model.config, dict[str, torch.Tensor]()
-    packed = Given(config, QuantizationConfig(4, 32, 4))
-    quantize_calibrated(saved(tmp_path, model), config, packed, TEXT, gptq=gptq, originals=originals)
+    before, config = model(TEXT[0]), model.config
+    packed = Given(config, QuantizationConfig(4, 32, 4), "gptq" if gptq else "balance", keep_originals=True)
+    quantize_calibrated(saved(tmp_path, model), packed, TEXT)
+    assert packed.originals is not None
     vectors = {name: packed.tensors[name] for name, value in model.state_dict().items() if value.ndim == 1}
-    model.load_state_dict(vectors | {f"{name}.weight": each for name, each in originals.items()}, strict=False)
+    model.load_state_dict(vectors | {f"{name}.weight": each for name, each in packed.originals.items()}, strict=False)
     assert torch.allclose(model(TEXT[0]), before, atol=1e-4 * float(before.abs().max()))
     quantized = tiny_model(**changes)
     quantized.load_state_dict(vectors | {f"{name}.weight": packed.matrix(name) for name in packed.modules})
@@ -101,13 +101,14 @@ def test_what_is_written_layer_by_layer_is_what_memory_holds(
     model = tiny_model(**NARROW, **changes)
     saved(tmp_path, model, checkpoint)
     in_memory, in_file = (
-        round_checkpoint(tmp_path, model.config, config, "gptq", SAMPLES, False, path)
-        for path in (None, tmp_path / "packed.safetensors")
+        PackedCheckpoint(model.config, config, "gptq", path) for path in (None, tmp_path / "packed.safetensors")
     )
+    for packed in (in_memory, in_file):
+        round_checkpoint(tmp_path, packed, SAMPLES)
     written = load_file(tmp_path / "packed.safetensors")
-    assert in_file.packed.modules == in_memory.packed.modules
-    assert written.keys() == in_memory.packed.tensors.keys()
-    assert all(torch.equal(written[name], tensor) for name, tensor in in_memory.packed.tensors.items())
+    assert in_file.modules == in_memory.modules
+    assert written.keys() == in_memory.tensors.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in in_memory.tensors.items())
     assert sorted(path.name for path in tmp_path.glob("*")) == sorted(
         [*(path.name for path in checkpoint.glob("*")), "packed.safetensors"]
     )
@@ -120,8 +121,8 @@ def test_a_wide_layer_takes_one_second_moment_in_float64(tmp_path: Path, monkeyp
         monkeypatch.setattr(f"compress.{name}", 16)
     model = tiny_model(hidden_size=16, intermediate_size=300, num_hidden_layers=1, num_attention_heads=2)
     saved(tmp_path, model)
-    given = tmp_path, model.config, QuantizationConfig(4), "gptq", SAMPLES[2:], False, tmp_path / "packed.safetensors"
-    assert allocated_peak(lambda: round_checkpoint(*given)) < 1.8 * 8 * 300**2
+    packed = PackedCheckpoint(model.config, QuantizationConfig(4), "gptq", tmp_path / "packed.safetensors")
+    assert allocated_peak(lambda: round_checkpoint(tmp_path, packed, SAMPLES[2:])) < 1.8 * 8 * 300**2
 
 
 @pytest.mark.parametrize(
@@ -138,14 +139,18 @@ def test_a_gpu_rounds_as_the_cpu_does(
     """The pretended one computes on the CPU, and no sum may mix tensors of both."""
     model = tiny_model(**NARROW | changes)
     saved(tmp_path, model)
-    given = tmp_path, model.config, config, method, SAMPLES, True, tmp_path / "packed.safetensors"
+    wanted, found = (
+        PackedCheckpoint(model.config, config, method, tmp_path / f"{place}.safetensors", keep_originals=True)
+        for place in ("cpu", "gpu")
+    )
     with sdpa_kernel(SDPBackend.MATH):
-        wanted, wanted_costs = round_checkpoint(*given), measure_groups(tmp_path, model.config, config, SAMPLES)
-        wanted_tensors = dict(wanted.packed.tensors)
+        round_checkpoint(tmp_path, wanted, SAMPLES)
+        wanted_costs = measure_groups(tmp_path, model.config, config, SAMPLES)
         with pretended_gpu() as gpu:
-            found = round_checkpoint(*given, gpu)
+            round_checkpoint(tmp_path, found, SAMPLES, gpu)
             costs = measure_groups(tmp_path, model.config, config, SAMPLES, tmp_path, device=gpu)
-    assert all(torch.equal(found.packed.tensors[name], tensor) for name, tensor in wanted_tensors.items())
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in wanted.tensors.items())
+    assert wanted.originals and found.originals
     assert all(torch.equal(found.originals[name], weight) for name, weight in wanted.originals.items())
     assert [group.kl for group in costs] == pytest.approx([group.kl for group in wanted_costs], rel=1e-6)
 
@@ -155,7 +160,7 @@ def test_the_bands_of_wide_second_moments_change_no_rounding(tmp_path: Path, mon
     model, found = tiny_model(std=0.1), list[dict[str, torch.Tensor]]()
     for band in (1024, 16):
         monkeypatch.setattr("compress.layerwise.BAND", band)
-        packed, _ = rounded(model, tmp_path, QuantizationConfig(8), random_tokens(4, 100, rows=1, below=24), gptq=False)
+        packed = rounded(model, tmp_path, QuantizationConfig(8), random_tokens(4, 100, rows=1, below=24), gptq=False)
         found.append({name: tensor for name, tensor in packed.tensors.items() if name.endswith("_packed")})
     assert max(float((found[0][name] != found[1][name]).float().mean()) for name in found[0]) < 0.005
 
@@ -186,8 +191,9 @@ def test_matrices_without_inputs_are_rounded_as_they_are(
     with torch.no_grad():
         model.model.layers[1].mlp.gate.bias[2] = -9.0
         model.model.layers[0].mlp.up_proj.weight.zero_()
-    packed, originals = rounded(model, tmp_path, QuantizationConfig(8), ONE, gptq)
+    packed = rounded(model, tmp_path, QuantizationConfig(8), ONE, gptq)
     assert "experts that no token was sent to: layer 1: 2; more samples" in capsys.readouterr().err
+    assert packed.originals is not None
     for name in ("model.layers.1.mlp.experts.2.down_proj", "model.layers.0.mlp.down_proj"):
-        weight = originals[name]
+        weight = packed.originals[name]
         assert (packed.matrix(name) - weight).abs().max() < 0.01 * weight.abs().max()

@@ -99,7 +99,7 @@ def test_bytes_are_those_that_are_stored(symmetric: bool) -> None:
     config = QuantizationConfig(4, 32, 8, symmetric, {"model.layers.0.mlp.up_proj": 8})
     packed = PackedCheckpoint(model.config, config)
     for name in matrix_shapes(model.config):
-        packed.add_matrix(name, model.get_submodule(name).weight.detach(), search=False)
+        packed.add_matrix(name, model.get_submodule(name).weight.detach())
     assert sum(t.numel() * t.element_size() for t in packed.tensors.values()) == matrix_bytes(model.config, config)
 
 
