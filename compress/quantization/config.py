@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,14 +106,9 @@ def matrix_bytes(model: ModelConfig, config: QuantizationConfig, layers_only: bo
     return sum(config.bytes_for(name, *shape) for name, shape in shapes.items())
 
 
-def matrix_weights(model: ModelConfig, layers_only: bool = False) -> int:
-    """Weights in all matrices of a model."""
-    return sum(rows * columns for rows, columns in matrix_shapes(model, layers_only).values())
-
-
 def bits_per_weight(model: ModelConfig, config: QuantizationConfig) -> float:
     """Average bits per weight of the layers' matrices, with scales and zero points."""
-    return 8 * matrix_bytes(model, config, layers_only=True) / matrix_weights(model, layers_only=True)
+    return 8 * matrix_bytes(model, config, layers_only=True) / matrix_parameters(model)
 
 
 def padding_percent(model: ModelConfig, config: QuantizationConfig) -> float:
@@ -146,11 +142,12 @@ class SizeBudget:
             return int(MIXED_GROWTH * matrix_bytes(model, config))
         if self.bits_per_weight is not None:
             least, smallest = matrix_bytes(model, config, layers_only=True), f"{bits_per_weight(model, config):.3f}"
-            budget = int(self.bits_per_weight * matrix_weights(model, layers_only=True) / 8)
+            budget = int(self.bits_per_weight * matrix_parameters(model) / 8)
             flag = f"--set bits_per_weight={self.bits_per_weight:g}"
         else:
             assert self.size_mb is not None, "one of both is given"
-            least = matrix_bytes(model, config) + 4 * (model.parameters - matrix_weights(model))
+            vectors = model.parameters - sum(map(math.prod, matrix_shapes(model).values()))
+            least = matrix_bytes(model, config) + 4 * vectors
             smallest, budget = f"{least / 1e6:.3f}", int(self.size_mb * 1e6)
             flag = f"--size-mb {self.size_mb:g}"
         if budget < least:

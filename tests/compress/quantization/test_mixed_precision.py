@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import sportsllm
-from compress.quantization.config import QuantizationConfig, SizeBudget, bits_per_weight, matrix_bytes, matrix_weights
+from compress.quantization.config import QuantizationConfig, SizeBudget, bits_per_weight, matrix_bytes
 from compress.quantization.mixed_precision import SensitivityGroup, choose_bits, measure_groups
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from compress.quantize import _kind, quantize_checkpoint
@@ -152,7 +152,8 @@ def test_shared_experts_keep_eight_bits(corpus_file: Path, checkpoint: Path, tmp
 
 def test_a_size_counts_everything(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     config, low = tiny_config(), QuantizationConfig(4, 32, 8)
-    least = matrix_bytes(config, low) + 4 * (config.parameters - matrix_weights(config))
+    weights = sum(rows * columns for rows, columns in matrix_shapes(config).values())
+    least = matrix_bytes(config, low) + 4 * (config.parameters - weights)
     wanted = (least + 5_000) / 1e6
     text, budget = CalibrationText((corpus_file,)), SizeBudget(size_mb=wanted)
     result = quantize_checkpoint(checkpoint, tmp_path / "out", low, "mse", text=text, budget=budget)
