@@ -129,20 +129,24 @@ class OnnxDecoder:
         if max(lengths) >= self._cache.length:
             full = self._cache.length
             raise UsageError(f"the cache is full at {full} tokens; prefill with a larger max_length or stop here")
-        self._inside(tokens)
-        try:
-            found = self._cache.step(tokens)
-        except RuntimeError as error:
-            raise self._explained(error) from None
-        if found is not None:
-            self._cache.advance(slice(None), 1)
-            logits_BV = found.copy()  # the next step overwrites it
-        else:
-            logits_BV = np.empty((len(tokens), self.config.vocab_size), dtype=np.float32)
-            ids_B1 = np.array(tokens, dtype=np.int64)[:, None]
-            self._run(self._cache, slice(0, len(tokens)), ids_B1, logits_BV[:, None])
+        logits_BV = self._step(self._cache, tokens).copy()
         for read, token in zip(self._read, tokens, strict=True):
             read.append(int(token))
+        return logits_BV
+
+    def _step(self, cache: Cache, tokens: Sequence[int], first: int = 0) -> Logits:
+        """Read one token in each of the cache's sequences from `first`; (B, V), which their next step overwrites."""
+        self._inside(tokens)
+        rows = slice(first, first + len(tokens))
+        try:
+            logits_BV = cache.step(tokens, first)
+        except RuntimeError as error:
+            raise self._explained(error) from None
+        if logits_BV is not None:
+            cache.advance(rows, 1)
+            return logits_BV
+        logits_BV = np.empty((len(tokens), self.config.vocab_size), dtype=np.float32)
+        self._run(cache, rows, np.array(tokens, dtype=np.int64)[:, None], logits_BV[:, None])
         return logits_BV
 
     def read(self, tokens: Sequence[int]) -> Logits:

@@ -47,18 +47,7 @@ class SlotDecoder(OnnxDecoder):
 
     def step_slots(self, first: int, tokens: Sequence[int]) -> Logits:
         """Read one token in each of the slots from `first`; returns the logits, (B, V), until the next call."""
-        self._inside(tokens)
-        rows = slice(first, first + len(tokens))
-        try:
-            logits_BV = self._slots.step(tokens, first)
-        except RuntimeError as error:
-            raise self._explained(error) from None
-        if logits_BV is not None:
-            self._slots.advance(rows, 1)
-            return logits_BV
-        logits_BV = np.empty((len(tokens), self.config.vocab_size), dtype=np.float32)
-        self._run(self._slots, rows, np.array(tokens, dtype=np.int64)[:, None], logits_BV[:, None])
-        return logits_BV
+        return self._step(self._slots, tokens, first)
 
     def view(self, slot: int) -> list[Array]:
         """What a slot holds, without a copy."""
