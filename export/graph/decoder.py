@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -27,7 +26,7 @@ from export.graph.builder import FLOAT, HALF, INT8, INT64, UINT8, Builder, Graph
 from export.graph.calls import KernelCalls, KernelUse
 from export.graph.feed_forward import Gated, MixtureOfExperts, Plain
 from export.graph.grouped_query import HEAD_MULTIPLE, OrtGroupedQuery, StandardGroupedQuery
-from export.graph.kernel_layers import EmittedLayer, add_head, add_layer
+from export.graph.kernel_layers import EmittedLayer, Stream, add_head, add_layer
 from export.graph.latent import LatentAttention
 from export.graph.layer import LayerBuilder, SublayerBuilder
 from export.graph.lstm import LSTM
@@ -146,17 +145,17 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
         form = replace(form, wide_inputs=form.wide_inputs | {head})
     calls, matmul = KernelCalls(graph, config.num_hidden_layers, refused), Matmul(graph, weights, form)
     layers = LayerBuilder(graph, config, matmul, tokens_BT, mask_BS, form, calls)
-    stream = add_layers(layers, pasts, keep)
+    stream, presents = add_layers(layers, pasts, keep)
     with graph.recording() as nodes:
-        x_BTD, _ = layers.norm(LAST_NORM, stream.x_BTD, stream.residual_BTD)
+        x_BTD, _ = layers.norm(LAST_NORM, *stream)
         logits = matmul.product(HEAD, x_BTD, [table])
-    logits = add_head(layers, (stream.x_BTD, stream.residual_BTD), table, nodes, logits)
+    logits = add_head(layers, stream, table, nodes, logits)
     logits = layers.softcapped("logits", logits, config.logit_softcap)
     if form.in_half:
         logits = graph.node("logits/float", "Cast", logits, to=FLOAT.value)
     graph.output(logits, layout.LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])
     shapes = _cache_shapes(config, "total_sequence_length")
-    for layer, present in enumerate(stream.presents):
+    for layer, present in enumerate(presents):
         for (name, shape), value in zip(shapes.items(), present, strict=True):
             graph.output(value, layout.present_name(layer, name), form.cached, shape)
     bodies = (node for function in graph.functions for node in function)
@@ -189,26 +188,25 @@ def graph_precision(nodes: Iterable[ir.Node], weights: Iterable[ir.Value]) -> st
     return "fp16" if HALF in stored else "fp32"
 
 
-class Stream(NamedTuple):
-    """What comes out of the layers."""
-
-    x_BTD: ir.Value  # what the last sublayer adds
-    residual_BTD: ir.Value | None  # the residual stream before it
-    presents: list[list[ir.Value]]  # what each layer caches
-
-
-def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: ir.Value) -> Stream:
+def add_layers(
+    layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: ir.Value
+) -> tuple[Stream, list[Sequence[ir.Value]]]:
     """Embedding and layers, which read what each has cached; `keep` positions are wanted behind the last layer, 0 for
-    all."""
+    all.
+
+    Returns:
+        The stream behind the layers, and what each layer caches.
+    """
     config, builders = layers.config, _sublayer_builders(layers)
-    stream = Stream(layers.embedding(), None, [])
+    stream, presents = Stream(layers.embedding(), None), list[Sequence[ir.Value]]()
     for layer, past in enumerate(pasts):
         own = config.of_layer(layer)
         attention, mlp = builders["self_attn", own.attention_kind], builders["mlp", own.mlp_kind]
         emitted = _emit(layers, attention, mlp, layer, stream, past, keep if layer == len(pasts) - 1 else None)
         add_layer(layers, attention, mlp, emitted)
-        stream = Stream(emitted.out, emitted.residual, [*stream.presents, list(emitted.presents)])
-    return stream
+        stream = Stream(emitted.out, emitted.residual)
+        presents.append(emitted.presents)
+    return stream, presents
 
 
 def _sublayer_builders(layers: LayerBuilder) -> dict[tuple[str, str], SublayerBuilder]:
@@ -234,7 +232,7 @@ def _emit(
     """The nodes of a layer in ONNX Runtime's operators; `keep` in the last one."""
     graph, base, normed_first = layers.graph, f"model.layers.{layer}", layers.config.input_norms
     with graph.recording() as first:
-        x_BTD, residual_BTD = layers.norm(f"{base}.{NORMS['self_attn']}", *stream[:2], normed_first)
+        x_BTD, residual_BTD = layers.norm(f"{base}.{NORMS['self_attn']}", *stream, normed_first)
         x_BTD, presents = attention.emit(layer, x_BTD, past)
         if keep is not None:  # nothing reads what the rest of the last layer does with positions that are not kept
             at, end = graph.at(f"{base}.kept/"), graph.ints("kept/end", [np.iinfo(np.int64).max])
@@ -256,9 +254,8 @@ def _emit(
     with graph.recording() as last:
         if layers.config.output_norms:
             out, _ = layers.norm(f"{base}.{OUTPUT_NORMS['mlp']}", made, None)
-    read = (stream.x_BTD, stream.residual_BTD)
     nodes = (first, router, second, last)
-    return EmittedLayer(layer, *nodes, read, past, keep, presents, normed, residual, routed, made, out)
+    return EmittedLayer(layer, *nodes, stream, past, keep, presents, normed, residual, routed, made, out)
 
 
 def _cache_shapes(config: ModelConfig, length: str) -> dict[str, list[object]]:

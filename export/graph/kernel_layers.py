@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -22,7 +23,13 @@ from sportsllm.models.sublayer import HIDDEN, Matrix
 
 _WHOLE_KINDS = ("swiglu", "geglu", "gelu")
 """Kinds of feed-forward that are computed together with attention."""
-_Stream = tuple[ir.Value, ir.Value | None]
+
+
+class Stream(NamedTuple):
+    """The residual stream between layers, (B, T, D), not yet added up."""
+
+    x: ir.Value  # what the last sublayer adds
+    residual: ir.Value | None  # the stream before it
 
 
 @dataclass
@@ -34,7 +41,7 @@ class EmittedLayer:
     router: list[ir.Node]  # of experts
     second: list[ir.Node]  # the feed-forward
     last: list[ir.Node]  # the norm behind it, in a model with `output_norms`
-    stream: _Stream  # what the layer reads, to be added up
+    stream: Stream  # what the layer reads
     past: Sequence[ir.Value]
     keep: ir.Value | None  # positions that are kept behind the last layer
     presents: Sequence[ir.Value]
@@ -88,7 +95,7 @@ def _attention_call(
         return reasons
     found = [each for each in operands if isinstance(each, Operand)]
     second_norm = layers.matmul.vector(f"{name}.{NORMS['mlp']}.weight", config.hidden_size)
-    inputs = _stream(emitted.stream) | attention.kernel_inputs(layer, emitted.past, emitted.keep)
+    inputs = emitted.stream._asdict() | attention.kernel_inputs(layer, emitted.past, emitted.keep)
     inputs |= found[0].inputs | found[1].inputs | {"second_norm": second_norm}
     attributes: Attributes = {
         "num_heads": config.num_attention_heads,
@@ -207,7 +214,7 @@ def _alike(
     return found[0]
 
 
-def add_head(layers: LayerBuilder, stream: _Stream, table: Matrix, nodes: list[ir.Node], logits: ir.Value) -> ir.Value:
+def add_head(layers: LayerBuilder, stream: Stream, table: Matrix, nodes: list[ir.Node], logits: ir.Value) -> ir.Value:
     """Add the head's nodes to the graph, as a call if kernels compute it; returns its logits."""
     if not layers.calls.allowed:
         layers.graph.extend(nodes)
@@ -216,7 +223,7 @@ def add_head(layers: LayerBuilder, stream: _Stream, table: Matrix, nodes: list[i
     call: Call | list[str] = [operand] if isinstance(operand, str) else []
     if isinstance(operand, Operand):
         norm = layers.matmul.vector(f"{LAST_NORM}.weight", config.hidden_size)
-        inputs = {**_stream(stream), "norm": norm, **operand.inputs}
+        inputs = {**stream._asdict(), "norm": norm, **operand.inputs}
         sizes: Attributes = {"hidden_size": config.hidden_size, "epsilon": config.rms_norm_eps}
         op, biased = "DecoderHead", config.norm_kind == "layer"
         if biased or operand.wide:
@@ -225,7 +232,3 @@ def add_head(layers: LayerBuilder, stream: _Stream, table: Matrix, nodes: list[i
         call = Call(op, HEAD, HEAD, inputs, {"logits": logits}, sizes | operand.attributes)
     layers.calls.use.head = layers.calls.add(call, nodes)
     return call.outputs["logits"] if isinstance(call, Call) else logits
-
-
-def _stream(stream: _Stream) -> Inputs:
-    return {"x": stream[0], "residual": stream[1]}
