@@ -8,7 +8,7 @@ Shape suffixes: B sequences, T tokens, N rows (outputs), K columns (inputs), G b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,10 +76,6 @@ class Weights:
                 f"{self._directory}: tensor {name!r} has values beyond float16's 65,504; export it as fp32"
             )
         return full.astype(np.float16) if half else full
-
-    def read_stacked(self, shapes: Mapping[str, tuple[int, int]], half: bool) -> Array:
-        """Dense matrices, given as (N, K) by module with equal K, one under the other."""
-        return _stack([self.read(f"{name}.weight", shape, half) for name, shape in shapes.items()])
 
     def read_packed(self, modules: Sequence[str], part: str) -> Array:
         """One part, `packed`, `scale` or `zero_point`, of matrices with equal packing, one under the other."""
@@ -220,7 +216,7 @@ class Matmul:
     def _bias(self, name: str, matrices: Sequence[Matrix]) -> ir.Value:
         def read() -> Array:
             half = self.real == HALF
-            return np.concatenate([self._weights.read(f"{each.name}.bias", (each.rows,), half) for each in matrices])
+            return _stack([self._weights.read(f"{each.name}.bias", (each.rows,), half) for each in matrices])
 
         return self._graph.weight(f"{name}.bias", self.real, (_shape(matrices)[0],), read)
 
@@ -303,9 +299,11 @@ class Matmul:
         return self._weights.packing(matrix.name, (matrix.rows, matrix.columns))
 
     def _dense(self, stored: str, matrices: Sequence[Matrix]) -> ir.Value:
-        shapes = {matrix.name: (matrix.rows, matrix.columns) for matrix in matrices}
-        dtype, read = HALF if self._half else FLOAT, partial(self._weights.read_stacked, shapes, self._half)
-        return self._graph.weight(f"{stored}.weight", dtype, _shape(matrices), read)
+        def read() -> Array:
+            weights, half = self._weights, self._half
+            return _stack([weights.read(f"{each.name}.weight", (each.rows, each.columns), half) for each in matrices])
+
+        return self._graph.weight(f"{stored}.weight", HALF if self._half else FLOAT, _shape(matrices), read)
 
     def _packed(
         self, stored: str, matrices: Sequence[Matrix], packing: Packing
