@@ -149,20 +149,20 @@ def measure_scales(config: ModelConfig, blocks: Iterable[nn.Module], states: lis
         for part, scales in enumerate(found):
             kept = torch.cat([cache.states[part][0] for cache in seen], dim=-2)  # (K, S, E) or (S, E)
             heads = kept.view(-1, *kept.shape[-2:])
-            scale_KE = torch.cat([_best_scales(head_SE[None]) for head_SE in heads])  # few copies at once
+            scale_KE = torch.stack([_best_scales(head_SE) for head_SE in heads])  # few copies at once
             scales.append(scale_KE.view(*kept.shape[:-2], -1))
         give_back()
     return CacheScales(tuple(torch.stack(layers) for layers in found))
 
 
-def _best_scales(x_KSE: Tensor) -> Tensor:
-    """(K, E)."""
-    largest_KE = x_KSE.abs().amax(dim=1)
-    full_KE = torch.where(largest_KE == 0, torch.ones_like(largest_KE), largest_KE) / _TOP
-    best_KE, least_KE = full_KE, torch.full_like(full_KE, torch.inf)
+def _best_scales(x_SE: Tensor) -> Tensor:
+    """(E,) the scales of least squared error."""
+    largest_E = x_SE.abs().amax(dim=0)
+    full_E = torch.where(largest_E == 0, 1.0, largest_E) / _TOP
+    best_E, least_E = full_E, torch.full_like(full_E, torch.inf)
     for share in _SHARES:
-        tried_KE = full_KE * share
-        error_KE = (_rounded(x_KSE, tried_KE[:, None]) - x_KSE).square().sum(dim=1)
-        best_KE = torch.where(error_KE < least_KE, tried_KE, best_KE)
-        least_KE = torch.minimum(least_KE, error_KE)
-    return best_KE
+        tried_E = full_E * share
+        error_E = (_rounded(x_SE, tried_E) - x_SE).square().sum(dim=0)
+        best_E = torch.where(error_E < least_E, tried_E, best_E)
+        least_E = torch.minimum(least_E, error_E)
+    return best_E
