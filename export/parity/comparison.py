@@ -98,6 +98,14 @@ class Pass:
         total = sum(c.positions for c in self.comparisons)
         return sum(c.greedy_match * c.positions for c in self.comparisons) / total
 
+    def figures(self) -> dict[str, float]:
+        """The largest logit error and KL of all kinds of reading, and `greedy_match`."""
+        return {
+            "max_abs_logit_error": max(c.max_abs_logit_error for c in self.comparisons),
+            "kl": max(c.kl for c in self.comparisons),
+            "greedy_match": self.greedy_match,
+        }
+
     def failures(self) -> list[str]:
         """One line for each limit that is missed; NaN misses it."""
         lines = []
@@ -162,9 +170,7 @@ class ParityReport:
         """parity.json; the figures at the top are those of the file as it runs everywhere."""
         last = next((item for item in self.passes if item.name == "deployed"), self.passes[0])
         return {
-            "max_abs_logit_error": max(c.max_abs_logit_error for c in last.comparisons),
-            "kl": max(c.kl for c in last.comparisons),
-            "greedy_match": last.greedy_match,
+            **last.figures(),
             "passed": self.passed,
             "failures": self.failures(),
             "input_rounding": self.input_rounding(),

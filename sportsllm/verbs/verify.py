@@ -95,13 +95,7 @@ def verify(
     if placement is not None:
         output().print(str(placement))
     failures = found.failures()
-    parity = ProviderParity(
-        max_abs_logit_error=max(each.max_abs_logit_error for each in found.comparisons),
-        kl=max(each.kl for each in found.comparisons),
-        greedy_match=found.greedy_match,
-        passed=not failures,
-        failures=failures,
-    )
+    parity = ProviderParity(**found.figures(), passed=not failures, failures=failures)
     output().print(
         f"{provider} against the CPU: KL {parity.kl:.1e}, greedy choices agree in {parity.greedy_match:.1%}, "
         f"largest logit error {parity.max_abs_logit_error:.1e}"
