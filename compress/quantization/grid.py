@@ -39,7 +39,7 @@ class Grid:
 
     def round(self, weight_NK: Tensor) -> Tensor:
         """The nearest numbers of the grid, (N, K) whole numbers in float32."""
-        return self.nearest(weight_NK, *self._columns(weight_NK.shape[1]))
+        return self.nearest(weight_NK, *self.by_column(weight_NK.shape[1]))
 
     def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """As `nearest`; other grids round in another way."""
@@ -52,7 +52,7 @@ class Grid:
 
     def values(self, quants_NK: Tensor) -> Tensor:
         """What whole numbers stand for, (N, K)."""
-        scales, zeros = self._columns(quants_NK.shape[1])
+        scales, zeros = self.by_column(quants_NK.shape[1])
         return (quants_NK - zeros) * scales
 
     def pack(self, quants_NK: Tensor) -> QuantizedWeight:
@@ -72,10 +72,9 @@ class Grid:
             in_features=columns,
         )
 
-    def _columns(self, columns: int) -> tuple[Tensor, Tensor]:
-        scales, zeros = (
-            t.repeat_interleave(self.block_size, dim=1)[:, :columns] for t in (self.scales_NG, self.zeros_NG)
-        )
+    def by_column(self, columns: int) -> tuple[Tensor, Tensor]:
+        """Scale and zero point of each weight, (N, K) each."""
+        scales, zeros = (t.repeat_interleave(self.block_size, 1)[:, :columns] for t in (self.scales_NG, self.zeros_NG))
         return scales, zeros
 
 
@@ -87,8 +86,7 @@ def stored_scales(scales: Tensor) -> Tensor:
 
 def nearest(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     """Round to whole numbers of the grid; all three broadcast."""
-    safe = torch.where(scale == 0, torch.ones_like(scale), scale)
-    return torch.clamp(torch.round(weight / safe) + zero, 0, 2**bits - 1)
+    return torch.clamp(torch.round(weight / torch.where(scale == 0, 1.0, scale)) + zero, 0, 2**bits - 1)
 
 
 def split_blocks(weight_NK: Tensor, block_size: int) -> Tensor:
@@ -115,7 +113,7 @@ def full_range(blocks_NGS: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, 
 def _between(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     top = 2.0**bits - 1
     scales = stored_scales((high - low) / top)
-    zeros = torch.round(-low / torch.where(scales == 0, torch.ones_like(scales), scales))
+    zeros = torch.round(-low / torch.where(scales == 0, 1.0, scales))
     return scales, zeros.clamp(0, top)
 
 
@@ -153,7 +151,7 @@ def searched_range(
             levels = torch.where(better[..., None], steps, levels)
     # The scale of least error for these whole numbers; rounding to it again can only help.
     squares = (counted * levels.square()).sum(dim=-1)
-    fitted = (counted * levels * blocks_NGS).sum(dim=-1) / torch.where(squares == 0, torch.ones_like(squares), squares)
+    fitted = (counted * levels * blocks_NGS).sum(dim=-1) / torch.where(squares == 0, 1.0, squares)
     fitted = torch.where(fitted == 0, scales, stored_scales(fitted))
     found, _ = error(fitted, zeros)
     return torch.where(found < best, fitted, scales), zeros

@@ -67,28 +67,29 @@ class FakeQuantLinear(nn.Module):
         self.bits, self.block_size = packed.bits, packed.block_size
         self.symmetric, self.in_features = packed.zero_points is None, packed.in_features
         scales = torch.from_numpy(packed.scales)
-        self.register_buffer("scales_NG", torch.where(scales == 0, torch.ones_like(scales), scales))
+        self.register_buffer("scales_NG", torch.where(scales == 0, 1.0, scales))
         self.register_buffer("zeros_NG", torch.from_numpy(packed.zero_point_values()))
         start = torch.from_numpy(packed.dequantize())
-        reach = _HALF_STEP * self._columns(self.scales_NG).abs()
+        reach = _HALF_STEP * self.grid.by_column(self.in_features)[0].abs()
         self.weight = nn.Parameter(start + torch.clamp(full_NK - start, -reach, reach))
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the packed matrix, on the device of the weights."""
+        return Grid(self.scales_NG, self.zeros_NG, self.bits, self.block_size, self.symmetric)
 
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
-        scale, zero = self._columns(self.scales_NG), self._columns(self.zeros_NG)
+        scale, zero = self.grid.by_column(self.in_features)
         with torch.autocast(device, enabled=False):
             y = cast(Tensor, cast(Any, _GridProduct).apply(x, self.weight, scale, zero, self.bits, dtype))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def pack(self) -> QuantizedWeight:
         """The matrix that the forward pass multiplies by."""
-        grid = Grid(self.scales_NG.cpu(), self.zeros_NG.cpu(), self.bits, self.block_size, self.symmetric)
-        return grid.pack(grid.round(self.weight.detach().cpu()))
-
-    def _columns(self, by_block_NG: Tensor) -> Tensor:
-        return by_block_NG.repeat_interleave(self.block_size, dim=1)[:, : self.in_features]
+        return self.grid.pack(self.grid.round(self.weight.detach()))
 
 
 def make_trainable(model: SportsLLM, originals: MutableMapping[str, Tensor]) -> None:
