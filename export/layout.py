@@ -168,23 +168,23 @@ def write_loader_files(
         write_generation_config(directory, config)
     elif unnamed:
         write_json(generation, read_json(generation) | {"eos_token_id": list(stops)})
-    settings = read_json(checkpoint / "config.json")
+    settings = stored = read_json(checkpoint / "config.json")
     if settings.get("model_type") not in (OWN_MODEL_TYPE, written := family_of(config)) and written is not None:
         # A family that is only read: loaders have rules of their own for it, which this graph does not follow.
         settings = to_hf(config)
-        write_json(directory / "config.json", settings)
-    if quantization_config(checkpoint) is None and settings.pop("quantization_config", None) is not None:
-        write_json(directory / "config.json", settings)
+    if quantization_config(checkpoint) is None:
+        settings = {name: value for name, value in settings.items() if name != "quantization_config"}
     if web is not None:
         # The dtype that is loaded if the page names none, and the graph that has a data file beside it.
         graph = web_files(directory, web).graph.name
         dtype = WEB_NAMES[web][0]
-        settings["transformers.js_config"] = {"dtype": dtype, "use_external_data_format": {graph: 1}}
+        web_settings = {"dtype": dtype, "use_external_data_format": {graph: 1}}
         if in_half:  # else it makes a float32 cache
-            settings["transformers.js_config"]["kv_cache_dtype"] = {dtype: "float16"}
+            web_settings["kv_cache_dtype"] = {dtype: "float16"}
+        settings = settings | {"transformers.js_config": web_settings}
+    if settings != stored:
         write_json(directory / "config.json", settings)
-        return
-    if caches_keys_and_values(config):
+    if web is None and caches_keys_and_values(config):
         model_type = str(settings.get("model_type", "llama"))
         write_json(directory / "genai_config.json", genai_config(config, model_type, in_place))
 
