@@ -256,9 +256,9 @@ def _refit_units(grid: BlockGrid, blocks_NGS: Tensor, weights: Tensor) -> BlockG
     return BlockGrid.of(kind, scales_NG, -v[..., 0] * _by_block(kind, dmin), (d, dmin))
 
 
-def plain(weight_NK: Tensor, kind: BlockType, weights_K: Tensor | None = None) -> Blocks:
-    """Round a matrix without calibration text, or with the second moments of its inputs."""
-    grid = plain_grid(weight_NK, kind, weights_K)
+def plain(weight_NK: Tensor, kind: BlockType) -> Blocks:
+    """Round a matrix without calibration text."""
+    grid = plain_grid(weight_NK, kind)
     return grid.blocks(grid.round(weight_NK.float()))
 
 
