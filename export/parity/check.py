@@ -41,7 +41,7 @@ from export.cache_scales import CacheScales, HalfCache, RoundedCache, Rounding
 from export.graph.builder import with_branches
 from export.graph.decoder import graph_precision
 from export.graph.weights import FLAT
-from export.kernels.library import VARIANT_VARIABLE, library_of, variant_of
+from export.kernels.library import VARIANT_VARIABLE, variant_of
 from export.layout import find_files
 from export.parity.comparison import (
     DEPLOYED,
@@ -118,7 +118,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
         decoder = OnnxDecoder(export, threads, kernels="portable")
         passes = _passes("deployed" if rounds else "exact", decoder, sequences, expected, limits)
         del decoder
-        if native_library(export) is not None:
+        if can_run_native(export):
             native = OnnxDecoder(export, threads, kernels="native")
             passes += _passes("native", native, sequences, expected, limits)
             passes += _plain_pass(export, threads, native, sequences[0])
@@ -209,15 +209,13 @@ def _read_whole(model: SportsLLM, sequences: Sequence[Sequence[int]], rounding: 
     return found
 
 
-def native_library(export: Path) -> Path | None:
-    """The library that runs an export's kernels; None if the graph calls none or they cannot run, which is said."""
-    version = called_version(find_files(export).graph)
-    if version is None:
-        return None
+def can_run_native(export: Path) -> bool:
+    """Whether an export calls kernels and they run here; logs why they do not."""
+    if (version := called_version(find_files(export).graph)) is None:
+        return False
     if problem := problem_of(version):
         log(f"the kernels that the graph calls are not checked: {problem}")
-        return None
-    return library_of(version)
+    return not problem
 
 
 def graph_nodes(graph: ir.Model) -> list[ir.Node]:
