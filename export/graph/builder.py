@@ -77,11 +77,6 @@ class GraphForm:
         return self.operators == "standard"
 
     @property
-    def web(self) -> bool:
-        """Whether it is for a browser."""
-        return self.operators == "web"
-
-    @property
     def real(self) -> ir.DataType:
         """Type of activations, vectors and scales."""
         return HALF if self.in_half else FLOAT
@@ -101,37 +96,23 @@ class Builder:
         self._name, self.metadata = name, dict(metadata)
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
-        self._nodes: list[ir.Node] = []
-        self._initializers: dict[str, ir.Value] = {}
+        self.nodes: list[ir.Node] = []  # without those inside branches
+        self.initializers: dict[str, ir.Value] = {}  # weights and constants
         self._aliases: dict[str, str] = {}  # from the alias's name to the weight's
         self.functions: list[ir.Function] = []
-
-    @property
-    def nodes(self) -> Sequence[ir.Node]:
-        """The nodes, without those inside branches."""
-        return self._nodes
 
     @contextmanager
     def recording(self) -> Iterator[list[ir.Node]]:
         """Nodes that are made inside go to a list instead of the graph."""
-        around, self._nodes = self._nodes, list[ir.Node]()
+        around, self.nodes = self.nodes, list[ir.Node]()
         try:
-            yield self._nodes
+            yield self.nodes
         finally:
-            self._nodes = around
-
-    def extend(self, nodes: Sequence[ir.Node]) -> None:
-        """Add nodes that were recorded."""
-        self._nodes += nodes
+            self.nodes = around
 
     def made(self, name: str) -> ir.Value | None:
         """The value of a node with one output, by the node's name, if it was added before."""
-        return next((node.outputs[0] for node in self._nodes if node.name == name), None)
-
-    @property
-    def weights(self) -> Sequence[ir.Value]:
-        """Weights and constants."""
-        return list(self._initializers.values())
+        return next((node.outputs[0] for node in self.nodes if node.name == name), None)
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[object]) -> ir.Value:
         """A graph input, for example (B, 8) as ["batch_size", 8]; dimensions given by name are free."""
@@ -165,7 +146,7 @@ class Builder:
         read = [self.ints(f"axis_{each}", [each]) if isinstance(each, int) else each for each in inputs]
         values = [ir.Value(name=output) for output in outputs]
         domain = MS if op in _OF_MS else ""
-        self._nodes.append(ir.node(op, read, attributes, domain=domain, outputs=values, name=name))
+        self.nodes.append(ir.node(op, read, attributes, domain=domain, outputs=values, name=name))
         return values
 
     def if_else(
@@ -249,21 +230,17 @@ class Builder:
         """The length of an axis, (1,)."""
         return self.node(name, "Shape", x, start=axis, end=axis + 1)
 
-    def scalar(self, name: str, x: ir.Value) -> ir.Value:
-        """A list of one as a number."""
-        return self.node(name, "Squeeze", x)
-
     def real(self, name: str, number: float) -> ir.Value:
         """A constant of float32."""
         return self.constant(name, np.array(number, np.float32))
 
     def weight(self, name: str, dtype: ir.DataType, shape: Sequence[int], read: Callable[[], Array]) -> ir.Value:
         """A named tensor that `read` fetches when the graph is written; a name used twice is stored once."""
-        if name not in self._initializers:
+        if name not in self.initializers:
             tensor = ir.LazyTensor(lambda: ir.tensor(read(), dtype, name=name), dtype, ir.Shape(shape), name=name)
             value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape), const_value=tensor)
-            self._initializers[name] = value
-        return self._initializers[name]
+            self.initializers[name] = value
+        return self.initializers[name]
 
     def alias(self, name: str, weight: ir.Value, shape: Sequence[int]) -> ir.Value:
         """A weight under another name and in another shape; its bytes are stored once.
@@ -272,22 +249,22 @@ class Builder:
         """
         assert weight.name is not None and weight.dtype is not None, "a weight has both"
         self._aliases[name] = weight.name
-        self._initializers[name] = ir.Value(name=name, type=ir.TensorType(weight.dtype), shape=ir.Shape(shape))
-        return self._initializers[name]
+        self.initializers[name] = ir.Value(name=name, type=ir.TensorType(weight.dtype), shape=ir.Shape(shape))
+        return self.initializers[name]
 
     def write(self, files: GraphFiles) -> None:
         """Write the graph and its data."""
         with files.data.open("wb") as stream:
-            for name, value in self._initializers.items():
+            for name, value in self.initializers.items():
                 if name in self._aliases:
-                    value.const_value = _aliased(self._initializers[self._aliases[name]].const_value, value)
+                    value.const_value = _aliased(self.initializers[self._aliases[name]].const_value, value)
                 else:
                     value.const_value = _store(value.const_value, stream, files.data.name)
             length = stream.tell()
-        used = [value for value in self._initializers.values() if value.uses()]
-        opsets = opsets_of([*self._nodes, *(node for function in self.functions for node in function)])
+        used = [value for value in self.initializers.values() if value.uses()]
+        opsets = opsets_of([*self.nodes, *(node for function in self.functions for node in function)])
         graph = ir.Graph(
-            self._inputs, self._outputs, nodes=self._nodes, initializers=used, opset_imports=opsets, name=self._name
+            self._inputs, self._outputs, nodes=self.nodes, initializers=used, opset_imports=opsets, name=self._name
         )
         model = ir.Model(
             graph,

@@ -114,7 +114,7 @@ class KernelCalls:
             return True
         if self.allowed:
             self.use.reasons += [f"more than {MOST_BODIES} kinds of layers"] if isinstance(call, Call) else call
-        self._graph.extend(nodes)
+        self._graph.nodes.extend(nodes)
         return False
 
     def fold(self, call: Call, nodes: list[ir.Node]) -> bool:
@@ -134,7 +134,7 @@ class KernelCalls:
         while given[-1] is None:
             given.pop()
         domain = layout.KERNELS_DOMAIN
-        self._graph.extend([ir.node(function, given, call.attributes, domain=domain, outputs=new, name=call.name)])
+        self._graph.nodes.append(ir.node(function, given, call.attributes, domain=domain, outputs=new, name=call.name))
         ir.convenience.replace_all_uses_with(old, new)
         if known:
             for node in with_branches(nodes):

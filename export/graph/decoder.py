@@ -134,7 +134,7 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
     keep = graph.input_with_default(layout.KEEP_LOGITS, np.array([0], np.int64))
     reasons = {
         "standard operators": form.standard,
-        "a browser has none": form.web,
+        "a browser has none": form.operators == "web",
         "float16": form.in_half,
         "--set inline=true": form.inline,
     }
@@ -159,8 +159,10 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
         for (name, shape), value in zip(shapes.items(), present, strict=True):
             graph.output(value, layout.present_name(layer, name), form.cached, shape)
     bodies = (node for function in graph.functions for node in function)
-    precision = graph_precision(with_branches([*graph.nodes, *bodies]), graph.weights)
-    files = web_files(directory, web_precision(precision, form.in_half)) if form.web else plain_files(directory)
+    precision = graph_precision(with_branches([*graph.nodes, *bodies]), graph.initializers.values())
+    files = plain_files(directory)
+    if form.operators == "web":
+        files = web_files(directory, web_precision(precision, form.in_half))
     files.graph.parent.mkdir(exist_ok=True)
     graph.write(files)
     return WrittenGraph(precision, calls.use, form.wide_inputs)

@@ -56,7 +56,7 @@ def add_layer(layers: LayerBuilder, attention: SublayerBuilder, mlp: SublayerBui
     """Add a layer to the graph, with calls if kernels compute it."""
     calls, graph, config = layers.calls, layers.graph, attention.config
     if not calls.allowed:
-        graph.extend([*emitted.first, *emitted.router, *emitted.second, *emitted.last])
+        graph.nodes.extend([*emitted.first, *emitted.router, *emitted.second, *emitted.last])
         return
     reasons = kernels_lack(config)
     if not reasons and mlp.config.mlp_kind in _WHOLE_KINDS:
@@ -66,19 +66,19 @@ def add_layer(layers: LayerBuilder, attention: SublayerBuilder, mlp: SublayerBui
             emitted.out, emitted.residual, *emitted.presents = call.outputs.values()
             return
     if config.attention_kind in ("latent", "selected"):  # those have calls within
-        graph.extend(emitted.first)
+        graph.nodes.extend(emitted.first)
     else:
         call = reasons or _attention_call(layers, attention, emitted)
         if calls.add(call, emitted.first) and isinstance(call, Call):
             calls.use.attention += 1
             emitted.normed, emitted.residual, *emitted.presents = call.outputs.values()
-    graph.extend(emitted.router)
+    graph.nodes.extend(emitted.router)
     call = _feed_forward_call(mlp, emitted)
     if calls.add(call, emitted.second) and isinstance(call, Call):
         calls.use.feed_forward += 1
         emitted.made = call.outputs["out"]
         emitted.out = emitted.out if emitted.last else emitted.made
-    graph.extend(emitted.last)
+    graph.nodes.extend(emitted.last)
 
 
 def _attention_call(
@@ -217,7 +217,7 @@ def _alike(
 def add_head(layers: LayerBuilder, stream: Stream, table: Matrix, nodes: list[ir.Node], logits: ir.Value) -> ir.Value:
     """Add the head's nodes to the graph, as a call if kernels compute it; returns its logits."""
     if not layers.calls.allowed:
-        layers.graph.extend(nodes)
+        layers.graph.nodes.extend(nodes)
         return logits
     config, operand = layers.config, layers.matmul.operand("head", HEAD, [table])
     call: Call | list[str] = [operand] if isinstance(operand, str) else []

@@ -121,7 +121,7 @@ class LayerBuilder:
             return last, total
         lengths_B = at("lengths", "ReduceSum", self.mask_BS, 1, keepdims=0)
         last_B = at("last", "Sub", lengths_B, graph.one)
-        width = graph.scalar("positions/mask_scalar", graph.size("positions/mask_width", self.mask_BS, 1))
+        width = at("mask_scalar", "Squeeze", graph.size("positions/mask_width", self.mask_BS, 1))
         return at("seqlens_k", "Cast", last_B, to=INT32.value), at("total", "Cast", width, to=INT32.value)
 
     def places(self, name: str, last_B: ir.Value | None = None) -> ir.Value:
@@ -138,7 +138,7 @@ class LayerBuilder:
         width_T = graph.size(f"{name}/positions/new_width", self.tokens_BT, 1)
         first_B = at("first", "Max", at("before", "Sub", lengths_B, width_T), graph.zero)
         first_B1 = at("first_column", "Unsqueeze", first_B, 1)
-        steps_T = at("steps", "Range", graph.zero, graph.scalar(f"{name}/positions/new_scalar", width_T), graph.one)
+        steps_T = at("steps", "Range", graph.zero, at("new_scalar", "Squeeze", width_T), graph.one)
         return at("ids", "Add", first_B1, steps_T)
 
     def _places_by_mask(self) -> ir.Value:
@@ -161,7 +161,7 @@ class LayerBuilder:
     def rows_and_places(self, name: str, places_BT: ir.Value, places_BT1: ir.Value) -> ir.Value:
         """Where new tokens go in a cache of (B, L, ...), (B, T, 2): sequence and place, given in two shapes."""
         graph, at = self.graph, self.graph.at(f"{name}/")
-        count = graph.scalar(f"{name}/count", graph.size(f"{name}/batch", places_BT, 0))
+        count = at("count", "Squeeze", graph.size(f"{name}/batch", places_BT, 0))
         rows_B = at("rows", "Range", graph.zero, count, graph.one)
         rows_B11 = at("row_column", "Reshape", rows_B, graph.ints(f"{name}/as_column", [-1, 1, 1]))
         none_BT1 = at("nothing", "Sub", places_BT1, places_BT1)
@@ -219,7 +219,7 @@ class LayerBuilder:
         if (known := graph.made(name)) is not None:
             return known
         at, (start, end) = graph.at(f"{name}/"), self.new_columns()
-        total = graph.scalar(f"{name}/total", graph.size(f"{name}/mask_width", self.mask_BS, 1))
+        total = at("total", "Squeeze", graph.size(f"{name}/mask_width", self.mask_BS, 1))
         columns_S = at("columns", "Range", graph.zero, total, graph.one)
         own_T1 = at("own_column", "Unsqueeze", at("own_columns", "Slice", columns_S, start, end, 0), 1)
         near_TS = at("earlier", "LessOrEqual", columns_S, own_T1)

@@ -237,7 +237,7 @@ class SelectedAttention(OrtGroupedQuery):
             return self._cached_rows
         graph, at, heads = self.graph, self.graph.at("selected/"), self.config.num_key_value_heads
         room, batch = graph.size("selected/room", past_BKLE, 2), graph.size("selected/cached_batch", past_BKLE, 0)
-        count = graph.scalar("selected/cached_count", batch)
+        count = at("cached_count", "Squeeze", batch)
         numbers_B = at("cached_sequences", "Range", graph.zero, count, graph.one)
         numbers_B11 = at("cached_column", "Reshape", numbers_B, graph.ints("selected/as_column", [-1, 1, 1]))
         head_1K1 = graph.constant("selected/head", np.arange(heads, dtype=np.int64)[None, :, None])
