@@ -63,7 +63,7 @@ class OnnxDecoder:
             kernels = kernels_of_directory(directory, kernels if graph is None else "portable", provider)
         self.kernels = kernels
         self._session = open_session(directory, self.config, threads, graph, kernels.library, provider)
-        self._make_cache = cache_maker(self._session, directory, self.config.vocab_size, provider)
+        self._make_cache = cache_maker(self._session, directory, self.config, provider)
         self._cache: Cache | None = None
         self._read: list[list[int]] = []  # tokens of the cache's sequences
         # The kernels give up to 16 tokens the logits of one alone; a recurrent state cannot go back.

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from export.layout import find_files
 from export.runtime.providers import CPU, Provider
 from sportsllm.errors import ArtifactError, ResourceError
 from sportsllm.inference.decoder import Logits
-from sportsllm.models.description import cached_shape
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.description import block_state, cached_shape
 from sportsllm.models.sublayer import State
 
 Array = npt.NDArray[Any]
@@ -37,7 +39,7 @@ _ALIGNMENT = 64  # bytes; of each buffer
 
 @dataclass(frozen=True)
 class CachedTensor:
-    """What a graph caches, as one of its inputs says."""
+    """A tensor that a graph caches."""
 
     name: str  # `<layer>.<state>`, after `past_key_values.` and `present.`
     state: State  # its shape, see `sportsllm.models.sublayer.State`
@@ -48,26 +50,23 @@ class CachedTensor:
         return (batch, *cached_shape(self.state, length))
 
 
-def cached_tensors(session: ort.InferenceSession, directory: Path) -> list[CachedTensor]:
-    """What the graph caches.
+def cached_tensors(session: ort.InferenceSession, directory: Path, config: ModelConfig) -> list[CachedTensor]:
+    """What the graph of a model caches.
 
     Raises:
         ArtifactError: it is of a type that this program does not write, or past and present differ in it.
     """
-    presents = {item.name.removeprefix(layout.PRESENT): item for item in session.get_outputs()}
+    types = {item.name: item.type for item in (*session.get_inputs(), *session.get_outputs())}
     found = []
-    for item in session.get_inputs():
-        if item.name.startswith(layout.PAST):
-            name = item.name.removeprefix(layout.PAST)
-            if item.type != presents[name].type or item.type not in _TYPES:
-                raise ArtifactError(
-                    f"{find_files(directory).graph}: caches {name!r} as {item.type} and {presents[name].type}; "
-                    "use a directory that this program's export wrote"
-                )
-            _, *shape = item.shape
-            fixed = all(isinstance(size, int) for size in shape)  # else one axis is the tokens'
-            state = State(name.partition(".")[2], tuple(shape if fixed else (*shape[:-2], shape[-1])), not fixed)
-            found.append(CachedTensor(name, state, _TYPES[item.type]))
+    for layer, state in product(range(config.num_hidden_layers), block_state(config)):
+        name = f"{layer}.{state.name}"
+        past, present = types[f"{layout.PAST}{name}"], types[f"{layout.PRESENT}{name}"]
+        if past != present or past not in _TYPES:
+            raise ArtifactError(
+                f"{find_files(directory).graph}: caches {name!r} as {past} and {present}; "
+                "use a directory that this program's export wrote"
+            )
+        found.append(CachedTensor(name, state, _TYPES[past]))
     return found
 
 
@@ -357,7 +356,7 @@ def _zeros(tensor: CachedTensor, length: int, memory: Any | None, provider: Prov
 
 
 def cache_maker(
-    session: ort.InferenceSession, directory: Path, vocab_size: int, provider: Provider = CPU
+    session: ort.InferenceSession, directory: Path, config: ModelConfig, provider: Provider = CPU
 ) -> Callable[[int, int], Cache]:
     """A function that makes empty caches for a graph, from the number of sequences and the room for tokens in each.
 
@@ -368,7 +367,7 @@ def cache_maker(
     kinds: dict[str, type[Cache]] = {layout.IN_PLACE_CACHE: Cache, layout.CONCAT_CACHE: ConcatCache}
     if kind not in kinds:
         raise ArtifactError(f"{find_files(directory).graph}: has a cache of kind {kind!r}; upgrade this program")
-    tensors, places = cached_tensors(session, directory), {} if provider.is_cpu else device_memory(session)
+    tensors, places = cached_tensors(session, directory, config), {} if provider.is_cpu else device_memory(session)
     if places and kind == layout.IN_PLACE_CACHE:
-        return partial(DeviceCache, session, vocab_size, tensors, places=places, provider=provider)
-    return partial(kinds[kind], session, vocab_size, tensors)
+        return partial(DeviceCache, session, config.vocab_size, tensors, places=places, provider=provider)
+    return partial(kinds[kind], session, config.vocab_size, tensors)

@@ -107,7 +107,7 @@ def test_a_device_cache_holds_what_the_hosts_holds(exports: Exports) -> None:
     equal = partial(np.testing.assert_allclose, atol=1e-5, rtol=0)
     directory = exports().directory
     plain, device = (OnnxDecoder(directory, 1, kernels="portable") for _ in range(2))
-    tensors = cached_tensors(device._session, directory)
+    tensors = cached_tensors(device._session, directory, device.config)
     device._make_cache = partial(DeviceCache, device._session, 96, tensors, places={}, provider=CPU)
     prompts = [[1, 5, 9, 2, 7], [3, 4], [8]]
     for decoder in (plain, device):
