@@ -8,8 +8,9 @@ order of KL saved per byte, as long as they fit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,18 +139,16 @@ def _watched(weights: Mapping[str, nn.Parameter], config: QuantizationConfig) ->
     """By matrix its gradient times its rounding error, anew with each backward pass; no gradient is kept."""
     changes: dict[str, float] = {}
 
-    def note(name: str, error_NK: Tensor) -> Callable[[Tensor], None]:
-        def taken(weight: Tensor) -> None:
-            assert weight.grad is not None, "the hook follows the gradient"
-            changes[name] = float((weight.grad * error_NK).sum(dtype=torch.float64))
-            weight.grad = None
-
-        return taken
+    def take(name: str, error_NK: Tensor, weight: Tensor) -> None:
+        assert weight.grad is not None, "the hook follows the gradient"
+        changes[name] = float((weight.grad * error_NK).sum(dtype=torch.float64))
+        weight.grad = None
 
     for name, weight in weights.items():
         rounded = round_weight(weight.detach(), config.grid_for(name), search=True)
         error_NK = torch.from_numpy(rounded.dequantize()).to(weight.device).sub_(weight.detach())
-        weight.requires_grad_().register_post_accumulate_grad_hook(note(name, error_NK))  # type: ignore[no-untyped-call]
+        hook = partial(take, name, error_NK)
+        weight.requires_grad_().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return changes
 
 
