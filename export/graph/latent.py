@@ -36,21 +36,15 @@ class LatentAttention(SublayerBuilder):
         if self._standard:
             self._seen_B1TS = layers.seen_columns(None)
         else:
-            self._share_places()
+            graph, at = self.graph, self.graph.at("latent/")
+            # S of the longest sequence: the attention mask may be as wide as the cache.
+            total = at("total", "Add", at("last", "ReduceMax", self._places_BT, keepdims=0), graph.one)
+            self._width_S = at("width", "Unsqueeze", total, 0)
+            columns_S = at("columns", "Range", graph.zero, total, graph.one)
+            places_BT1 = at("place_column", "Unsqueeze", self._places_BT, 2)
+            self._seen_B1TS = at("seen", "Unsqueeze", at("earlier", "LessOrEqual", columns_S, places_BT1), 1)
+            self._where_BT2 = layers.rows_and_places("latent", self._places_BT, places_BT1)
         self._tables = layers.rotary_rows(0, self._places_BT)
-
-    def _share_places(self) -> None:
-        """What all layers read to write into the cache: (B, T, 2) of sequence and place, and S, (1,); and the mask.
-
-        S is that of the longest sequence: the attention mask may be as wide as the cache.
-        """
-        graph, at = self.graph, self.graph.at("latent/")
-        total = at("total", "Add", at("last", "ReduceMax", self._places_BT, keepdims=0), graph.one)
-        self._width_S = at("width", "Unsqueeze", total, 0)
-        columns_S = at("columns", "Range", graph.zero, total, graph.one)
-        places_BT1 = at("place_column", "Unsqueeze", self._places_BT, 2)
-        self._seen_B1TS = at("seen", "Unsqueeze", at("earlier", "LessOrEqual", columns_S, places_BT1), 1)
-        self._where_BT2 = self.layers.rows_and_places("latent", self._places_BT, places_BT1)
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         graph, config, name = self.graph, self.config, self.name(layer)

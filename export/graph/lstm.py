@@ -25,18 +25,15 @@ class LSTM(SublayerBuilder):
 
     def __init__(self, layers: LayerBuilder, part: str) -> None:
         super().__init__(layers, part)
-        self._real_BT1 = self._real()
-
-    def _real(self) -> ir.Value:
-        """1 for each new token and 0 for padding, (B, T, 1) float32, as attention tells them apart."""
-        layers, at = self.layers, self.graph.at("lstm/")
+        at = self.graph.at("lstm/")
         if layers.form.standard:  # wherever the padding is
             real_BT = at("new_mask", "Slice", layers.mask_BS, *layers.new_columns(), 1)
         else:  # on the right: a token that stands behind its sequence's last one
             last_B, places_BT = layers.lengths()[0], layers.places("lstm")
             last_B1 = at("last_column", "Unsqueeze", at("last", "Cast", last_B, to=INT64.value), 1)
             real_BT = at("inside", "LessOrEqual", places_BT, last_B1)
-        return at("real_column", "Unsqueeze", at("real", "Cast", real_BT, to=FLOAT.value), 2)
+        # 1 for each new token and 0 for padding, (B, T, 1) float32, as attention tells them apart.
+        self._real_BT1 = at("real_column", "Unsqueeze", at("real", "Cast", real_BT, to=FLOAT.value), 2)
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         graph, name = self.graph, self.name(layer)
