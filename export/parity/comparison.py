@@ -157,14 +157,10 @@ class ParityReport:
     def input_rounding(self) -> dict[str, dict[str, float]]:
         """What rounding activations to 8 bits costs, by the kernels that do it: the mean KL in nats a token and the
         share of greedy choices as in PyTorch, over `positions` of all kinds of reading. Empty for dense weights."""
-        cost = {}
         kernels = {"deployed": "portable", "native": "native"} if self.precision.startswith("int") else {}
-        for item in self.passes:
-            if item.name in kernels:
-                whole = merge("", item.comparisons)
-                figures = {"kl": whole.kl, "greedy_match": whole.greedy_match, "positions": whole.positions}
-                cost[kernels[item.name]] = figures
-        return cost
+        cost = {kernels[item.name]: merge("", item.comparisons) for item in self.passes if item.name in kernels}
+        figures = ("kl", "greedy_match", "positions")
+        return {name: {figure: getattr(whole, figure) for figure in figures} for name, whole in cost.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """parity.json; the figures at the top are those of the file as it runs everywhere."""
