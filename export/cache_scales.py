@@ -82,7 +82,7 @@ class LayerCache(KVCache):
     """The cache of a single layer that reads one text at once, for layers that are in memory one by one.
 
     Attributes:
-        states: as the layer gave them; keys and values, (1, K, S, E), of grouped-query attention.
+        states: what the layer caches of each token; keys and values, (1, K, S, E), of grouped-query attention.
     """
 
     def __init__(self) -> None:
@@ -92,13 +92,6 @@ class LayerCache(KVCache):
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         self.states = new
         return new
-
-    def read(self, layer: int) -> tuple[Tensor, ...]:
-        """No state yet."""
-        return ()
-
-    def replace(self, layer: int, *new: Tensor) -> None:
-        self.states = new
 
 
 def _moved(layer: int, share: float, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -66,11 +66,7 @@ class Remedy:
 
 def remedies(checkpoint: Path, report: ParityReport, wide: Collection[str]) -> Iterator[Remedy]:
     """What gets 16 bits, more each time, for a checkpoint whose export missed the gate; `wide` has them already."""
-    model = load_checkpoint(checkpoint)
-    if not _packed(model):
-        return
-    groups = measure_groups(model)
-    del model
+    groups = measure_groups(load_checkpoint(checkpoint))
     excess, tried = max(report.excess(), 1.0), set[frozenset[str]]()
     already = [group for group in groups if set(group.modules) <= set(wide)]
     for share in (_MARGIN / excess, _MARGIN / excess / 4, 0.0):
