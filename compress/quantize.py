@@ -24,8 +24,7 @@ from sportsllm.settings import DISTILLATION, QUANTIZATION, SIGNALS, STEPS, TEXT,
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from compress.distillation.student import RunDirectory, StudentText, StudentTraining
-    from compress.distillation.teacher_cache import TeacherCache
+    from compress.distillation.student import StudentTraining
     from compress.quantization.config import QuantizationConfig, QuantizationPlan, SizeBudget
     from compress.quantization.mixed_precision import SensitivityGroup
     from compress.quantization.packed_checkpoint import PackedCheckpoint
@@ -174,7 +173,7 @@ def quantize_checkpoint(
         UsageError: an unknown method, or text for a method that reads none.
         ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
-    from compress.distillation.student import RunDirectory, StudentText
+    from compress.distillation.student import RunDirectory, StudentText, recover
     from compress.quantization.config import (
         METHODS,
         QuantizationConfig,
@@ -182,8 +181,9 @@ def quantize_checkpoint(
         padding_percent,
         plan_quantization,
     )
+    from compress.quantization.qad import make_trainable, pack_trained
     from sportsllm.formats.artifact import Stage, run_stage
-    from sportsllm.formats.checkpoint import write_config
+    from sportsllm.formats.checkpoint import load_checkpoint, write_config
     from sportsllm.formats.packed import bitsandbytes_kind
     from sportsllm.formats.safetensors import TensorFiles
     from sportsllm.inference.calibration import CalibrationText
@@ -212,8 +212,12 @@ def quantize_checkpoint(
             error = None if METHODS[plan.method] else packed.relative_change(TensorFiles(checkpoint))
             results |= {"regridded_from": packed_before, "regrid_relative_error": error}
         if training is not None and read is not None:
-            run = RunDirectory(directory, stage.fingerprint(), resume)
-            results |= train_rounded(plan, packed, training, cache, run, read)
+            model = load_checkpoint(directory)
+            make_trainable(model, packed.originals)
+            results |= recover(model, training, cache, RunDirectory(directory, stage.fingerprint(), resume), read)
+            pack_trained(model, packed)
+            record = packed.record() | {"method": f"{packed.method}+qad"}
+            write_config(directory, plan.model, checkpoint, record)
         return {
             **results,
             "parameters": plan.model.parameters,
@@ -249,29 +253,6 @@ def round_weights(
     packed = PackedCheckpoint(plan.model, config, plan.method, directory / WEIGHTS, keep_originals)
     round_checkpoint(plan.checkpoint, packed, samples, device)
     return packed, groups
-
-
-def train_rounded(
-    plan: QuantizationPlan,
-    packed: PackedCheckpoint,
-    recovery: StudentTraining,
-    cache: TeacherCache | None,
-    run: RunDirectory,
-    text: StudentText,
-) -> dict[str, Any]:
-    """Train the quantized checkpoint on its grid and write its tensors again; returns the results of training."""
-    from compress.distillation.student import recover
-    from compress.quantization.qad import make_trainable, pack_trained
-    from sportsllm.formats.checkpoint import load_checkpoint, write_config
-
-    assert packed.originals is not None, "kept for the training"
-    model = load_checkpoint(run.directory)
-    make_trainable(model, packed.originals)
-    results = recover(model, recovery, cache, run, text)
-    pack_trained(model, packed)
-    record = packed.record() | {"method": f"{packed.method}+qad"}
-    write_config(run.directory, plan.model, plan.checkpoint, record)
-    return results
 
 
 def _print(result: QuantizeResult) -> None:
