@@ -89,7 +89,7 @@ def quantize_without_data(checkpoint: Path, packed: PackedCheckpoint) -> None:
 
 
 def _keep_originals(packed: PackedCheckpoint, prefix: str, block: Block) -> None:
-    if packed.originals is not None:
+    if packed.keep_originals:
         for matrix in block_matrices(block.config):
             weight = block.get_parameter(f"{matrix.name}.weight")
             packed.originals[f"{prefix}.{matrix.name}"] = weight.detach().cpu()

@@ -75,8 +75,8 @@ class PackedCheckpoint:
         tensors: in memory, or in the file `path` of the directory that is being made.
         scratch: that directory.
         modules: packed matrices by module, with bits and block size.
-        originals: the layers' matrices before rounding, scaled, by module, for `compress.quantization.qad`; None if
-            they are not kept.
+        originals: with `keep_originals` the layers' matrices before rounding, scaled, by module, for
+            `compress.quantization.qad`.
     """
 
     def __init__(
@@ -88,18 +88,17 @@ class PackedCheckpoint:
         keep_originals: bool = False,
     ) -> None:
         self.model, self.config, self.method = model, config, method
-        self.originals: dict[str, Tensor] | None = {} if keep_originals else None
+        self.keep_originals, self.originals = keep_originals, dict[str, Tensor]()
         self.scratch = None if path is None else path.parent
         self.tensors: MutableMapping[str, Tensor] = {}
         if path is not None:
             self.tensors = StreamedTensors(path, stored_kinds(model, config))
         self.modules: dict[str, dict[str, int]] = {}
-        self._roles = {parameter.name: parameter.role for parameter in parameters(model)}
-        self._columns = {each.name: each.shape[-1] for each in parameters(model)}
+        self._parameters = {parameter.name: parameter for parameter in parameters(model)}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A tensor of the model: a matrix is rounded to the nearest numbers of its grid; others stay."""
-        if self._roles[name] in ("matrix", "embedding", "head"):
+        if self._parameters[name].role in ("matrix", "embedding", "head"):
             self.add_matrix(name.removesuffix(".weight"), tensor)
         else:
             self.add_vector(name, tensor)
@@ -149,7 +148,7 @@ class PackedCheckpoint:
             self.tensors[f"{module}.weight_scale"][wanted].float().numpy(),
             None if zeros is None else zeros[wanted].numpy(),
             **self.modules[module],
-            in_features=self._columns[f"{module}.weight"],
+            in_features=self._parameters[f"{module}.weight"].shape[-1],
         )
         return torch.from_numpy(packed.dequantize())
 
@@ -165,7 +164,7 @@ class PackedCheckpoint:
     def check_complete(self) -> None:
         """Every tensor that the model's kinds describe must be there."""
         stored = self.tensors.keys() | {f"{module}.weight" for module in self.modules}
-        assert not (missing := self._roles.keys() - stored), f"{sorted(missing)}: not quantized"
+        assert not (missing := self._parameters.keys() - stored), f"{sorted(missing)}: not quantized"
 
     def record(self) -> dict[str, Any]:
         """For config.json."""

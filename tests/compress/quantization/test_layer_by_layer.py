@@ -57,7 +57,6 @@ def test_every_matrix_is_rounded_for_what_it_reads(gptq: bool, changes: dict[str
     before, config = model(TEXT[0]), model.config
     packed = Given(config, QuantizationConfig(4, 32, 4), "gptq" if gptq else "balance", keep_originals=True)
     quantize_calibrated(saved(tmp_path, model), packed, TEXT)
-    assert packed.originals is not None
     vectors = {name: packed.tensors[name] for name, value in model.state_dict().items() if value.ndim == 1}
     model.load_state_dict(vectors | {f"{name}.weight": each for name, each in packed.originals.items()}, strict=False)
     assert torch.allclose(model(TEXT[0]), before, atol=1e-4 * float(before.abs().max()))
@@ -100,12 +99,11 @@ def test_what_is_written_layer_by_layer_is_what_memory_holds(
 ) -> None:
     model = tiny_model(**NARROW, **changes)
     saved(tmp_path, model, checkpoint)
-    in_memory, in_file = (
-        PackedCheckpoint(model.config, config, "gptq", path) for path in (None, tmp_path / "packed.safetensors")
-    )
+    path = tmp_path / "packed.safetensors"
+    in_memory, in_file = (PackedCheckpoint(model.config, config, "gptq", each) for each in (None, path))
     for packed in (in_memory, in_file):
         round_checkpoint(tmp_path, packed, SAMPLES)
-    written = load_file(tmp_path / "packed.safetensors")
+    written = load_file(path)
     assert in_file.modules == in_memory.modules
     assert written.keys() == in_memory.tensors.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in in_memory.tensors.items())
@@ -139,10 +137,8 @@ def test_a_gpu_rounds_as_the_cpu_does(
     """The pretended one computes on the CPU, and no sum may mix tensors of both."""
     model = tiny_model(**NARROW | changes)
     saved(tmp_path, model)
-    wanted, found = (
-        PackedCheckpoint(model.config, config, method, tmp_path / f"{place}.safetensors", keep_originals=True)
-        for place in ("cpu", "gpu")
-    )
+    given = model.config, config, method
+    wanted, found = (PackedCheckpoint(*given, tmp_path / name, keep_originals=True) for name in ("cpu", "gpu"))
     with sdpa_kernel(SDPBackend.MATH):
         round_checkpoint(tmp_path, wanted, SAMPLES)
         wanted_costs = measure_groups(tmp_path, model.config, config, SAMPLES)
@@ -150,7 +146,6 @@ def test_a_gpu_rounds_as_the_cpu_does(
             round_checkpoint(tmp_path, found, SAMPLES, gpu)
             costs = measure_groups(tmp_path, model.config, config, SAMPLES, tmp_path, device=gpu)
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in wanted.tensors.items())
-    assert wanted.originals and found.originals
     assert all(torch.equal(found.originals[name], weight) for name, weight in wanted.originals.items())
     assert [group.kl for group in costs] == pytest.approx([group.kl for group in wanted_costs], rel=1e-6)
 
@@ -193,7 +188,6 @@ def test_matrices_without_inputs_are_rounded_as_they_are(
         model.model.layers[0].mlp.up_proj.weight.zero_()
     packed = rounded(model, tmp_path, QuantizationConfig(8), ONE, gptq)
     assert "experts that no token was sent to: layer 1: 2; more samples" in capsys.readouterr().err
-    assert packed.originals is not None
     for name in ("model.layers.1.mlp.experts.2.down_proj", "model.layers.0.mlp.down_proj"):
         weight = packed.originals[name]
         assert (packed.matrix(name) - weight).abs().max() < 0.01 * weight.abs().max()

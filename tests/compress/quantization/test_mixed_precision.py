@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -152,8 +153,7 @@ def test_shared_experts_keep_eight_bits(corpus_file: Path, checkpoint: Path, tmp
 
 def test_a_size_counts_everything(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     config, low = tiny_config(), QuantizationConfig(4, 32, 8)
-    weights = sum(rows * columns for rows, columns in matrix_shapes(config).values())
-    least = matrix_bytes(config, low) + 4 * (config.parameters - weights)
+    least = matrix_bytes(config, low) + 4 * (config.parameters - sum(map(math.prod, matrix_shapes(config).values())))
     wanted = (least + 5_000) / 1e6
     text, budget = CalibrationText((corpus_file,)), SizeBudget(size_mb=wanted)
     result = quantize_checkpoint(checkpoint, tmp_path / "out", low, "mse", text=text, budget=budget)
