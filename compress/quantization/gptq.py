@@ -61,10 +61,9 @@ def gptq_weight(
         grid, quants_NK = gptq(weight_NK, gram_KK, first, act_order=True)
         return grid.pack(quants_NK)
 
-    def fitted(grid: Grid, quants_NK: Tensor) -> tuple[Grid, Tensor]:
-        return fit_scales(weight_NK, gram_KK, grid, quants_NK), quants_NK
-
-    grid, quants_NK = gptq_and_refine(weight_NK, gram_KK, first, fitted)
+    grid, quants_NK = gptq_and_refine(
+        weight_NK, gram_KK, first, lambda grid, quants_NK: (fit_scales(weight_NK, gram_KK, grid, quants_NK), quants_NK)
+    )
     return grid.pack(quants_NK)
 
 

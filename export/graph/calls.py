@@ -203,8 +203,6 @@ def _function(name: str, call: Call, given: Inputs, nodes: list[ir.Node]) -> ir.
         output.name = name_in_body
     body = [*constants.values(), *nodes]
     graph = ir.Graph(inputs, list(call.outputs.values()), nodes=body, opset_imports=opsets_of(body), name=name)
-    attributes = [ir.Attr(key, _KINDS[type(value)], None) for key, value in call.attributes.items()]
+    kinds = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT}
+    attributes = [ir.Attr(key, kinds[type(value)], None) for key, value in call.attributes.items()]
     return ir.Function(layout.KERNELS_DOMAIN, name, graph=graph, attributes=attributes)
-
-
-_KINDS = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT}
