@@ -25,9 +25,21 @@ class SlotDecoder(OnnxDecoder):
     alike. See `sportsllm.serving.engine.Slots`.
     """
 
-    def __init__(self, directory: Path, slots: int, room: int, threads: int | None, kernels: str) -> None:
+    def __init__(
+        self, directory: Path, slots: int, room: int | None, threads: int | None, kernels: str = "auto"
+    ) -> None:
+        """Open an export for `slots` sequences of up to `room` tokens, or of the model's context.
+
+        Raises:
+            UsageError: more tokens than the model's context.
+            ArtifactError, ResourceError, UsageError: see `export.runtime.decoder.open`.
+        """
+        context = load_config(directory).max_position_embeddings
+        if room is not None and room > context:
+            raise UsageError(f"--context {room} is more than the context of {directory}, {context}")
         super().__init__(directory, threads, kernels=kernels)
-        self._slots, self.slots, self.room = self._make_cache(slots, room), slots, room
+        self.slots, self.room = slots, room or context
+        self._slots = self._make_cache(slots, self.room)
         self.recurrent = bool(self._slots.states)
 
     def length(self, slot: int) -> int:
@@ -73,18 +85,3 @@ class SlotDecoder(OnnxDecoder):
     def move(self, source: int, target: int) -> None:
         """Let one slot hold what another holds."""
         self.restore(target, self.view(source), self.length(source))
-
-
-def open_slots(
-    directory: Path, slots: int, room: int | None, threads: int | None, kernels: str = "auto"
-) -> SlotDecoder:
-    """Open an export for `slots` sequences of up to `room` tokens, or of the model's context.
-
-    Raises:
-        UsageError: more tokens than the model's context.
-        ArtifactError, ResourceError, UsageError: see `export.runtime.decoder.open`.
-    """
-    context = load_config(directory).max_position_embeddings
-    if room is not None and room > context:
-        raise UsageError(f"--context {room} is more than the context of {directory}, {context}")
-    return SlotDecoder(directory, slots, room or context, threads, kernels)

@@ -92,10 +92,10 @@ def serve(
     from sportsllm.serving.engine import Engine
     from sportsllm.serving.models import ServedModel
 
-    open_slots, turn = load_function("export.runtime.slots", "open_slots"), Lock()
+    slot_decoder, turn = load_function("export.runtime.slots", "SlotDecoder"), Lock()
 
     def engine(path: Path) -> Engine:
-        slots = cast("Slots", open_slots(path, parallel, context, threads, kernels))
+        slots = cast("Slots", slot_decoder(path, parallel, context, threads, kernels))
         small = None if draft is None else open_draft(draft, path, cast("Decoder", slots), threads, kernels)
         return Engine(slots, cache_mb * 1_000_000, WAITING * parallel, turn, small)
 

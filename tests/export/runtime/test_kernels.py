@@ -23,7 +23,7 @@ from export.parity.comparison import DEPLOYED
 from export.runtime import session as kernels
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.session import called_version, choose_kernels
-from export.runtime.slots import open_slots
+from export.runtime.slots import SlotDecoder
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.sampling import Sampling, generate
@@ -112,7 +112,7 @@ def test_slots_decode_as_alone_up_to_the_end_of_the_cache(
     """Among 2 to 16 rows, as proposals and behind a restored beginning: bit for bit. A prompt is near."""
     sliding = {} if window is None else {"layer_types": ("sliding", "full"), "sliding_window": window}
     directory, rng = exports(4, **cache, **sliding).directory, np.random.default_rng(0)
-    slots, alone = (open_slots(directory, count, None, 2, "native") for count in (16, 1))
+    slots, alone = (SlotDecoder(directory, count, None, 2, "native") for count in (16, 1))
     ends = [CONTEXT, 3, *rng.integers(3, CONTEXT, 14).tolist()]
     texts = [rng.integers(0, 96, end).tolist() for end in ends]
     wanted = list[Any]()

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.measure.worker import LEAST_STEPS, measure_texts
 from export.kernels import library as built
 from export.runtime.decoder import OnnxDecoder
-from export.runtime.slots import open_slots
+from export.runtime.slots import SlotDecoder
 from sportsllm.inference import lookup
 from sportsllm.inference import sampling as sampling_module
 from sportsllm.inference.lookup import DraftLookup, PromptLookup
@@ -101,7 +101,7 @@ def test_a_draft_reads_a_prompt_in_chunks_between_tokens(exports: Exports, monke
 def test_the_same_in_slots(with_draft: bool, settings: dict[str, Any], exports: Exports) -> None:
     directory = exports(**settings).directory
     decoder, draft = OnnxDecoder(directory, 1), OnnxDecoder(directory, 1, kernels="portable") if with_draft else None
-    engine = Engine(open_slots(directory, 2, None, 1), 10**6, 9, Lock(), draft)
+    engine = Engine(SlotDecoder(directory, 2, None, 1), 10**6, 9, Lock(), draft)
     thread = Thread(target=engine.run)
     thread.start()
     stop = frozenset(list(generate(decoder, PATTERN * 4, 60, Sampling(0)))[50:51])

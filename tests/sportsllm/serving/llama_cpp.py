@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 
 import sportsllm
-from export.runtime.slots import open_slots
+from export.runtime.slots import SlotDecoder
 from sportsllm.serving.access import Access, TimedProtocol
 from sportsllm.serving.app import Server
 from sportsllm.serving.engine import Engine
@@ -91,7 +91,7 @@ class Plugin:
         model = ServedModel(
             wanted.model_alias,
             self._export,
-            lambda: Engine(open_slots(self._export, slots, room, 1), 10**8, 64, Lock()),
+            lambda: Engine(SlotDecoder(self._export, slots, room, 1), 10**8, 64, Lock()),
         )
         model.start(lambda: None)
         app = Server([model], Access(api_key=wanted.api_key, origins=("*",))).app()

@@ -31,7 +31,7 @@ import httpx
 import uvicorn
 from starlette.requests import ClientDisconnect
 
-from export.runtime.slots import open_slots
+from export.runtime.slots import SlotDecoder
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Logits, open_draft
@@ -83,7 +83,7 @@ def client(served: ServedModel) -> Iterator[httpx.Client]:
 def start(
     export: Path, slots: int = 4, waiting: int = 64, cache_bytes: int = 10**7, name: str = "stories"
 ) -> ServedModel:
-    model = ServedModel(name, export, lambda: Engine(open_slots(export, slots, None, 1), cache_bytes, waiting, Lock()))
+    model = ServedModel(name, export, lambda: Engine(SlotDecoder(export, slots, None, 1), cache_bytes, waiting, Lock()))
     model.start(lambda: None)
     assert comes(lambda: model.ready, 30) and model.problem is None
     return model
@@ -546,7 +546,7 @@ def test_endpoints_are_described(client: httpx.Client) -> None:
 
 
 def test_health_says_when_the_model_is_there(export: Path) -> None:
-    model = ServedModel("slow", export, lambda: Engine(open_slots(export, 1, None, 1), 0, 1, Lock()))
+    model = ServedModel("slow", export, lambda: Engine(SlotDecoder(export, 1, None, 1), 0, 1, Lock()))
     with served_by(model) as client:
         assert client.get("/health").status_code == client.post("/v1/completions", json=ONCE).status_code == 503
         assert client.get("/v1/models").status_code == 200
