@@ -35,6 +35,8 @@ _LEAST_CUT, _MOST_CUT = 12, 64
 _JUDGING_FRACTION = 1 / 16  # of the recovery's tokens, for all shapes that are cut
 _BRIEF_STEP = 1_024  # tokens
 _SEARCH_SHARE = 0.05  # of the recovery's tokens, for each finalist
+# Finalists so close in bits per byte are recovered again, on so many times the tokens, up to a share of the recovery's.
+_CLOSE, _LONGER, _LONGEST = 1.005, 2, 0.15
 _MOST_SEARCHED = 5e8  # parameters, without a recovery: a search runs about a hundred models
 _NEAR = 0.98  # of the size that was asked for
 _FAR = 1.0, 0.15  # nats a token behind the best after cut and refit; winners were 0.24 and 0.07 behind at most
@@ -44,14 +46,15 @@ _REFITTED = 8, 4  # of the shapes ranked by their loss right after the cut, with
 class Finalist(NamedTuple):
     """A shape, and nats a token of calibration text right after its cut and, if shapes were ranked by it, its refit.
 
-    `bits_per_byte` is that of the text for choices after the brief recovery, None without one, and `nats_before` the
-    winner's before it, see `Validation`.
+    `bits_per_byte` is that of the text for choices after the brief recovery on `tokens`, None without one, and
+    `nats_before` the winner's before it, see `Validation`.
     """
 
     shape: Shape
     loss_after_cut: float
     loss_after_refit: float | None
     bits_per_byte: float | None = None
+    tokens: int = 0
     nats_before: Sequence[float] = ()
 
     @property
@@ -124,6 +127,11 @@ def choose_shape(
 def search_directory(out: Path) -> Path:
     """Where the search of a recovered checkpoint is kept, each finalist under its shape's name."""
     return out.with_name(f"{out.name}.search")
+
+
+def finalist_name(shape: Shape, tokens: int) -> str:
+    """The directory of a shape that was recovered on `tokens`, in that of the search."""
+    return f"{shape.name}-{tokens}"
 
 
 def find_finalists(
@@ -201,7 +209,7 @@ def recovered_finalists(
     directory: Path,
     recovered: Callable[[PruneJob, Shape, Path], float],
 ) -> list[Finalist]:
-    """Finalists among some shapes, recovered briefly inside `directory`, best first.
+    """Finalists among some shapes, recovered briefly inside `directory`, best first; close ones again, for longer.
 
     A finished search is found there again by a second run, such as one that goes on with the main recovery.
 
@@ -209,37 +217,46 @@ def recovered_finalists(
         shapes, even: those to choose from, and the even cut, which is always among them.
         recovered: given the job of a brief recovery, a shape and its directory, bits per byte of the text for choices.
     """
-    job = calibration.job
-    assert job.recovery is not None and job.search is not None
-    brief, identity = brief_recovery(job.recovery, job.search["tokens"]), job.stage(even).fingerprint()
-    short = dataclasses.replace(job, recovery=brief, search=None)
+    job, recovery = calibration.job, calibration.job.recovery
+    assert recovery is not None and job.search is not None
+    brief, identity = brief_recovery(recovery, job.search["tokens"]), job.stage(even).fingerprint()
     known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
-    first = known.get("tried", [{}])[0] if known.get("fingerprint") == identity else {}
-    if known.get("nats_before") and first and (directory / Shape(**first["shape"]).name).is_dir():
+    rows = known.get("tried", []) if known.get("fingerprint") == identity else []
+    found = [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in rows]
+    if known.get("nats_before") and found and (directory / finalist_name(found[0].shape, found[0].tokens)).is_dir():
         log(f"{directory}: using the shape found there earlier")
-        found = [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in known["tried"]]
         found[0] = found[0]._replace(nats_before=known["nats_before"])
         return found
-    for shape in (one for one in (even, *shapes) if (directory / one.name).exists()):
-        finished_manifest(directory / shape.name, short.stage(shape))  # refuse another search's before the cuts
+    short = dataclasses.replace(job, recovery=brief, search=None)
+    for shape in (even, *shapes):
+        if (there := directory / finalist_name(shape, brief.tokens)).exists():
+            finished_manifest(there, short.stage(shape))  # refuse another search's before the cuts
     directory.mkdir(parents=True, exist_ok=True)
-    finalists = find_finalists(calibration, shapes, [even], job.search["finalists"])
+    close = find_finalists(calibration, shapes, [even], job.search["finalists"])
     assert calibration.text is not None, "a job with a recovery reads its text"
     text = calibration.text()  # here, since the log would take its lines
-    started, tried = time.perf_counter(), list[Finalist]()
-    for finalist in finalists:
-        log(f"recovering {finalist.shape.name}, {len(tried) + 1} of {len(finalists)}, on {brief.tokens:,} tokens")
-        with logged(directory / LOG):
-            bits = recovered(short, finalist.shape, directory / finalist.shape.name)
-        tried.append(finalist._replace(bits_per_byte=bits))
-    tried.sort(key=lambda item: item.bits_per_byte or 0.0)
+    tried = list[Finalist]()
+    while len(close) > 1 or not tried:
+        started, others, tried = time.perf_counter(), tried[len(close) :], []
+        for finalist in close:
+            log(f"recovering {finalist.shape.name}, {len(tried) + 1} of {len(close)}, on {brief.tokens:,} tokens")
+            with logged(directory / LOG):
+                bits = recovered(short, finalist.shape, directory / finalist_name(finalist.shape, brief.tokens))
+            tried.append(finalist._replace(bits_per_byte=bits, tokens=brief.tokens))
+        tried.sort(key=lambda one: one.bits_per_byte or 0.0)
+        figures = ", ".join(f"{one.shape.name} {one.bits_per_byte:.4f}" for one in tried)
+        seconds, lines = time.perf_counter() - started, directory / LOG
+        log(f"recovered on {brief.tokens:,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
+        close = [one for one in tried if (one.bits_per_byte or 0.0) <= _CLOSE * (tried[0].bits_per_byte or 0.0)]
+        tried += others
+        if _LONGER * brief.tokens > _LONGEST * recovery.tokens:
+            break
+        brief = brief_recovery(recovery, _LONGER * brief.tokens)
+        short = dataclasses.replace(short, recovery=brief)
     cut = calibration.cut(tried[0].shape.applied_to(job.model_config()), calibration.samples, refit=True).model
     judged = validation(text.split, text.tokenizer, brief.config, keep_start=True)
     assert judged is not None, "a recovery has steps"
     tried[0] = tried[0]._replace(nats_before=judged.before(cut))
-    figures = ", ".join(f"{finalist.shape.name} {finalist.bits_per_byte:.4f}" for finalist in tried)
-    seconds, lines = time.perf_counter() - started, directory / LOG
-    log(f"recovered on {brief.tokens:,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
     known = {"fingerprint": identity, "tried": [one.row() for one in tried], "nats_before": tried[0].nats_before}
     atomic_write_text(directory / FOUND, json.dumps(known, indent=1) + "\n")
     return tried
