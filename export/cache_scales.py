@@ -40,7 +40,7 @@ class CacheScales:
     Attributes:
         states: one tensor for each that is cached, in its order: (L, ..., E) float32, above 0, the shape of a token's
             part; keys and values, (L, K, E), or one of latent vectors, (L, E).
-        moved: share of its size by which each number is moved at random before it is rounded; see `export.parity`.
+        moved: share of its size by which each value is moved at random before it is rounded; see `export.parity`.
     """
 
     states: tuple[Tensor, ...]
@@ -64,7 +64,7 @@ class HalfCache:
 
 
 Rounding = CacheScales | HalfCache
-"""What a cache makes of the states that are written into it."""
+"""How a cache rounds the states that are written into it."""
 
 
 class RoundedCache(KVCache):

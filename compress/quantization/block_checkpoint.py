@@ -61,7 +61,7 @@ class BlockCheckpoint(PackedCheckpoint):
         self.modules[module] = {}
 
     def matrix(self, module: str, rows_N: Tensor | None = None) -> Tensor:
-        """What a reader makes of a module's bytes, or of given rows, (N, K) float32."""
+        """The weights that a module's blocks, or given rows of them, stand for, (N, K) float32."""
         kind, data = self.stored[module]
         data = data if rows_N is None else data[rows_N.numpy()]
         return torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))

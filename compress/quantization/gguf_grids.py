@@ -7,7 +7,7 @@ Search: of each block alone the scale s and least value m of least squared error
 
 over ranges from narrow to wide, for each of which levels are rounded and s and m solved by least squares, as
 llama.cpp's quantizers do (`make_qx_quants`, `make_qkx3_quants` of ggml/src/ggml-quants.c). Super-blocks round s and m
-to whole numbers of float16 units, fitted once more to the levels that follow.
+to integers in float16 units, fitted once more to the levels that follow.
 
 Shape suffixes: N rows, K columns, G blocks of a row, B super-blocks of a row, S weights of a block.
 """
@@ -138,7 +138,7 @@ def _supers(values_NG: Tensor, kind: BlockType) -> Tensor:
 
 
 def _unit(values_NBS: Tensor, end: int, ends: tuple[int, int]) -> Tensor:
-    """The unit, (N, B), in which whole numbers miss the values least; `end` is that of the value largest in size."""
+    """The unit, (N, B), in which integers miss the values least; `end` is that of the value largest in size."""
     largest = values_NBS.gather(2, values_NBS.abs().argmax(dim=2, keepdim=True))
     found, best = _half(largest / end), torch.full_like(largest, torch.inf)
     for tried in range(_UNITS):
@@ -150,7 +150,7 @@ def _unit(values_NBS: Tensor, end: int, ends: tuple[int, int]) -> Tensor:
 
 
 def _whole(kind: BlockType, units: tuple[Tensor, Tensor], scales_NG: Tensor, least_NG: Tensor) -> tuple[Tensor, Tensor]:
-    """s and m, whole numbers, (N, G) each."""
+    """s and m, integers, (N, G) each."""
     if kind.blocks == 1:
         return torch.ones_like(scales_NG), torch.ones_like(least_NG)
     d_NG, dmin_NG = (_by_block(kind, unit)[:, : scales_NG.shape[1]] for unit in units)

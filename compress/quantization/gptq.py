@@ -6,10 +6,10 @@ Three steps lower it, each from the one before:
     gptq        columns one after the other, the rest moved by the Cholesky factor of H^-1
                 (https://arxiv.org/abs/2210.17323)
     coordinate_descent
-                each number in turn moved to where the error is least, the others held (https://arxiv.org/abs/2309.01885)
-    fit_scales  all scales of a row at once, the whole numbers held: least squares with one unknown per block
+                each weight in turn moved to where the error is least, the others held (https://arxiv.org/abs/2309.01885)
+    fit_scales  all scales of a row at once, the integers held: least squares with one unknown per block
 
-Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S numbers of a block, U unknowns a row, G or 2G.
+Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S weights of a block, U unknowns a row, G or 2G.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def gptq_and_refine(
 
     Args:
         first: grid fitted to the weights.
-        refit: makes of a grid and its whole numbers a grid of less error, and the whole numbers on it.
+        refit: from a grid and its integers to a grid of less error and the integers on it.
     """
     found = [gptq(weight_NK, gram_KK, first, act_order=order) for order in (False, True)]
     grid, quants_NK = _better_rows(weight_NK, gram_KK, *found)
@@ -121,7 +121,7 @@ def gptq(weight_NK: Tensor, gram_KK: Tensor, grid: AnyGrid, *, act_order: bool) 
         act_order: take the columns with the strongest inputs first, on the given grid.
 
     Returns:
-        The grid and (N, K) whole numbers.
+        The grid and (N, K) integers.
     """
     columns, block_size = weight_NK.shape[1], grid.block_size
     diagonal = gram_KK.diagonal()
@@ -197,7 +197,7 @@ def _invert(lower_KK: Tensor) -> None:
 
 
 def coordinate_descent(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor) -> Tensor:
-    """Move one column after the other to the whole numbers of least error, all the others held; never worse.
+    """Move one column after the other to the integers of least error, all the others held; never worse.
 
     Args:
         gram_KK: H, its diagonal above 0.
@@ -223,7 +223,7 @@ def coordinate_descent(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK
 
 
 def fit_scales(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor) -> Grid:
-    """The scales of least output error for given whole numbers, all blocks of a row together."""
+    """The scales of least output error for given integers, all blocks of a row together."""
     levels_NK = quants_NK - grid.zeros_NG.repeat_interleave(grid.block_size, dim=1)[:, : quants_NK.shape[1]]
     found_NG = least_error(weight_NK, gram_KK, levels_NK, grid.block_size)
     kept = ~torch.isfinite(found_NG) | (found_NG == 0)  # a block of zeros has no equation: its scale stays

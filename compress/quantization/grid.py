@@ -1,6 +1,6 @@
-"""The runtime's grid: each block of a row has a scale and a zero point, and holds whole numbers of 4 or 8 bits.
+"""The runtime's grid: each block of a row has a scale and a zero point, and holds integers of 4 or 8 bits.
 
-Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S numbers of a block.
+Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S weights of a block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sportsllm.formats.packed import QuantizedWeight, pack
 
-# Ranges that are tried, as shares of the range that holds every number. At 4 bits a block without outliers may also
+# Ranges that are tried, as shares of the range that holds every weight. At 4 bits a block without outliers may also
 # gain from a wider one, since the symmetric grid reaches 8 steps to one side and 7 to the other. At 8 bits the widest
 # has 127 steps to each side, as GGUF's Q8_0 has, whose weights it keeps as they are.
 _SHARES = {4: (0.5, 1.15, 27), 8: (0.9, 128 / 127, 7)}
@@ -25,7 +25,7 @@ class Grid:
 
     Attributes:
         scales_NG: float32, values of float16; 0 where a block has no number but 0.
-        zeros_NG: zero points, whole numbers in float32.
+        zeros_NG: zero points, integers in float32.
         bits: 4 or 8.
         block_size: S.
         symmetric: whether every zero point is 2 ** (bits - 1).
@@ -38,7 +38,7 @@ class Grid:
     symmetric: bool
 
     def round(self, weight_NK: Tensor) -> Tensor:
-        """The nearest numbers of the grid, (N, K) whole numbers in float32."""
+        """The nearest values of the grid, (N, K) integers in float32."""
         return self.nearest(weight_NK, *self.by_column(weight_NK.shape[1]))
 
     def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Grid:
         return scales[:, 0], zeros[:, 0]
 
     def values(self, quants_NK: Tensor) -> Tensor:
-        """What whole numbers stand for, (N, K)."""
+        """The weights that integers of the grid stand for, (N, K)."""
         scales, zeros = self.by_column(quants_NK.shape[1])
         return (quants_NK - zeros) * scales
 
@@ -85,7 +85,7 @@ def stored_scales(scales: Tensor) -> Tensor:
 
 
 def nearest(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Round to whole numbers of the grid; all three broadcast."""
+    """Round to integers of the grid; all three broadcast."""
     return torch.clamp(torch.round(weight / torch.where(scale == 0, 1.0, scale)) + zero, 0, 2**bits - 1)
 
 
@@ -97,7 +97,7 @@ def split_blocks(weight_NK: Tensor, block_size: int) -> Tensor:
 
 
 def full_range(blocks_NGS: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """Scales and zero points, (N, G) each, of the smallest grid that holds every number.
+    """Scales and zero points, (N, G) each, of the smallest grid that holds every weight.
 
     symmetric:   scale = the number largest in size / -2^(bits-1), zero point 2^(bits-1)  (the full range is used)
     asymmetric:  scale = (max - min) / (2^bits - 1), zero point = round(-min / scale), both reaching to 0
@@ -149,7 +149,7 @@ def searched_range(
             scales, zeros = torch.where(better, candidate[0], scales), torch.where(better, candidate[1], zeros)
             best = torch.minimum(best, found)
             levels = torch.where(better[..., None], steps, levels)
-    # The scale of least error for these whole numbers; rounding to it again can only help.
+    # The scale of least error for these integers; rounding to it again can only help.
     squares = (counted * levels.square()).sum(dim=-1)
     fitted = (counted * levels * blocks_NGS).sum(dim=-1) / torch.where(squares == 0, 1.0, squares)
     fitted = torch.where(fitted == 0, scales, stored_scales(fitted))

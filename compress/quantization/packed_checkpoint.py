@@ -97,7 +97,7 @@ class PackedCheckpoint:
         self._parameters = {parameter.name: parameter for parameter in parameters(model)}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A tensor of the model: a matrix is rounded to the nearest numbers of its grid; others stay."""
+        """A tensor of the model: a matrix is rounded to the nearest values of its grid; others stay."""
         if self._parameters[name].role in ("matrix", "embedding", "head"):
             self.add_matrix(name.removesuffix(".weight"), tensor)
         else:

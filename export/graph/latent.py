@@ -1,7 +1,7 @@
 """Multi-head latent attention in the graph; see `sportsllm.models.latent`.
 
-The cache holds a token's latent vector and its rotated key, side by side. Short pieces are read in the absorbed form,
-for which kv_b_proj is a float32 constant by head; long ones make keys and values of the cache, which is less work.
+The cache holds a token's latent vector and its rotated key, side by side. Short chunks are read in the absorbed form,
+for which kv_b_proj is a float32 constant by head; long ones expand the cache to keys and values, which is less work.
 Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, L room in the cache, H heads,
 R kv_lora_rank, E head_dim, N qk_nope_head_dim, V v_head_dim, C = R + E.
 """

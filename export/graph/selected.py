@@ -2,7 +2,7 @@
 
 New keys, values and index keys are written into the cache first, outside of any branch: an `If` copies what it gives
 back. Then one new token scores the index keys, takes the best blocks and reads the keys and values of their tokens
-alone. A piece of a prompt goes through GroupQueryAttention, with a bias that hides what is not chosen. As long as no
+alone. A chunk of a prompt goes through GroupQueryAttention, with a bias that hides what is not chosen. As long as no
 more tokens are there than are chosen, all of them are.
 Shape suffixes: B sequences, T new tokens, S tokens of the longest sequence with the new ones, L room in the cache,
 H query heads, K key/value heads, G = H / K, E head_dim, J index heads, I their size, N blocks, C chosen blocks, X

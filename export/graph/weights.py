@@ -82,7 +82,7 @@ class Weights:
         return _stack([self.tensors[f"{name}.weight_{part}"].numpy() for name in modules])
 
     def read_columns(self, modules: Sequence[str], part: str, packing: Packing, count: int) -> Array:
-        """Packed numbers by columns, (count, N), without the padding at the end of each row."""
+        """Packed values by columns, (count, N), without the padding at the end of each row."""
         bytes_N = self.read_packed(modules, part)
         numbers_NK = unpack(bytes_N.reshape(len(bytes_N), -1), packing.bits)[:, :count]
         if not packing.asymmetric:
@@ -125,7 +125,7 @@ class Matmul:
         return read_packed(self._weights.tensors, module, shape).dequantize()
 
     def embedding(self, tokens_BT: ir.Value, table: Matrix) -> ir.Value:
-        """Rows of a table by token id, (B, T, K) as computed in."""
+        """Rows of a table by token id, (B, T, K) in the compute dtype."""
         graph, packing = self._graph, self._packing(table)
         if packing is not None and self._form.operators != "onnx":
             return self._unpacked_rows(tokens_BT, table, packing)
@@ -152,7 +152,7 @@ class Matmul:
     def _unpacked_rows(self, tokens_BT: ir.Value, table: Matrix, packing: Packing) -> ir.Value:
         """(q - zero_point) * scale in standard operators, which browsers have too; the stored bytes are the same.
 
-        The standard's Gather takes no 4-bit numbers, so packed rows are gathered as bytes.
+        The standard's Gather takes no 4-bit values, so packed rows are gathered as bytes.
         """
         graph, at, groups = self._graph, self._graph.at("embed/"), -(-table.columns // packing.block_size)
         packed, scales, zero_points = self._packed(table.name, [table], packing)
@@ -170,7 +170,7 @@ class Matmul:
         return self._cut("embed/found", flat, table.columns)
 
     def _numbers(self, name: str, table: ir.Value, tokens_BT: ir.Value, bits: int) -> ir.Value:
-        """The packed numbers of the tokens' rows, padding included, (B, T, count) as computed in."""
+        """The packed values of the tokens' rows, padding included, (B, T, count) in the compute dtype."""
         graph, at = self._graph, self._graph.at(f"{name}/")
         found = at("packed", "Gather", table, tokens_BT)
         if bits == 4:
@@ -308,7 +308,7 @@ class Matmul:
     def _packed(
         self, stored: str, matrices: Sequence[Matrix], packing: Packing
     ) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
-        """Packed numbers (N, G, bytes), scales (N, G), and zero points if there are any, one under the other."""
+        """Packed values (N, G, bytes), scales (N, G), and zero points if there are any, one under the other."""
         rows, columns = _shape(matrices)
         groups, modules = -(-columns // packing.block_size), [matrix.name for matrix in matrices]
 
@@ -323,7 +323,7 @@ class Matmul:
         return packed, scales, [part("zero_point", UINT8, (rows, -(-groups * packing.bits // 8)))]
 
     def _packed_columns(self, stored: str, matrices: Sequence[Matrix], packing: Packing) -> list[ir.Value]:
-        """The same by columns: numbers (K, N), scales (G, N), and zero points (G, N) if there are any."""
+        """The same by columns: values (K, N), scales (G, N), and zero points (G, N) if there are any."""
         graph, modules, (rows, width) = self._graph, [matrix.name for matrix in matrices], _shape(matrices)
         groups, dtype = -(-width // packing.block_size), _BLOCK_TYPES[packing.bits][packing.asymmetric]
 

@@ -230,7 +230,7 @@ def computes_in_half(graph: ir.Model) -> bool:
 
 
 def graph_rounding(graph: ir.Model, config: ModelConfig) -> Rounding | None:
-    """What a graph's cache makes of what is written into it: nothing if it has the compute dtype."""
+    """How a graph's cache rounds what is written into it; None if it has the compute dtype."""
     types = {value.dtype for value in graph.graph.inputs if str(value.name).startswith(layout.PAST)}
     if HALF in types and not computes_in_half(graph):
         return HalfCache()

@@ -228,7 +228,7 @@ def int8_cache_limits(moved: Comparison) -> Limits:
 
 
 SEED = 20_260
-# ONNX Runtime reads the first in several pieces. With a tokenizer the first and the third are text, and the first goes
+# ONNX Runtime reads the first in several chunks. With a tokenizer the first and the third are text, and the first goes
 # on with random tokens if the text ends; the second is random, so that it visits many rows of the embedding.
 SEQUENCE_LENGTHS = (300, 56, 48)
 BEYOND_WINDOW = 64
@@ -280,7 +280,7 @@ def run_pass(
     What comes before a token does not change with what follows, so their beginnings serve as shorter prompts.
     """
     whole = [_compare_prompt(decoder, row, want) for row, want in zip(sequences, expected, strict=True)]
-    # A long prompt, which is read in pieces; one that starts from a single token; a single token and no more.
+    # A long prompt, which is read in chunks; one that starts from a single token; a single token and no more.
     cases = [(0, len(sequences[0])), (1, STEPS + 1), (1, 1)]
     stepped = [_compare_decoding(decoder, [sequences[i][:cut]], [expected[i][:cut]]) for i, cut in cases]
     # Prompts of 3, 17 and 40 tokens at most, decoded together.
@@ -292,7 +292,7 @@ def run_pass(
 
 
 def _compare_prompt(decoder: Decoder, row: Sequence[int], expected_TV: Logits) -> Comparison:
-    """Read a prompt whole; only a piece of its logits is held."""
+    """Read a prompt whole; only a chunk of its logits is held."""
     parts, start = list[Comparison](), 0
     for found_TV in decoder.stream_logits(row):
         parts.append(compare(expected_TV[start : start + len(found_TV)], found_TV))

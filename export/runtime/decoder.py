@@ -19,7 +19,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Logits, log_softmax, logits_at_once
 from sportsllm.models.description import block_state
 
-# Prompts are read in pieces of this many tokens, so that memory does not grow with the prompt. Time for 512 tokens
+# Prompts are read in chunks of this many tokens, so that memory does not grow with the prompt. Time for 512 tokens
 # and peak memory of a 97M INT4 model, 2 threads: 405 ms and 179 MB at 64, 342 and 186 at 128, 340 and 200 at 256.
 PREFILL_CHUNK = 128
 
@@ -77,7 +77,7 @@ class OnnxDecoder:
 
         With `reuse` the beginning is skipped that a prompt shares with what its place in the cache holds from the last
         prompts and steps, if the cache has room for `max_length` tokens. The logits equal those of a fresh start up to
-        the order of additions, which depends on how the text was cut into pieces and on which tokens `step` read.
+        the order of additions, which depends on how the text was cut into chunks and on which tokens `step` read.
 
         Raises:
             UsageError: no row, an empty one, or one longer than `max_length` or the context.
@@ -196,13 +196,13 @@ class OnnxDecoder:
             yield part
 
     def _all_logits(self, ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, Logits]]:
-        """Yield (start, (T, V) logits) piece by piece; a piece is overwritten by the next one."""
+        """Yield (start, (T, V) logits) chunk by chunk; a chunk is overwritten by the next one."""
         cache, most = self._make_cache(1, max(len(ids), 1)), logits_at_once(self.config.vocab_size)
         buffer = np.empty((1, min(len(ids), most), self.config.vocab_size), dtype=np.float32)
         for start in range(0, len(ids), most):
-            piece = ids[None, start : start + most]
-            out = buffer[:, : piece.shape[1]]
-            self._run(cache, slice(0, 1), piece, out, keep=0)
+            chunk = ids[None, start : start + most]
+            out = buffer[:, : chunk.shape[1]]
+            self._run(cache, slice(0, 1), chunk, out, keep=0)
             yield start, out[0]
 
     def _run(self, cache: Cache, rows: slice, ids_BT: npt.NDArray[np.int64], logits: Logits, keep: int = 1) -> None:

@@ -1,6 +1,6 @@
 """The quantized matrix: representation only, laid out byte for byte as MatMulNBits reads it.
 
-N rows (outputs), K columns (inputs), G = ceil(K / block_size) blocks a row. The numbers of a block share one
+N rows (outputs), K columns (inputs), G = ceil(K / block_size) blocks a row. The integers of a block share one
 float16 scale and one zero point:  w[n, k] = (q[n, k] - zero_point[n, g]) * scale[n, g].
 Source: ONNX Runtime contrib operators, MatMulNBits. Algorithms that choose q live in `compress`.
 """
@@ -100,12 +100,12 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk: packed numbers, scales and zero points."""
+        """Bytes on disk: packed integers, scales and zero points."""
         zero = 0 if self.zero_points is None else self.zero_points.nbytes
         return self.packed.nbytes + SCALE_BYTES * self.scales.size + zero
 
     def zero_point_values(self) -> FloatArray:
-        """Zero points as numbers, (N, G) float32."""
+        """Zero points, (N, G) float32."""
         shape = self.scales.shape
         if self.zero_points is None:
             return np.full(shape, 2.0 ** (self.bits - 1), dtype=np.float32)
@@ -122,7 +122,7 @@ class QuantizedWeight:
 
 
 def pack(quants: ByteArray, bits: int) -> ByteArray:
-    """Pack whole numbers along the last axis; an odd count of 4-bit numbers is padded with 0."""
+    """Pack integers along the last axis; an odd count of 4-bit integers is padded with 0."""
     if bits != 4:
         return quants
     if quants.shape[-1] % 2:
