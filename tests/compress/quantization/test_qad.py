@@ -78,8 +78,7 @@ def test_gradients_are_straight_through(symmetric: bool) -> None:
 
 
 def test_only_the_layers_and_the_last_norm_are_trained() -> None:
-    full = tiny_model(attention_bias=True)
-    model = tiny_model(attention_bias=True)
+    full, model = (tiny_model(attention_bias=True) for _ in range(2))
     packed = PackedCheckpoint(full.config, QuantizationConfig())
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear):
@@ -89,7 +88,8 @@ def test_only_the_layers_and_the_last_norm_are_trained() -> None:
             packed.add_packed(name, matrix)
     tokens = torch.randint(0, 384, (2, 20), generator=torch.Generator().manual_seed(0))
     before = model(tokens)
-    make_trainable(model, {name: m.weight.detach() for name, m in full.named_modules() if hasattr(m, "weight")})
+    make_trainable(model, given := {n: m.weight.detach() for n, m in full.named_modules() if hasattr(m, "weight")})
+    assert not given.keys() & packed.modules.keys(), "training needs their memory"
     assert torch.allclose(model(tokens), before, atol=1e-4)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert "model.embed_tokens.weight" not in trained
