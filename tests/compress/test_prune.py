@@ -137,7 +137,6 @@ def test_quantized_input_and_empty_calibration_are_refused(
     ("given", "message"),
     [
         ({"layers": 2}, r"nothing is cut, the model has that shape \(hidden 64, "),
-        ({"params": 1.0}, "nothing is cut"),
         ({"params": 0.5, "search": "1k"}, "--search needs"),
         ({"layers": 1, "search": 0}, "--search needs"),
     ],
@@ -281,7 +280,6 @@ def test_a_full_disk_leaves_nothing(run: Pruning, tmp_path: Path, monkeypatch: p
 
 
 def test_a_nearly_full_disk_keeps_no_states(run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both layers for all samples, and of the first for those that try which layers stay."""
     monkeypatch.setattr(jobs, "_IN_MEMORY", 0)
     monkeypatch.setattr("compress.pruning.cut._RUN_SAMPLES", 2)
     cuts, usage = [], shutil.disk_usage(tmp_path)
@@ -299,8 +297,7 @@ def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning, monkeypatch
     every = find_finalists(work, shapes, [], 2)
     assert {one.shape for one in every} == {*shapes} and not any(one.loss_after_refit for one in every)
     assert every[0].loss_after_cut <= every[1].loss_after_cut
-    single = jobs.Calibration(jobs.PruneJob(run.checkpoint, [run.corpus], samples=1))
-    (best,) = find_finalists(single, shapes, [], 1)
+    (best,) = find_finalists(dataclasses.replace(work, job=dataclasses.replace(work.job, samples=1)), shapes, [], 1)
     assert best.loss_after_refit is not None
     # Time that ends among the refits leaves none out that must be there.
     clock, even = chain([0.0] * 3, repeat(9.0)), Shape.of(tiny_config(intermediate_size=64))
@@ -312,15 +309,18 @@ def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning, monkeypatch
     for far, loss in ((9.0, 0.0), found[0].loss), ((0.0, 9.0), min(one.loss_after_cut for one in (*every, *found))):
         monkeypatch.setattr("compress.pruning.search._FAR", far)
         assert [one.loss for one in find_finalists(work, shapes, [even], 2)] == [loss]
+    three = [*shapes, Shape.of(tiny_config(hidden_size=32))]
+    monkeypatch.setattr("compress.pruning.search._FAR", (9.0, 9.0))
+    assert len(find_finalists(work, three, [], 3)) == 3
+    for one in three:  # the worst too
+        assert one in [each.shape for each in find_finalists(work, three, [one], 2)]
 
 
 def test_a_brief_recovery_takes_small_steps_in_another_order() -> None:
-    config = TrainConfig(steps=100, batch_size=8, sequence=256, try_rates=True, validate_every=9)
-    whole = StudentTraining(Path(), config, ())
+    whole = StudentTraining(Path(), TrainConfig(100, 8, sequence=256, try_rates=True, validate_every=9), ())
     brief, rest = brief_recovery(whole, 40_000).config, after_search(whole, 40_000, [1.0]).config
     assert (brief.steps, brief.batch_size, brief.accumulation, brief.warmup, brief.seed) == (40, 4, 1, 2, 1)
-    assert not (brief.try_rates or brief.validate_every or rest.try_rates)
-    assert (rest.steps, rest.warmup) == (96, 48)
+    assert (rest.steps, rest.warmup) == (96, 48) and not (brief.try_rates or brief.validate_every or rest.try_rates)
 
 
 def test_a_resumed_recovery_repeats_nothing_and_ends_alike(

@@ -47,7 +47,6 @@ def test_hidden_states_equal_float64(projected: bool) -> None:
     for gradient, expected in zip(*gradients, strict=True):
         assert expected.abs().max() > 100 * GRADIENT_ATOL
         torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=GRADIENT_ATOL)
-    assert torch.equal(given[0], student)  # the gradient is made elsewhere than in the states
 
 
 def batch_of(length: int = 16) -> Batch:
@@ -80,6 +79,7 @@ def test_fitted_projections_have_no_gradient_left(length: int) -> None:
     before = gradients()
     module.fit(student.train(), teacher, batch)
     assert all(after < 0.02 * first for after, first in zip(gradients(), before, strict=True))
+    assert all(float(matrix.detach().norm()) < 50 for matrix in module.projections)  # 120 to 350 without the ridge
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -128,7 +128,6 @@ def test_projections_are_learned_only_where_sizes_differ() -> None:
         torch.testing.assert_close(matrix.T @ matrix, torch.eye(64), rtol=0, atol=1e-5)
     again = HiddenMatching(config, tiny_config(hidden_size=96), layers, seed=7)
     assert torch.equal(again.projections[2], wider.projections[2])
-    assert not torch.equal(wider.projections[0], wider.projections[1])
 
 
 def test_adamw_trains_the_projections_and_the_student_keeps_none() -> None:

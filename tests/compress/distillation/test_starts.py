@@ -65,6 +65,7 @@ def cut(source: Path, layers: int, out: Path, text: Path, recovery: StudentTrain
 
 def test_distilling_what_prune_wrote_equals_its_recovery(teacher: Path, corpus_file: Path, tmp_path: Path) -> None:
     training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=MATCHED)
+    assert MATCHED.matching_kept([0, 3, 4], 6).layer_map == ((0, 0), (1, 3), (2, 4), (3, 6))
     cut(teacher, 3, tmp_path / "cut", corpus_file)
     cut(teacher, 3, tmp_path / "recovered", corpus_file, training)
     student = str(tmp_path / "cut")

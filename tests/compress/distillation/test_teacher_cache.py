@@ -198,6 +198,7 @@ def test_stored_signals_give_nearly_the_exact_loss(
     with torch.no_grad():
         p_NV = torch.softmax(teacher(batch.tokens, documents=batch.documents).flatten(0, 1), -1)
         log_s = torch.log_softmax(student(batch.tokens, documents=batch.documents).flatten(0, 1), -1)
+    torch.testing.assert_close(cache.targets(batch).entropy_N, torch.special.entr(p_NV).sum(-1), rtol=2 * HALF, atol=0)
     tail_NV = p_NV.sort(dim=-1).values[:, :-TOP]
     # A token's loss is uncertain by at most sqrt(sum w p (log s)^2), if draws were independent; here they repel.
     variance = (tail_NV.sum(-1) / DRAWS * (p_NV * log_s.square()).sum(-1)).sum()

@@ -82,7 +82,6 @@ REFUSED: list[tuple[dict[str, object], dict[str, object], str]] = [
     ({}, {"hidden_size": 65}, "hidden_size is 65, more than the full model's 64"),
     ({}, {"max_position_embeddings": 256}, "max_position_embeddings is 256, more"),
     ({}, {"vocab_size": 400}, "vocab_size is 400, the full model's is 384"),
-    ({}, {"qk_norm": True}, "qk_norm is True, the full model's is False"),
     ({"qk_norm": True}, {"qk_norm": True, "num_key_value_heads": 1}, "with q/k norms cannot merge"),
     (MIXTURE, {"intermediate_size": 193}, "intermediate_size is 193, more than the 192 neurons of a layer"),
     (MIXTURE, {"mlp_kind": "geglu"}, "mlp_kind is geglu, the full model's is swiglu"),
