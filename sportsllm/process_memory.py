@@ -1,6 +1,7 @@
-"""Peak memory of the process, memory that is free, and returning freed memory to the system."""
+"""Peak memory of the process, memory and processors that it may use, and returning freed memory to the system."""
 
 import ctypes
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +10,11 @@ from pathlib import Path
 _CONTAINER_LIMITS = {
     "/sys/fs/cgroup/memory.max": "anon",
     "/sys/fs/cgroup/memory/memory.limit_in_bytes": "total_rss",
+}
+# Of version 2 and 1: the microseconds of processor time, which a container has in each of how many.
+_CPU_LIMITS = {
+    "/sys/fs/cgroup/cpu.max": "/sys/fs/cgroup/cpu.max",
+    "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "/sys/fs/cgroup/cpu/cpu.cfs_period_us",
 }
 
 
@@ -50,9 +56,18 @@ def available_bytes() -> int:
     return max(0, found)
 
 
+def cpu_limit() -> int | None:
+    """Whole processors, at least 1, whose time a container has; None if it has that of all."""
+    for quota, period in _CPU_LIMITS.items():
+        with suppress(OSError, ValueError):  # "max" is no number
+            share = int(Path(quota).read_text("ascii").split()[0]) / int(Path(period).read_text("ascii").split()[-1])
+            if 0 < share < (os.cpu_count() or 1):
+                return max(1, int(share))
+    return None
+
+
 def give_back() -> None:
     """Return freed memory to the system. Does nothing if the C library is not glibc."""
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+        with suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)

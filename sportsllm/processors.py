@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sportsllm import processes
 from sportsllm.errors import ResourceError, UsageError
+from sportsllm.process_memory import cpu_limit
 
 if TYPE_CHECKING:
     import torch
@@ -81,12 +82,12 @@ def find_device(name: str, flag: str = "--device") -> torch.device:
 
 
 def set_threads(threads: int | None) -> None:
-    """Use this many CPU threads in torch, by default all, and the fastest matrix products."""
+    """Use this many CPU threads in torch, by default all that a container has, and the fastest matrix products."""
     import torch
 
     use_fast_products(cpuinfo("vendor_id") or platform.processor())
-    if threads:
-        torch.set_num_threads(threads)
+    if most := threads or cpu_limit():
+        torch.set_num_threads(threads or min(most, torch.get_num_threads()))
 
 
 @cache

@@ -17,7 +17,7 @@ import psutil
 from benchmarks.devices.load import instruction_set, processor_name
 from benchmarks.devices.schema import Hardware, Kind, Quantity, SourcedText
 from benchmarks.measure.probes import measure_bandwidth, read_integer
-from sportsllm.process_memory import available_bytes
+from sportsllm.process_memory import available_bytes, cpu_limit
 
 WORKING_SET_BYTES = 256_000_000  # beyond most caches
 MATRIX = 1_024
@@ -27,9 +27,9 @@ CPU_FOLDER = Path("/sys/devices/system/cpu")
 
 
 def default_threads() -> int:
-    """Physical cores that this process may use."""
+    """Physical cores that this process may use, within a container's limit."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
+    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed, cpu_limit() or allowed))
 
 
 def choose_cpus(threads: int, allowed: Collection[int] | None = None, folder: Path = CPU_FOLDER) -> list[int] | None:

@@ -152,8 +152,7 @@ def _sequences(checkpoint: Path, config: ModelConfig) -> tuple[list[list[int]], 
 def _deployed_limits(config: ModelConfig, precision: str) -> Limits:
     if config.selection is not None:
         return SELECTED_DEPLOYED
-    limits = DEPLOYED[precision]
-    return limits if config.experts is None else replace(limits, error=EXPERTS_ERROR)
+    return DEPLOYED[precision] if config.experts is None else replace(DEPLOYED[precision], error=EXPERTS_ERROR)
 
 
 def _passes(

@@ -24,6 +24,7 @@ from sportsllm.files import read_json
 from sportsllm.formats.manifest import MANIFEST
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.description import block_state, cached_shape
+from sportsllm.process_memory import cpu_limit
 
 CHOICES = ("auto", "native", "portable")
 SLOW_VARIANT = "plain"  # C++ without a processor's own instructions: ONNX Runtime's operators are faster
@@ -188,7 +189,7 @@ def session_options(threads: int | None, exact: bool = False, library: Path | No
     on: without it the peak was 10 to 40 MB higher, since freed pieces went unused.
     """
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads or 0
+    options.intra_op_num_threads = threads or cpu_limit() or 0
     options.inter_op_num_threads = 1
     options.log_severity_level = 4  # errors are raised; logged as well, they would come twice
     # Threads wait 1 ms for more work before they sleep. That is longer than any pause within a step, so decoding is

@@ -246,13 +246,17 @@ def run_together(out: Path, stage: Stage, make: Callable[[Path], JsonObject], re
 
 def _finish(partial: Path, out: Path, stage: Stage) -> None:
     """Write card and manifest."""
+    versions = {"sportsllm-compress": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     manifest = Manifest(
         command=stage.command,
         settings=_as_json(stage.settings),
         seed=stage.seed,
         fingerprint=stage.fingerprint(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=_versions(),
+        versions=versions,
         parents=tuple(
             Parent(str(path), value, **(origin(path) or {}))
             for path, value in zip(stage.inputs, stage.input_digests, strict=True)
@@ -276,11 +280,3 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _versions() -> dict[str, str]:
-    versions = {"sportsllm-compress": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions

@@ -86,20 +86,14 @@ def sample_texts(
         stopped = drawn & np.isin(chosen, stop_tokens)
         if stopped.any():
             ends[live[stopped]] = place
-            kept = _filled_up(stopped)
-            if not len(kept):
+            going = np.flatnonzero(~stopped)
+            if not len(going):
                 break
+            kept = np.arange(len(going))  # the last rows in the places of those that stopped, so that few move
+            kept[stopped[: len(going)]] = going[going >= len(going)]
             live = live[kept]
             cache.keep(torch.from_numpy(kept).to(device))
     return [SampledText(tokens_BT[row, :end].tolist(), bool(end < longest)) for row, end in enumerate(ends)]
-
-
-def _filled_up(stopped_B: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """The rows that go on, the last ones in the places of those that stopped, so that few move."""
-    going = np.flatnonzero(~stopped_B)
-    rows = np.arange(len(going))
-    rows[stopped_B[: len(going)]] = going[going >= len(going)]
-    return rows
 
 
 def self_generated_text(checkpoint: Path, config: ModelConfig, count: int, length: int) -> list[Tensor]:

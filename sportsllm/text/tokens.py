@@ -100,16 +100,14 @@ def tokenize(documents: Documents, tokenizer: TextTokenizer, cache: Path) -> Tok
         written = _found(directory)
         if written.documents < len(documents):
             written = _write(directory, documents, tokenizer, kind, written)
-    maps = {name: _mapped(directory / name, size) for name, (size, _) in written.files.items()}
+    maps = dict[str, mmap.mmap]()
+    for name, (size, _) in written.files.items():
+        with (directory / name).open("rb") as file:
+            maps[name] = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     ids: npt.NDArray[Any] = np.frombuffer(maps["ids"], kind)
     scored = np.frombuffer(maps["scored"], np.bool_) if "scored" in maps else None
     ends = np.frombuffer(maps["ends"], np.int64)
     return TokenizedDocuments(ids, ends, written.text_bytes, scored, tuple(maps.values()))
-
-
-def _mapped(path: Path, size: int) -> mmap.mmap:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
 
 
 def _found(directory: Path) -> _Written:

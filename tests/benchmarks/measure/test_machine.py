@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measure.machine import choose_cpus, this_machine
+from benchmarks.measure.machine import choose_cpus, default_threads, this_machine
 from benchmarks.measure.probes import read_sensors
 from benchmarks.measure.process import Turn, run_child
+from export.runtime.session import session_options
 
 
 def write(root: Path, files: dict[str, object]) -> None:
@@ -36,6 +37,21 @@ def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytes
     write(tmp_path, {"memory.max": 100_000_000, "memory.stat": "anon 40000000"})
     monkeypatch.setattr("sportsllm.process_memory._CONTAINER_LIMITS", {str(tmp_path / "memory.max"): "anon"})
     assert this_machine.__wrapped__(1).memory_usable.value == 60
+
+
+@pytest.mark.parametrize(
+    ("quota", "period", "threads"),
+    [("300000 100000", "300000 100000", 3), ("max 100000", "max 100000", 64), (50_000, 100_000, 1), (-1, 100_000, 64)],
+)
+def test_threads_are_no_more_than_a_container_runs(
+    quota: object, period: object, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, {"quota": quota, "period": period})
+    monkeypatch.setattr("sportsllm.process_memory._CPU_LIMITS", {tmp_path / "quota": tmp_path / "period"})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64), raising=False)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 64)
+    assert default_threads() == threads and session_options(None).intra_op_num_threads == threads % 64
 
 
 def test_threads_get_cores_of_their_own_and_the_strong_ones(tmp_path: Path) -> None:
