@@ -57,7 +57,10 @@ class HarnessModel(LM):  # type: ignore[misc]
                 part = slice(begin, begin + ROWS_AT_ONCE)
                 scores = self._decoder.score(rows[part])
                 for request, row, count, score in zip(requests[part], rows[part], counts[part], scores, strict=True):
-                    likeliest = request.task_name in self._greedy and self._is_likeliest(row, count)
+                    likeliest = request.task_name in self._greedy
+                    if likeliest:
+                        best = np.concatenate([each.argmax(axis=-1) for each in self._decoder.stream_logits(row[:-1])])
+                        likeliest = bool((best[len(best) - count :] == row[len(row) - count :]).all())
                     found.append((float(score[len(score) - count :].sum()), likeliest))
                     require_finite(found[-1][0])
                 bar.advance(len(scores))
@@ -105,10 +108,6 @@ class HarnessModel(LM):  # type: ignore[misc]
     def _end(self, row: list[int], room: int) -> list[int]:
         """The first token and the last ones, `room` tokens in all."""
         return [row[0], *row[max(1, len(row) - room + 1) :]]
-
-    def _is_likeliest(self, row: list[int], count: int) -> bool:
-        best = np.concatenate([logits_TV.argmax(axis=-1) for logits_TV in self._decoder.stream_logits(row[:-1])])
-        return bool((best[len(best) - count :] == row[len(row) - count :]).all())
 
 
 def run_tasks(

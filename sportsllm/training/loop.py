@@ -156,8 +156,13 @@ class _Run:
         self.metrics: IO[str] | None = None
         self.interrupted, self.stopping = threading.Event(), False  # this process, and any of them
         self.last_save, self.saving = time.perf_counter(), False  # the first process's clock counts
-        if processes.count() > 1:
-            _check_together(model)
+        if processes.count() > 1:  # which would take another step than one
+            if model.config.dropout:
+                raise UsageError(
+                    "dropout would be drawn in another order by several processes; train the model in one process"
+                )
+            if model.config.experts is not None or model.config.selection is not None:
+                raise UsageError("experts and selection are balanced over the whole step; train them in one process")
         torch.manual_seed(config.seed)
 
     def write(self, **record: float | list[list[float]] | None) -> None:
@@ -279,14 +284,6 @@ def _drop_metrics_after(path: Path, step: int) -> None:
             if isinstance(record, dict) and isinstance(logged := record.get("step"), int) and logged <= step:
                 kept.append(line)
     path.write_text("".join(kept), encoding="utf-8")
-
-
-def _check_together(model: SportsLLM) -> None:
-    """Raise UsageError if several processes would take another step than one."""
-    if model.config.dropout:
-        raise UsageError("dropout would be drawn in another order by several processes; train the model in one process")
-    if model.config.experts is not None or model.config.selection is not None:
-        raise UsageError("experts and selection are balanced over the whole step; train them in one process")
 
 
 @contextmanager

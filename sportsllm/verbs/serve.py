@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import signal
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,6 +76,9 @@ def serve(
     from sportsllm.formats.manifest import plain_name
     from sportsllm.inference.decoder import is_onnx_directory, open_draft
 
+    with suppress(RuntimeError):  # none runs
+        asyncio.get_running_loop()
+        raise UsageError("serve blocks, but this thread has an event loop, as in a notebook; call it in another thread")
     names = [plain_name(path) for path in directories]
     if len(set(names)) < len(names):
         raise UsageError(f"two exports are named {max(names, key=names.count)}; rename a directory")

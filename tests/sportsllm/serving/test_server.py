@@ -579,6 +579,12 @@ def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals, expo
 def test_exports_that_cannot_be_served_are_refused(export: Path, cli: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "stories").mkdir()
     cli.refuses(2, "two exports", "serve", export, tmp_path / "stories")
+
+    async def cell() -> None:
+        sportsllm.serve([export], port=0)
+
+    with pytest.raises(UsageError, match="in another thread"):
+        asyncio.run(cell())
     cli.refuses(2, "cannot check several tokens in one step", "generate", export, "--draft", export)
     cli.refuses(2, "not an export", "serve", export, "--draft", STORIES, "--port", 0)
     config = load_config(export)
