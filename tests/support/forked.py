@@ -173,7 +173,7 @@ def run_rounds(rounds: str, words: list[str]) -> int:
             dies = bool(number) and rank == int(killed or int(count) - 1)
             in_fork(run_process, rank, int(count), port, restarts, int(number or 0), dies, bool(calls), words)
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(int(count))]
-        if bool(number) != any(codes):
+        if not (-signal.SIGKILL in codes if number else not any(codes)):
             sys.stderr.write(f"round {part}: exit codes {codes}\n")
             return 1
     return 0

@@ -114,6 +114,8 @@ def test_a_damaged_state_of_two_processes_is_refused_and_left(
 ) -> None:
     words = [*arguments(corpus_file, tmp_path / "out"), "--steps", "3", "--set", "shard=true"]
     forked("2:2", *words)
+    with pytest.raises(AssertionError, match=r"round 2:2: exit codes \[1, 1\]"):
+        forked("2:2", "-c", "raise ValueError")  # a crash is not the kill
     state = partial_directory(tmp_path / "out") / "state"
     shard = next((state / "model").iterdir())
     whole = shard.read_bytes()
