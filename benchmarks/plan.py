@@ -102,7 +102,7 @@ def plan(
     given = [f"--set {name}" if name in rare else f"--{name}" for name in cost]
     if given and not training:
         raise UsageError(f"{', '.join(given)}: only with --training")
-    count = parameter_count(model)
+    count = None if (found := _COUNT.fullmatch(model)) is None else round(float(found[1]) * _FACTORS[found[2].upper()])
     if count is not None and model not in PLANNED and not Path(model).is_dir():
         if target or training or shapes or sequence or batch_size != 4 or rare.keys() - {"group_size"}:
             named = f"; {model.lower()!r} is one" if model.lower() in PLANNED else ""
@@ -142,12 +142,6 @@ def plan(
         figures |= _predictions(config, device, formats)
     print_plan(output(), figures, training)
     return PlanResult.of({**figures, "figures": figures})
-
-
-def parameter_count(text: str) -> int | None:
-    """The number that a text such as 7B, 162.4M or 350m is; None if it is none."""
-    found = _COUNT.fullmatch(text)
-    return None if found is None else round(float(found[1]) * _FACTORS[found[2].upper()])
 
 
 def read_model(model: str, nor: str = "") -> tuple[ModelConfig, Path | None]:

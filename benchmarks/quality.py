@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.spread import accuracy_loss, quality_loss
-from sportsllm.formats.manifest import digest
+from sportsllm.formats.manifest import digest, plain_name
 from sportsllm.inference.decoder import Decoder, open_decoder, require_finite
 from sportsllm.inference.divergence import compare_documents
 from sportsllm.inference.scoring import TextScore, score_documents
@@ -62,7 +62,7 @@ def score_text(model: Model, text: Sequence[Path]) -> TextScore:
     decoder, tokenizer = model.open()
     documents = list(read_documents(text, model.reading.text_field))
     warn_if_trained_on(model.directory, documents)
-    score = score_documents(decoder, tokenizer, documents, description=f"score {model.directory.name}")
+    score = score_documents(decoder, tokenizer, documents, description=f"score {plain_name(model.directory)}")
     require_finite(score.nats, str(model.directory))
     return score
 

@@ -45,7 +45,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="PATH...",
-            help="Stage directories, directories of `fit`, bench results (.json) and sample texts (.txt).",
+            help="Stage directories, GGUF files, directories of `fit`, bench results (.json) and texts (.txt).",
             show_default=False,
         ),
     ],
@@ -125,7 +125,8 @@ def before_and_after(
     def first_of(candidates: Iterable[StageSummary]) -> tuple[StageSummary, LoadedModel] | None:
         for stage in candidates:
             try:
-                require_directory(Path(stage.directory), "a model")  # `load` would look for a name in the hub
+                if not Path(stage.directory).is_file():
+                    require_directory(Path(stage.directory), "a model")  # `load` would look for a name in the hub
                 return stage, load(stage.directory)
             except (SportsLLMError, ModuleNotFoundError) as error:
                 skipped.append(f"No sample from {stage.name}: {error}")
@@ -149,11 +150,14 @@ def before_and_after(
 
 
 def _write_cards(stages: Sequence[StageSummary], given: Sequence[Path]) -> list[Path]:
-    """Update the model cards of the measured directories with the results of `bench` among `given`."""
-    from sportsllm.formats.manifest import CARD
+    """Update the model cards of the measured directories with the results of `bench` and `fit` among `given`."""
+    from benchmarks.reporting.fits import FIT_FILE
+    from sportsllm.formats.manifest import CARD, manifest_of
     from sportsllm.formats.model_card import write_card
 
-    models = dict.fromkeys(Path(one.directory) for one in stages if one.bench is not None and one.manifest.files)
+    measured = dict.fromkeys(Path(one.directory) for one in stages if one.bench is not None)
+    models = [path for path in measured if manifest_of(path).files]
+    files = [path / FIT_FILE if path.is_dir() else path for path in given]
     for path in models:
-        write_card(path, [file for file in given if file.suffix == ".json"])
+        write_card(path, [file for file in files if file.suffix == ".json" and file.is_file()])
     return [path / CARD for path in models]

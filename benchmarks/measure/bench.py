@@ -26,7 +26,7 @@ from benchmarks.measure.summary import (
 from sportsllm import console
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.manifest import directory_bytes
+from sportsllm.formats.manifest import directory_bytes, plain_name
 
 ROUNDS = 5
 MOST_ROUNDS = 8  # one more check: at most 1.6 times the time
@@ -85,7 +85,7 @@ def run_bench(
         "working_set_bytes": min(per_token, LARGEST_WORKING_SET_BYTES),
     }
     # Speeds and bandwidth take turns so that all see the same machine.
-    title = f"bench {directory.name}"
+    title = f"bench {plain_name(directory)}"
     timed = [worker_turn(settings, "speed"), worker_turn(settings, "bandwidth")]
     raw = take_turns(title, timed, check_after_rounds, is_steady, timeout_s)
     raw |= take_turns(title, [worker_turn(settings, "memory")], [MEMORY_ROUNDS], lambda _: True, timeout_s)

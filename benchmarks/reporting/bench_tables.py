@@ -225,8 +225,8 @@ def _peers(bench: Bench) -> Table:
     ]
     speeds = [*(f"generated tokens/s after {depth}" for depth in depths), *(f"first token of {x}, ms" for x in prompts)]
     notes = [
-        f"ours / best peer, {name}: {number(one.ratio)} "
-        f"({interval(one.low, one.high)}; {one.peer}; {one.better} is better)"
+        f"ours / best peer, {name.replace('_', ' ').replace('.', ' after ')}: {number(one.ratio)} "
+        f"({interval(one.low, one.high) or 'one round, no interval'}; {one.peer}; {one.better} is better)"
         for name, one in bench.against_ratios.items()
     ]
     absent = {name: one for name, one in bench.against.items() if one.status != "measured"}

@@ -11,11 +11,12 @@ from benchmarks.labels import BUDGET_DEPTH, is_number
 from benchmarks.model_size import forward_flops_per_token, training_flops_per_token
 from benchmarks.reporting.fits import FIT_FILE, Fit, read_fit
 from benchmarks.reporting.measured import Bench, Scored, as_bench
+from sportsllm.commands import find_model
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.files import read_json, read_json_lines
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.manifest import MANIFEST, Manifest, directory_bytes, manifest_of
+from sportsllm.formats.manifest import MANIFEST, Manifest, directory_bytes, manifest_of, plain_name
 from sportsllm.models.config import ModelConfig
 
 _OF_OTHERS = {"perplexity", "prompt"}  # fields in results of `eval` and `generate`, which lie beside those of `bench`
@@ -94,7 +95,7 @@ class Inputs:
 
 
 def collect(paths: Sequence[Path]) -> Inputs:
-    """Sort the report's inputs: stage directories, searches (with fit.json), bench results (.json), texts (.txt, .md).
+    """Sort the inputs: stage directories, GGUF files, searches (fit.json), bench results (.json), texts (.txt, .md).
 
     A bench result, also that of a search's finished model, belongs to the stage whose directory it measured; if that
     directory was not given, it becomes a stage itself. A directory with several results is shown once for each, named
@@ -112,7 +113,7 @@ def collect(paths: Sequence[Path]) -> Inputs:
         if path.is_dir() and (path / FIT_FILE).exists():
             fits.append(read_fit(path))
             benches.append((path.name, fits[-1].bench))
-        elif path.is_dir():
+        elif path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):
             directories.setdefault(path.resolve(), path)
         elif path.suffix == ".json" and path.is_file():
             if _OF_OTHERS & (data := read_json(path)).keys() and "tpot_ms" not in data:
@@ -123,8 +124,8 @@ def collect(paths: Sequence[Path]) -> Inputs:
             samples.append(Sample(path.stem, path.read_text(encoding="utf-8", errors="replace")))
         else:
             raise UsageError(
-                f"{path}: not found or no input of a report; give stage directories, a directory of `fit`, bench "
-                "results (.json) or sample texts (.txt)"
+                f"{path}: not found or no input of a report; give stage directories, GGUF files, a directory of `fit`, "
+                "bench results (.json) or sample texts (.txt)"
             )
     measured: dict[Path, list[tuple[str, Bench]]] = {place: [] for place in directories}
     for name, bench in benches:
@@ -153,8 +154,9 @@ def summarize(directory: Path | None, bench: Bench | None = None) -> StageSummar
         assert bench is not None
         place = Path(bench.directory)
         return StageSummary(
-            place.name, "bench", str(place), bench.parameters, bench.file_bytes, bench.bits_per_byte, bench=bench
+            plain_name(place), "bench", str(place), bench.parameters, bench.file_bytes, bench.bits_per_byte, bench=bench
         )
+    given, directory = directory, find_model(directory) if directory.is_file() else directory
     if not any((directory / name).exists() for name in (MANIFEST, "config.json", "metrics.jsonl")):
         inside = "".join(f", such as {path.parent}" for path in sorted(directory.glob(f"*/{MANIFEST}"))[:1])
         raise ArtifactError(
@@ -165,9 +167,9 @@ def summarize(directory: Path | None, bench: Bench | None = None) -> StageSummar
     parameters, tokens = manifest.figure("parameters"), manifest.figure("tokens")
     quality = manifest.figure("bits_per_byte") or manifest.figure("valid_bits_per_byte")
     return StageSummary(
-        name=directory.name or str(directory),
+        name=plain_name(given),
         command=manifest.command or "checkpoint",
-        directory=str(directory),
+        directory=str(given),
         parameters=int(parameters) if is_number(parameters) else config.parameters if config is not None else None,
         size_bytes=directory_bytes(directory) or None,
         bits_per_byte=bench.bits_per_byte if bench is not None and bench.bits_per_byte is not None else quality,

@@ -20,6 +20,7 @@ from benchmarks.runtimes import worker
 from benchmarks.runtimes.worker import OTHER, OURS
 from benchmarks.spread import agree, spread
 from sportsllm.errors import UsageError, did_you_mean
+from sportsllm.formats.manifest import plain_name
 from sportsllm.models.config import ModelConfig
 
 DEPTHS = (32, 512)
@@ -144,7 +145,7 @@ def measure_against(
     asked = {key: settings[key] for key in ("threads", "cpus")} | {"vocab_size": config.vocab_size}
     asked["depths"] = turn_depths(config.max_position_embeddings)
     failures: dict[str, ChildFailure] = {}
-    title = f"bench {directory.name} against others"
+    title = f"bench {plain_name(directory)} against others"
     turns = [_turn(runtime, asked) for runtime in entries.values()]
     raw = take_turns(
         title, turns, check_after_rounds, lambda raw: all(map(_steady, raw.values())), timeout_s, failures.__setitem__
@@ -233,8 +234,8 @@ def best_ratios(raw: Mapping[str, Sequence[Mapping[str, Any]]], others: Sequence
             "ours": middle[OURS],
             "best": middle[best],
             "ratio": statistics.median(each),
-            "low": interval.low,
-            "high": interval.high,
+            "low": None if interval.rounds == 1 else interval.low,
+            "high": None if interval.rounds == 1 else interval.high,
             "better": "higher" if better is max else "lower",
         }
     return ratios

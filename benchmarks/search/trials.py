@@ -201,7 +201,8 @@ class Trials:
         made = self._packed(student, candidate.format, qad)
         file_mb = None
         if candidate.format.quantized and self.processor == "cpu":
-            made = self._exported(made, candidate.format)
+            packed, made = made, self.directory / "exported" / f"{made.name}-{candidate.format.cache}"
+            self._run("export", export_settings(self.source, candidate.format, packed, made, self.processor))
             file_mb = directory_bytes(made) / 1e6
         interval = quality_loss(self._scores_of(made)["nats"], self._scores_of(self.source.teacher)["nats"])[1]
         return Losses(self._loss(student), self._loss(made), interval, file_mb)
@@ -299,11 +300,6 @@ class Trials:
             return checkpoint
         out = self.directory / "packed" / (f"{checkpoint.name}-{format.weights_name}" + "-trained" * bool(qad))
         self._run("quantize", quantize_settings(self.source, format, checkpoint, out, qad=qad))
-        return out
-
-    def _exported(self, packed: Path, format: ModelFormat) -> Path:
-        out = self.directory / "exported" / f"{packed.name}-{format.cache}"
-        self._run("export", export_settings(self.source, format, packed, out, self.processor))
         return out
 
     def _run(self, command: str, settings: dict[str, Any]) -> None:

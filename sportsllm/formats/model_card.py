@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, atomic_write_text, read_json, validate
 from sportsllm.formats.huggingface import OWN_MODEL_TYPE, load_config
-from sportsllm.formats.manifest import CARD, Ancestor, FileEntry, Manifest, ancestors, origin, read_manifest
+from sportsllm.formats.manifest import CARD, Ancestor, FileEntry, Manifest, ancestors, origin, plain_name, read_manifest
 from sportsllm.models.description import described_shape
 from sportsllm.text.chat import find_template
 
@@ -74,13 +74,13 @@ class Measured:
 def write_card(directory: Path, results: Sequence[Path] = ()) -> None:
     """Write the model card of a finished directory again, and its digest into the manifest.
 
-    `results` are files of `bench` and `eval`; those on other models than this one and its ancestors are ignored.
+    `results` are files of `bench`, `eval` and `fit`; those on other models than this one and its ancestors are ignored.
 
     Raises:
         ArtifactError: the directory is not finished, holds no model, or a result is damaged.
     """
     manifest = read_manifest(directory)
-    measured = [validate(Measured, read_json(path), path) for path in results]
+    measured = [validate(Measured, (read := read_json(path)).get("bench", read), path) for path in results]
     text = render_card(directory, manifest, directory, measured)
     if text is None:
         raise ArtifactError(
@@ -118,7 +118,9 @@ def render_card(directory: Path, manifest: Manifest, place: Path, results: Seque
 
     chain = [*reversed(older), Ancestor(place, manifest)]
     commands = [one.manifest.command for one in chain]
-    model_type, bits, (form, tag, library) = str(data.get("model_type", "llama")), _packed_bits(data), _FORMS[kind]
+    model_type, (form, tag, library) = str(data.get("model_type", "llama")), _FORMS[kind]
+    packed = data.get("quantization_config")
+    bits = packed["bits"] if isinstance(packed, dict) and isinstance(packed.get("bits"), int) else None
     if kind == "*.safetensors" and ("quantization_config" in data or model_type == OWN_MODEL_TYPE):
         library = _OURS
     fields = _carried(directory, manifest, older)
@@ -134,7 +136,7 @@ def render_card(directory: Path, manifest: Manifest, place: Path, results: Seque
     shown = [each for each in results if any(each.is_of(one.directory) for one in chain)]
     return _template().render(
         card_data=card_data.to_yaml(),
-        name=place.name,
+        name=plain_name(place),
         model_type=model_type,
         shape=described_shape(config),
         form=form,
@@ -164,13 +166,6 @@ def _template() -> Template:
     return environment.from_string(Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8"))
 
 
-def _packed_bits(data: JsonObject) -> int | None:
-    """Bits of packed matrices; None if they are dense or of several sizes."""
-    packed = data.get("quantization_config")
-    bits = packed.get("bits") if isinstance(packed, dict) else None
-    return bits if isinstance(bits, int) else None
-
-
 def _digits(value: float) -> str:
     """Three significant digits, without an exponent."""
     return f"{Decimal(f'{value:.3g}'):,f}"
@@ -184,7 +179,7 @@ def _texts(paths: Sequence[str] | str) -> str:
 
 def _name(one: Ancestor) -> str:
     downloaded = origin(one.directory)
-    return one.directory.name if downloaded is None else f"{downloaded['model']}@{downloaded['revision']}"
+    return plain_name(one.directory) if downloaded is None else f"{downloaded['model']}@{downloaded['revision']}"
 
 
 def _front_matter(card: Path) -> CardFields:
@@ -233,7 +228,7 @@ def _scores(results: Sequence[Measured]) -> Iterator[tuple[str, float, str]]:
     for each in results:
         for model, value in ((each.teacher, each.teacher_bits_per_byte), (each.directory, each.bits_per_byte)):
             if each.text and model and value is not None:
-                yield Path(model).name, value, _texts(each.text)
+                yield plain_name(Path(model)), value, _texts(each.text)
 
 
 def _tasks(results: Sequence[Measured]) -> Iterator[tuple[object, ...]]:
@@ -241,7 +236,7 @@ def _tasks(results: Sequence[Measured]) -> Iterator[tuple[object, ...]]:
     for one in results:
         for model, scores in ((one.teacher, one.teacher_tasks), (one.directory, one.tasks)):
             for name, score in scores.items():
-                yield Path(model or "").name, name, *(score.get(key) for key in ("metric", "value", "error"))
+                yield plain_name(Path(model or "")), name, *(score.get(key) for key in ("metric", "value", "error"))
 
 
 def _scores_of_training(chain: Sequence[Ancestor], results: Sequence[Measured]) -> list[tuple[str, float, str]]:
@@ -251,5 +246,5 @@ def _scores_of_training(chain: Sequence[Ancestor], results: Sequence[Measured]) 
         value, valid, corpus = made.figure("valid_bits_per_byte"), made.paths("valid"), made.paths("corpus")
         if value is not None and (valid or corpus):
             text = f"a part of {_texts(valid)}" if valid else f"a part of {_texts(corpus)}, held out"
-            found.append((directory.name, value, text))
+            found.append((plain_name(directory), value, text))
     return [each for each in found if each[2] == found[-1][2] and each[0] not in measured]

@@ -146,9 +146,13 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dic
     assert (front(onnx)["license"], front(onnx)["language"]) == ("mit", "en"), "what somebody wrote there stays"
     assert "## Speed" not in (onnx / "README.md").read_text(encoding="utf-8")
     bench.write_text(json.dumps({**BENCH, "directory": str(onnx), "budget": None}), encoding="utf-8")
-    result = sportsllm.report([onnx, line["int4"], bench], tmp_path / "report.md", cards=True)
-    assert result.cards == [onnx / "README.md"]
-    assert "| A Processor | 4.5 | 2,020,000 | 0.5 | 0.75 | 80 |" in (onnx / "README.md").read_text(encoding="utf-8")
+    made = {"target": "host", "chosen": "", "candidates": [], "limits": {}, "bench": json.loads(bench.read_text())}
+    (tmp_path / "fit.json").write_text(json.dumps(made), encoding="utf-8")
+    for place, given in enumerate(([onnx, line["int4"], bench], [bench], [tmp_path])):
+        write_card(onnx)
+        result = sportsllm.report(given, tmp_path / f"{place}.md", cards=True)
+        assert result.cards == [onnx / "README.md"]
+        assert "| A Processor | 4.5 | 2,020,000 | 0.5 | 0.75 | 80 |" in (onnx / "README.md").read_text(encoding="utf-8")
     assert verify_directory(onnx)[1] == [] and digest(onnx) == before
 
 

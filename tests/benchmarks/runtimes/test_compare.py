@@ -310,6 +310,7 @@ def test_ratios_are_to_the_best_runtime_round_by_round() -> None:
     assert (rate["ours"], rate["best"], rate["better"]) == (220, 100, "higher")
     assert (ratios["ttft_ms.32"]["peer"], ratios["ttft_ms.32"]["ratio"]) == ("one", 2.0)
     assert (ratios["peak_rss_bytes"]["peer"], ratios["peak_rss_bytes"]["better"]) == ("two", "lower")
+    assert best_ratios({name: rounds[:1] for name, rounds in raw.items()}, ["one"])["ttft_ms.32"]["low"] is None
     assert best_ratios({"ours": raw["ours"]}, []) == {}
     assert best_ratios(raw | {"three": [turn(400, 1, 1)] * 3}, ["one", "two"]) == ratios
 

@@ -126,6 +126,7 @@ def test_a_file_or_its_directory_stands_for_a_checkpoint(
     sportsllm.eval(moved, text=tmp_path / "text.txt", against=moved)
     said = capsys.readouterr().out
     assert said.startswith(f"{moved}: perplexity ") and f"\nagainst {moved}: " in said
+    assert sportsllm.report([moved], tmp_path / "report.md", sample=["The ball"]).stages == ["model.gguf"]
     moved.rename(file)
     assert source_gguf(out) is None
     file.with_name("second.gguf").write_bytes(b"")
