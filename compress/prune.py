@@ -217,9 +217,9 @@ def prune_checkpoint(
     signals = begun = None
     if recovery is not None:
         from compress.distillation.student import RunDirectory, StudentText, recover
-        from compress.pruning.search import after_search, finalist_name, search_directory
+        from compress.pruning.search import after_search, search_directory
 
-        begun = search_directory(out) / finalist_name(shape, search[0].tokens) if search else None
+        begun = search_directory(out) / shape.name if search else None
         signals = recovery.prepare(smaller)
     stage = job.stage(shape)
 

@@ -160,8 +160,10 @@ class Calibration:
             self._refitted[shape] = pruned.model.config, in_scratch_file(self.scratch, pruned.model.state_dict())
         return pruned
 
-    def forget(self) -> None:
-        """Free the model and its states, such as before a recovery."""
+    def forget(self, refitted: bool = False) -> None:
+        """Free the model and its states, such as before a recovery; after a search also what was refitted."""
+        if refitted:
+            self._refitted.clear()
         for name in ("model", "_known"):
             vars(self).pop(name, None)
         give_back()

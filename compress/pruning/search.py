@@ -125,13 +125,8 @@ def choose_shape(
 
 
 def search_directory(out: Path) -> Path:
-    """Where the search of a recovered checkpoint is kept, each finalist under its shape's name."""
+    """Where the search of a recovered checkpoint is kept, each finalist's first recovery under its shape's name."""
     return out.with_name(f"{out.name}.search")
-
-
-def finalist_name(shape: Shape, tokens: int) -> str:
-    """The directory of a shape that was recovered on `tokens`, in that of the search."""
-    return f"{shape.name}-{tokens}"
 
 
 def find_finalists(
@@ -223,25 +218,24 @@ def recovered_finalists(
     known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
     rows = known.get("tried", []) if known.get("fingerprint") == identity else []
     found = [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in rows]
-    if known.get("nats_before") and found and (directory / finalist_name(found[0].shape, found[0].tokens)).is_dir():
+    if known.get("nats_before") and found and (directory / found[0].shape.name).is_dir():
         log(f"{directory}: using the shape found there earlier")
         found[0] = found[0]._replace(nats_before=known["nats_before"])
         return found
     short = dataclasses.replace(job, recovery=brief, search=None)
-    for shape in (even, *shapes):
-        if (there := directory / finalist_name(shape, brief.tokens)).exists():
-            finished_manifest(there, short.stage(shape))  # refuse another search's before the cuts
+    for shape in (one for one in (even, *shapes) if (directory / one.name).exists()):
+        finished_manifest(directory / shape.name, short.stage(shape))  # refuse another search's before the cuts
     directory.mkdir(parents=True, exist_ok=True)
     close = find_finalists(calibration, shapes, [even], job.search["finalists"])
     assert calibration.text is not None, "a job with a recovery reads its text"
     text = calibration.text()  # here, since the log would take its lines
-    tried = list[Finalist]()
+    tried, where = list[Finalist](), directory
     while len(close) > 1 or not tried:
         started, others, tried = time.perf_counter(), tried[len(close) :], []
         for finalist in close:
             log(f"recovering {finalist.shape.name}, {len(tried) + 1} of {len(close)}, on {brief.tokens:,} tokens")
             with logged(directory / LOG):
-                bits = recovered(short, finalist.shape, directory / finalist_name(finalist.shape, brief.tokens))
+                bits = recovered(short, finalist.shape, where / finalist.shape.name)
             tried.append(finalist._replace(bits_per_byte=bits, tokens=brief.tokens))
         tried.sort(key=lambda one: one.bits_per_byte or 0.0)
         figures = ", ".join(f"{one.shape.name} {one.bits_per_byte:.4f}" for one in tried)
@@ -251,14 +245,16 @@ def recovered_finalists(
         tried += others
         if _LONGER * brief.tokens > _LONGEST * recovery.tokens:
             break
+        # To choose by alone: the main recovery goes on from the first, with more of its tokens at high rates.
         brief = brief_recovery(recovery, _LONGER * brief.tokens)
-        short = dataclasses.replace(short, recovery=brief)
+        short, where = dataclasses.replace(short, recovery=brief), directory / str(brief.tokens)
     cut = calibration.cut(tried[0].shape.applied_to(job.model_config()), calibration.samples, refit=True).model
     judged = validation(text.split, text.tokenizer, brief.config, keep_start=True)
     assert judged is not None, "a recovery has steps"
     tried[0] = tried[0]._replace(nats_before=judged.before(cut))
     known = {"fingerprint": identity, "tried": [one.row() for one in tried], "nats_before": tried[0].nats_before}
     atomic_write_text(directory / FOUND, json.dumps(known, indent=1) + "\n")
+    calibration.forget(refitted=True)
     return tried
 
 

@@ -191,11 +191,11 @@ def test_a_search_leaves_finished_stages_behind(
     assert len(tried) == 2 and capsys.readouterr().err.count("calibration on 4 samples") == 1
     assert tried[0]["bits_per_byte"] <= tried[1]["bits_per_byte"] and tried[0]["shape"] == result.shape
     assert tried[0]["shape"] != tried[1]["shape"] and (tmp_path / "out" / SCORES_FILE).exists()
-    brief = [read_manifest(path).results for path in (tmp_path / "out.search").iterdir() if path.is_dir()]
+    brief = [read_manifest(path.parent).results for path in (tmp_path / "out.search").rglob(WEIGHTS)]
     assert sorted(one["tokens"] for one in brief) == [128, 128, 256, 256] and tried[1]["tokens"] == 256
     assert all(one["valid_bits_per_byte"] is None for one in brief)
     assert result.valid_bits_per_byte and result.bits_per_byte_before_recovery
-    assert (result.steps, result.tokens) == (2, 512)  # the winner's brief recovery counts, and is gone on from
+    assert (result.steps, result.tokens) == (3, 512)  # the winner's first brief recovery counts, and is gone on from
     (tmp_path / "out").rename(tmp_path / "first")
     monkeypatch.setattr("compress.pruning.search.find_finalists", None)  # what was found is not sought again
     found = json.loads((tmp_path / "out.search" / FOUND).read_text(encoding="utf-8"))
@@ -211,7 +211,7 @@ def test_a_search_leaves_finished_stages_behind(
     for other in {"settings": settings | {"samples": 3}}, {"params": 0.8}, {"search": 256}:
         with pytest.raises(ConflictError, match="with other settings or inputs"):
             run(tmp_path / "out", **{"settings": settings, **given, **other})
-    with pytest.raises(ConflictError, match=r"other\.search/h.*-128.* \(samples"):  # before it cuts anything
+    with pytest.raises(ConflictError, match=r"other\.search/h.* \(samples"):  # before it cuts anything
         run(tmp_path / "other", settings | {"samples": 3}, **given)
 
 
