@@ -22,12 +22,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing PyTorch and all other packages into $(VENV), which takes some minutes"
 	@$(INSTALL) -c constraints.txt torch || $(NO_PACKAGES)
-	@$(INSTALL) -c constraints.txt -e ".[all]" || $(NO_PACKAGES)
+	@$(BIN)/python -m export.kernels.build > /dev/null 2>&1 & $(INSTALL) -c constraints.txt -e ".[all]" || $(NO_PACKAGES)
 	@$(BIN)/python -m compileall -q sportsllm compress export benchmarks
 	@$(BIN)/python -c "import onnx, onnxruntime, torch._dynamo, transformers.modeling_utils"
 	@touch $(STAMP) $(KERNELS)
 
-# The installation builds the kernels. They are built again when a source changes. Without a compiler all else works.
+# They are built beside the installation, which builds them itself if they are not there when it gets to them, and again
+# when a source changes. Without a compiler all else works.
 # Make decides before the installation, so the recipe asks again whether a source is newer.
 $(KERNELS): export/kernels/build.py $(wildcard export/kernels/*.cpp export/kernels/*.h) | $(STAMP)
 	@test -e $@ && test -z "$$(find $^ -newer $@)" || $(BIN)/python -m export.kernels.build || true

@@ -12,11 +12,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 from export.kernels.build import HERE, MACOS_TARGET, NAME, TARGET, BuildError, build, compilers
 
 
+def is_newer(made: Path, sources: list[Path]) -> bool:
+    """Whether a file is there and newer than all of some others."""
+    return made.exists() and made.stat().st_mtime > max(source.stat().st_mtime for source in sources)
+
+
 class BuildWithKernels(build_py):
     """`build_py` that compiles the library beside its sources, or beside their copies."""
 
     def run(self) -> None:
         super().run()
+        sources = [*HERE.glob("*.cpp"), *HERE.glob("*.h"), HERE / "build.py"]
+        if self.editable_mode and is_newer(HERE / NAME, sources):
+            return
         try:
             build(HERE if self.editable_mode else Path(self.build_lib) / "export" / "kernels")
         except BuildError as error:
