@@ -6,7 +6,6 @@ Resolve the inputs, calibrate, score the units, choose a shape, cut, refit, reco
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -201,43 +200,34 @@ def prune_checkpoint(
     Args:
         work: what a search has calibrated and scored already.
         resume: continue an interrupted recovery, if there is one; nothing before it is done again.
-        search: the finalists of the search that found the shape; the recovery goes on from the first one's.
+        search: the finalists of the search that found the shape, for the results.
     """
     from compress.pruning.job import Calibration
     from sportsllm.files import STATE_DIRECTORY
     from sportsllm.formats.artifact import partial_directory, run_stage
     from sportsllm.formats.checkpoint import save_checkpoint
-    from sportsllm.formats.manifest import manifest_of
     from sportsllm.models.memory import kv_cache_bytes_per_token
 
     work = work or Calibration(job, out.parent)
     full, config, recovery = load_config(job.checkpoint), job.model_config(), job.recovery
     smaller = shape.applied_to(config)
     resume = resume and any(partial_directory(out).glob(f"{STATE_DIRECTORY}*"))  # also of a run killed while it saved
-    signals = begun = None
+    signals = None
     if recovery is not None:
         from compress.distillation.student import RunDirectory, StudentText, recover
-        from compress.pruning.search import after_search, search_directory
 
-        begun = search_directory(out) / shape.name if search else None
         signals = recovery.prepare(smaller)
     stage = job.stage(shape)
 
     def make(directory: Path) -> JsonObject:
         started = time.perf_counter()
         text = None if recovery is None else (work.text or partial(StudentText.read, recovery, out))()
-        network, cut = _cut(job, work, shape, directory, resume, begun)
+        network, cut = _cut(job, work, shape, directory, resume)
         training: JsonObject = {}
         if recovery is not None and text is not None:
-            work.forget()
-            known = {} if begun is None else manifest_of(begun).results
-            mapped = recovery if begun is None else after_search(recovery, known["tokens"], search[0].nats_before)
-            mapped = mapped.matching_kept(cut["kept_layers"])
+            work.forget(refitted=bool(search))
             run = RunDirectory(directory, stage.fingerprint(), resume)
-            training = recover(network, mapped, signals, run, text)
-            if known:
-                both = ("tokens", "tokens_per_parameter", "epochs")
-                training |= {name: round(training[name] + known[name], 2) for name in both}
+            training = recover(network, recovery.matching_kept(cut["kept_layers"]), signals, run, text)
         (directory / _CUT).unlink()
         seconds = time.perf_counter() - started
         save_checkpoint(directory, network, job.checkpoint)
@@ -257,18 +247,14 @@ def prune_checkpoint(
     return PruneResult.of(run_stage(out, stage, make, resume))
 
 
-def _cut(
-    job: PruneJob, work: Calibration, shape: Shape, directory: Path, resume: bool, begun: Path | None
-) -> tuple[SportsLLM, JsonObject]:
-    """The smaller model before its recovery, or what the search made of it, and what is known of the cut.
+def _cut(job: PruneJob, work: Calibration, shape: Shape, directory: Path, resume: bool) -> tuple[SportsLLM, JsonObject]:
+    """The smaller model before its recovery, and what is known of the cut.
 
     Importance scores are written beside it. A resumed run gets a model whose weights the saved state will replace.
     """
     from compress.pruning.cut import PrunedModel, with_types
-    from compress.pruning.scores import SCORES_FILE, save_scores
+    from compress.pruning.scores import save_scores
     from sportsllm.files import atomic_write_text, read_json
-    from sportsllm.formats.checkpoint import load_checkpoint
-    from sportsllm.formats.manifest import manifest_of
     from sportsllm.models.language_model import SportsLLM
 
     full, kept = job.model_config(), directory / _CUT
@@ -278,15 +264,9 @@ def _cut(
         network = SportsLLM(with_types(smaller, full, cut["kept_layers"]))
         network.initialize(0)
         return network, cut
-    if begun is not None:
-        found = manifest_of(begun).results
-        cut = {name: found[name] for name in ("calibration_tokens", "kept_layers", "layers_tried")}
-        atomic_write_text(kept, json.dumps(cut))
-        if (begun / SCORES_FILE).exists():
-            shutil.copy(begun / SCORES_FILE, directory)
-        return load_checkpoint(begun), cut
     if job.experts is None or shape != Shape.of(full):
-        pruned = work.cut(smaller, work.samples, refit=True)
+        searched = work.job.search is not None and job.recovery is not None  # the weights that it was ranked by
+        pruned = work.cut(smaller, work.split_samples()[1] if searched else work.samples, refit=True)
         if job.scores is None:
             save_scores(directory, work.scores)
     else:

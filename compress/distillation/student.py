@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,7 +43,6 @@ class StudentTraining:
         distillation: what to learn.
         extra_holdouts: further checkpoints whose held-out text is not trained on, such as the student's start.
         reported: whether the report split is scored; not in a trial.
-        nats_before: of the report split before a trial whose weights are trained further, see `Validation`.
         reading: of all text.
     """
 
@@ -55,7 +53,6 @@ class StudentTraining:
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     extra_holdouts: tuple[Path, ...] = ()
     reported: bool = True
-    nats_before: Sequence[float] = ()
     reading: Reading = USUAL
 
     @property
@@ -187,7 +184,7 @@ def train_student(
         layers = distillation.layers(student.config, teacher.config)
         matching = HiddenMatching(student.config, teacher.config, layers, config.seed)
     judged = validation(text.split, text.tokenizer, config, has_weights)
-    judged = judged and dataclasses.replace(judged, reported=training.reported, nats_before=training.nats_before)
+    judged = judged and dataclasses.replace(judged, reported=training.reported)
     loss = distillation_loss(distillation, teacher, cache)
     with attached(student, matching):
         place(student, device, config.shard, config.tensor_parallel)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from compress.distillation.student import StudentText, StudentTraining
 
 
+RANKING_SAMPLES = 8  # all shapes of a search read the same text, so little of it tells them apart
 _IN_MEMORY, _SHARE = 1e9, 0.25  # bytes of weights, and of free memory; a cut takes up to four times the weights
 
 
@@ -137,6 +138,11 @@ class Calibration:
         drawn = calibration_samples(*source, checkpoints=models)
         log(f"calibration on {len(drawn)} samples of text, {sum(one.numel() for one in drawn):,} tokens")
         return [tokens.to(training_device(quiet=True)) for tokens in drawn]
+
+    def split_samples(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Samples that rank the shapes of a search, and the others, to which it refits them."""
+        ranking = max(1, min(RANKING_SAMPLES, len(self.samples) // 4))
+        return self.samples[:ranking], self.samples[ranking:] or self.samples
 
     @cached_property
     def scores(self) -> Scores:

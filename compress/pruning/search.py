@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.pruning.cut import loss_per_token
-from compress.pruning.job import Calibration, PruneJob
+from compress.pruning.job import RANKING_SAMPLES, Calibration, PruneJob
 from compress.pruning.shapes import WIDTH_STEP, Shape, Target, block_counter, candidate_shapes, in_family
 from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import UsageError
@@ -24,13 +24,12 @@ from sportsllm.files import JsonObject, atomic_write_text, read_json
 from sportsllm.formats.artifact import finished_manifest
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import manifest_of
-from sportsllm.training.state import validation
 
 if TYPE_CHECKING:
     from compress.distillation.student import StudentTraining
 
 LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found
-_SCORING_SAMPLES, _RANKED_SAMPLES = 8, 16  # all shapes read the same text, so little of it tells them apart
+_REFIT_SAMPLES = 16  # at least, for a ranking without a recovery
 _LEAST_CUT, _MOST_CUT = 12, 64
 _JUDGING_FRACTION = 1 / 16  # of the recovery's tokens, for all shapes that are cut
 _BRIEF_STEP = 1_024  # tokens
@@ -46,8 +45,7 @@ _REFITTED = 8, 4  # of the shapes ranked by their loss right after the cut, with
 class Finalist(NamedTuple):
     """A shape, and nats a token of calibration text right after its cut and, if shapes were ranked by it, its refit.
 
-    `bits_per_byte` is that of the text for choices after the brief recovery on `tokens`, None without one, and
-    `nats_before` the winner's before it, see `Validation`.
+    `bits_per_byte` is that of the text for choices after the brief recovery on `tokens`, None without one.
     """
 
     shape: Shape
@@ -55,7 +53,6 @@ class Finalist(NamedTuple):
     loss_after_refit: float | None
     bits_per_byte: float | None = None
     tokens: int = 0
-    nats_before: Sequence[float] = ()
 
     @property
     def loss(self) -> float:
@@ -64,8 +61,7 @@ class Finalist(NamedTuple):
 
     def row(self) -> dict[str, Any]:
         """For the results."""
-        shown = {name: value for name, value in self._asdict().items() if name != "nats_before"}
-        return {**shown, "shape": self.shape.sizes()}
+        return {**self._asdict(), "shape": self.shape.sizes()}
 
 
 def choose_shape(
@@ -142,11 +138,10 @@ def find_finalists(
         always: cut too; one of them is among two or more finalists, if it is not far behind.
         seconds: no further shape is cut after as many, and no further one refitted after twice as many.
     """
-    started, model, samples = time.perf_counter(), calibration.model, calibration.samples
-    held_out = max(1, min(_SCORING_SAMPLES, len(samples) // 4))
-    scoring, others = samples[:held_out], samples[held_out:] or samples
-    enough = 8 * model.config.intermediate_size // samples[0].numel()  # text for least squares
-    fitted = others if calibration.job.recovery is not None else others[: max(_RANKED_SAMPLES, enough)]
+    started, model = time.perf_counter(), calibration.model
+    scoring, others = calibration.split_samples()
+    enough = 8 * model.config.intermediate_size // scoring[0].numel()  # text for least squares
+    fitted = others if calibration.job.recovery is not None else others[: max(_REFIT_SAMPLES, enough)]
 
     def losses_of(shapes: Collection[Shape], refit: bool, least: int, until_s: float) -> dict[Shape, float]:
         """The losses of some shapes, in their order: of `least`, and of others as long as `until_s` has not passed."""
@@ -155,7 +150,7 @@ def find_finalists(
             for shape in shapes:
                 if len(losses) >= least and time.perf_counter() - started > until_s:
                     break
-                read = fitted if refit else fitted[:_SCORING_SAMPLES]  # which merge heads
+                read = fitted if refit else fitted[:RANKING_SAMPLES]  # which merge heads
                 pruned = calibration.cut(shape.applied_to(model.config), read, refit)
                 losses[shape] = loss_per_token(pruned.model, scoring)
                 bar.advance()
@@ -216,21 +211,18 @@ def recovered_finalists(
     assert recovery is not None and job.search is not None
     brief, identity = brief_recovery(recovery, job.search["tokens"]), job.stage(even).fingerprint()
     known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
-    rows = known.get("tried", []) if known.get("fingerprint") == identity else []
-    found = [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in rows]
-    if known.get("nats_before") and found and (directory / found[0].shape.name).is_dir():
+    if known.get("fingerprint") == identity:
         log(f"{directory}: using the shape found there earlier")
-        found[0] = found[0]._replace(nats_before=known["nats_before"])
-        return found
+        return [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in known["tried"]]
     short = dataclasses.replace(job, recovery=brief, search=None)
     for shape in (one for one in (even, *shapes) if (directory / one.name).exists()):
         finished_manifest(directory / shape.name, short.stage(shape))  # refuse another search's before the cuts
     directory.mkdir(parents=True, exist_ok=True)
-    close = find_finalists(calibration, shapes, [even], job.search["finalists"])
+    close = tried = find_finalists(calibration, shapes, [even], job.search["finalists"])
     assert calibration.text is not None, "a job with a recovery reads its text"
-    text = calibration.text()  # here, since the log would take its lines
-    tried, where = list[Finalist](), directory
-    while len(close) > 1 or not tried:
+    calibration.text()  # here, since the log would take its lines
+    where = directory
+    while len(close) > 1:
         started, others, tried = time.perf_counter(), tried[len(close) :], []
         for finalist in close:
             log(f"recovering {finalist.shape.name}, {len(tried) + 1} of {len(close)}, on {brief.tokens:,} tokens")
@@ -245,16 +237,10 @@ def recovered_finalists(
         tried += others
         if _LONGER * brief.tokens > _LONGEST * recovery.tokens:
             break
-        # To choose by alone: the main recovery goes on from the first, with more of its tokens at high rates.
         brief = brief_recovery(recovery, _LONGER * brief.tokens)
         short, where = dataclasses.replace(short, recovery=brief), directory / str(brief.tokens)
-    cut = calibration.cut(tried[0].shape.applied_to(job.model_config()), calibration.samples, refit=True).model
-    judged = validation(text.split, text.tokenizer, brief.config, keep_start=True)
-    assert judged is not None, "a recovery has steps"
-    tried[0] = tried[0]._replace(nats_before=judged.before(cut))
-    known = {"fingerprint": identity, "tried": [one.row() for one in tried], "nats_before": tried[0].nats_before}
+    known = {"fingerprint": identity, "tried": [one.row() for one in tried]}
     atomic_write_text(directory / FOUND, json.dumps(known, indent=1) + "\n")
-    calibration.forget(refitted=True)
     return tried
 
 
@@ -271,11 +257,3 @@ def brief_recovery(recovery: StudentTraining, tokens: int) -> StudentTraining:
     brief = dataclasses.replace(config, steps=steps, batch_size=batch_size, accumulation=1, warmup=warmup, seed=seed)
     brief = dataclasses.replace(brief, try_rates=False, validate_every=0)
     return dataclasses.replace(recovery, config=brief, reported=False)
-
-
-def after_search(recovery: StudentTraining, tokens: int, nats_before: Sequence[float]) -> StudentTraining:
-    """The rest of a recovery whose first `tokens` a search has read; that its rates mend the model is known then."""
-    config = recovery.config
-    steps = max(1, config.steps - tokens // config.tokens_per_step)
-    rest = dataclasses.replace(config, steps=steps, warmup=min(config.warmup, steps // 2), try_rates=False)
-    return dataclasses.replace(recovery, config=rest, nats_before=nats_before)

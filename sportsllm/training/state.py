@@ -51,18 +51,12 @@ class Validation:
         report: other text, for the figures that are reported.
         keep_start: the start has useful weights: score it too, and keep it if no step is better.
         reported: whether the report split is scored.
-        nats_before: what `before` gives, if the weights before were others than the start's.
     """
 
     selection: Validate
     report: Report
     keep_start: bool = False
     reported: bool = True
-    nats_before: Sequence[float] = ()
-
-    def before(self, model: SportsLLM) -> Sequence[float]:
-        """Nats of the report split's first documents: enough to compare with what training makes of them."""
-        return self.nats_before or self.report(model, _BEFORE_TOKENS).documents
 
 
 def validation(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig, keep_start: bool) -> Validation | None:
@@ -103,7 +97,7 @@ class RunState:
         losses: of the last few steps.
         best_step, best_bits_per_byte, best: the step with the best score on held-out text, and its trained weights.
         last_bits_per_byte: of the step that was scored last.
-        nats_before: of the start, see `Validation.before`.
+        nats_before: of the report split's first documents, enough to compare the start with what training makes of it.
     """
 
     directory: Path
@@ -130,7 +124,7 @@ class RunState:
             return None
         log("scoring held-out text before training")
         if validation.reported:
-            self.nats_before = validation.before(self.model)
+            self.nats_before = validation.report(self.model, _BEFORE_TOKENS).documents
         require_finite(score := self.consider(validation))
         return score
 

@@ -22,7 +22,7 @@ from compress.prune import PruneResult, prune
 from compress.pruning import job as jobs
 from compress.pruning.cut import loss_per_token
 from compress.pruning.scores import SCORES_FILE, load_scores
-from compress.pruning.search import FOUND, after_search, brief_recovery, find_finalists
+from compress.pruning.search import brief_recovery, find_finalists
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
@@ -195,15 +195,11 @@ def test_a_search_leaves_finished_stages_behind(
     assert sorted(one["tokens"] for one in brief) == [128, 128, 256, 256] and tried[1]["tokens"] == 256
     assert all(one["valid_bits_per_byte"] is None for one in brief)
     assert result.valid_bits_per_byte and result.bits_per_byte_before_recovery
-    assert (result.steps, result.tokens) == (3, 512)  # the winner's first brief recovery counts, and is gone on from
+    assert (result.steps, result.tokens) == (4, 512)  # those of the search are not counted
     (tmp_path / "out").rename(tmp_path / "first")
     monkeypatch.setattr("compress.pruning.search.find_finalists", None)  # what was found is not sought again
-    found = json.loads((tmp_path / "out.search" / FOUND).read_text(encoding="utf-8"))
-    found["nats_before"] = [2 * nats for nats in found["nats_before"]]  # the score before is that before the search
-    (tmp_path / "out.search" / FOUND).write_text(json.dumps(found), encoding="utf-8")
     again = run(tmp_path / "out", settings, **given)
     assert again.search == tried
-    assert again.bits_per_byte_before_recovery == pytest.approx(2 * result.bits_per_byte_before_recovery)
     assert "using the shape found there earlier" in capsys.readouterr().err
     assert weights(tmp_path / "first") == weights(tmp_path / "out")
     (tmp_path / "out.search").rename(tmp_path / "other.search")
@@ -215,9 +211,13 @@ def test_a_search_leaves_finished_stages_behind(
         run(tmp_path / "other", settings | {"samples": 3}, **given)
 
 
-def test_signals_are_made_for_the_whole_recovery_before_a_search(run: Pruning, tmp_path: Path) -> None:
-    settings = STEPS | {"finalists": 1, "signals": tmp_path / "signals"}
-    assert run(tmp_path / "out", settings, params=0.51, recover=512).steps == 3  # the search has 5%, in whole steps
+def test_signals_are_made_for_the_whole_recovery_before_a_search(
+    run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compress.pruning.search._FAR", (9.0, 9.0))
+    settings = STEPS | {"finalists": 2, "signals": tmp_path / "signals"}
+    tried = run(tmp_path / "out", settings, params=0.51, recover=512).search
+    assert [one["tokens"] for one in tried] == [128, 128]  # 5%, in whole steps
     assert json.loads((tmp_path / "signals" / "signals.json").read_text(encoding="utf-8"))["rows"] == 512 // 64
 
 
@@ -318,9 +318,9 @@ def test_shapes_are_refitted_only_to_choose_among_them(run: Pruning, monkeypatch
 
 def test_a_brief_recovery_takes_small_steps_in_another_order() -> None:
     whole = StudentTraining(Path(), TrainConfig(100, 8, sequence=256, try_rates=True, validate_every=9), ())
-    brief, rest = brief_recovery(whole, 40_000).config, after_search(whole, 40_000, [1.0]).config
+    brief = brief_recovery(whole, 40_000).config
     assert (brief.steps, brief.batch_size, brief.accumulation, brief.warmup, brief.seed) == (40, 4, 1, 2, 1)
-    assert (rest.steps, rest.warmup) == (96, 48) and not (brief.try_rates or brief.validate_every or rest.try_rates)
+    assert not (brief.try_rates or brief.validate_every)
 
 
 def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
