@@ -24,10 +24,10 @@ def missed(weight: Tensor, stored: np.ndarray, name: str) -> Tensor:
 def test_no_type_loses_more_than_by_llama_cpps_quantizer(name: str) -> None:
     weight, gram = problem(32, 512 if BLOCK_TYPES[name].blocks > 1 else 256, seed=1)  # two super-blocks a row
     importance, kind = gram.diagonal(), BLOCK_TYPES[name]
-    theirs = [
-        missed(weight, llama_cpp.quantized(weight.numpy(), name, each), name) for each in (None, importance.numpy())
-    ]
-    ours = [missed(weight, plain(weight, kind, each).pack(), name) for each in (None, importance)]
+    packed = [llama_cpp.quantized(weight.numpy(), name, each) for each in (None, importance.numpy())]
+    grids = [plain_grid(weight, kind, each) for each in (None, importance)]
+    theirs = [missed(weight, each, name) for each in packed]
+    ours = [missed(weight, grid.blocks(grid.round(weight)).pack(), name) for grid in grids]
     assert ours[0].square().sum() < theirs[0].square().sum()
     assert (ours[1].square() * importance).sum() < (theirs[1].square() * importance).sum()
     # Squared error of outputs: with feedback less than half of that with importances alone.
