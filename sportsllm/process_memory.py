@@ -12,10 +12,8 @@ _CONTAINER_LIMITS = {
     "/sys/fs/cgroup/memory/memory.limit_in_bytes": "total_rss",
 }
 # Of version 2 and 1: the microseconds of processor time, which a container has in each of how many.
-_CPU_LIMITS = {
-    "/sys/fs/cgroup/cpu.max": "/sys/fs/cgroup/cpu.max",
-    "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "/sys/fs/cgroup/cpu/cpu.cfs_period_us",
-}
+_CPU = "/sys/fs/cgroup/cpu"
+_CPU_LIMITS = {f"{_CPU}.max": f"{_CPU}.max", f"{_CPU}/cpu.cfs_quota_us": f"{_CPU}/cpu.cfs_period_us"}
 
 
 def reset_peak_rss() -> None:
@@ -57,11 +55,13 @@ def available_bytes() -> int:
 
 
 def cpu_limit() -> int | None:
-    """Whole processors, at least 1, whose time a container has; None if it has that of all."""
+    """Whole processors, at least 1, whose time a container has; None if that is no less than the cores it may use."""
     for quota, period in _CPU_LIMITS.items():
         with suppress(OSError, ValueError):  # "max" is no number
             share = int(Path(quota).read_text("ascii").split()[0]) / int(Path(period).read_text("ascii").split()[-1])
-            if 0 < share < (os.cpu_count() or 1):
+            import psutil
+
+            if 0 < share < min(psutil.cpu_count(logical=False) or sys.maxsize, len(os.sched_getaffinity(0))):
                 return max(1, int(share))
     return None
 

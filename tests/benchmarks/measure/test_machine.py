@@ -40,18 +40,18 @@ def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("quota", "period", "threads"),
-    [("300000 100000", "300000 100000", 3), ("max 100000", "max 100000", 64), (50_000, 100_000, 1), (-1, 100_000, 64)],
+    ("quota", "period", "allowed", "threads"),
+    [("3 1", "3 1", 64, 3), ("max 1", "max 1", 64, 64), (50, 100, 64, 1), (-1, 100, 64, 64), ("3 1", "3 1", 2, 2)],
 )
 def test_threads_are_no_more_than_a_container_runs(
-    quota: object, period: object, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quota: object, period: object, allowed: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, {"quota": quota, "period": period})
     monkeypatch.setattr("sportsllm.process_memory._CPU_LIMITS", {tmp_path / "quota": tmp_path / "period"})
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(allowed), raising=False)
     monkeypatch.setattr("psutil.cpu_count", lambda logical: 64)
-    assert default_threads() == threads and session_options(None).intra_op_num_threads == threads % 64
+    assert default_threads() == threads and session_options(None).intra_op_num_threads == threads % allowed
 
 
 def test_threads_get_cores_of_their_own_and_the_strong_ones(tmp_path: Path) -> None:
