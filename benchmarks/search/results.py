@@ -27,6 +27,7 @@ def summary(search: Search, chosen: Candidate, teacher_bits_per_byte: float | No
     the selection split.
     """
     considered = {one.name: one for one in [*search.ranking(), chosen, *search.found.values()]}
+    too_large = search.tried.keys() - search.small_enough().keys()
     records = []
     for candidate in considered.values():
         timed, tried = search.timed.get(candidate.name), search.tried.get(candidate.name)
@@ -43,7 +44,7 @@ def summary(search: Search, chosen: Candidate, teacher_bits_per_byte: float | No
                 "measured": timed,
                 "busy": candidate.name in search.busy,
                 "bits_per_byte": bits,
-                "within": not search.missed(candidate, sure=False),
+                "within": candidate.name not in too_large and not search.missed(candidate, sure=False),
                 "sure": not search.missed(candidate, sure=True),
             }
         )
@@ -70,7 +71,7 @@ def print_fit(console: Console, result: Mapping[str, Any]) -> None:
     Table(title, headers, rows, (0, 1, len(headers) - 1)).print(console)
     if more := len(others) + 1 - len(rows):
         console.print(f"{more} more in fit.json")
-    console.print(_choice(result, chosen, others))
+    console.print(_choice(result, chosen))
     if bench := result.get("bench"):
         console.print(_foretold(chosen, bench, result))
         console.print(verdict_line(as_budget(bench["budget"])), style="bold")
@@ -102,22 +103,22 @@ def _cells(one: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     return [*cells, ", ".join(note for note in notes if note)]
 
 
-def _choice(result: Mapping[str, Any], chosen: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
-    """Why the winner was chosen, and not the next best."""
-    name = chosen["name"]
+def _choice(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
+    """Why the winner was chosen, and not the next best by the search's ranking."""
+    name, others = chosen["name"], result["candidates"][result["candidates"].index(chosen) + 1 :]
     if result.get("dry_run"):
         return f"Nothing was tried. A search would try {'all of them' if others else 'it'}, {name} first."
     cut = "; nothing is cut" if result["whole_teacher"] else ""
     bound = f"; a larger one misses {', '.join(chosen['bound_by'])}" if chosen["bound_by"] else ""
-    rivals = [one for one in others if one["tried_tokens"] is not None and one["within"]]
+    rivals = [one for one in others if one["tried_tokens"] == chosen["tried_tokens"] and one["within"]]
     if gave_up := result.get("gave_up"):
         missed = "; ".join(f"{other} missed {', '.join(limits)}" for other, limits in gave_up.items())
         failed = result["bench"]["budget"]["verdict"] == "fail"
         why = "it misses the budget by least" if failed else "the best finished model within the budget"
         return f"Chosen: {name}{cut}: {why} ({missed})."
     if not rivals:
-        return f"Chosen: {name}{cut}{bound}: nothing else was tried."
-    best = min(rivals, key=lambda one: one["expected_loss_percent"])
+        return f"Chosen: {name}{cut}{bound}: nothing else within the budget was tried as long."
+    best = rivals[0]
     behind = best["expected_loss_percent"] - chosen["expected_loss_percent"]
     if behind > EQUAL_PERCENT:
         why = f"expected to lose {behind:.1f} points more"
@@ -131,14 +132,12 @@ def _foretold(chosen: Mapping[str, Any], bench: Mapping[str, Any], result: Mappi
     """The winner's loss after its trials and as finished, each with its interval."""
     loss, documents = bench["quality_loss_percent"], result["documents"]
     found = "not measured" if loss is None else f"measured {loss:+.1f}%{_interval(bench['quality_interval_percent'])}"
-    tried = (
-        ""
-        if chosen["expected_loss_percent"] is None
-        else (
+    tried = ""
+    if chosen["expected_loss_percent"] is not None:
+        tried = (
             f"{chosen['rounded_loss_percent']:+.1f}%{_interval(chosen['interval_percent'])} after trials on "
             f"{documents['trials']} documents, from which {chosen['expected_loss_percent']:+.1f}% is expected; "
         )
-    )
     return (
         f"Loss of bits per byte against the teacher: {tried}{found} on {documents['final']} others that no choice used"
     )
