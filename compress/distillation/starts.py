@@ -181,7 +181,7 @@ def layers_of_teacher(student: Path, teacher: Path) -> list[int] | None:
     for stage in (Ancestor(student, manifest), *ancestors(manifest, student)):
         if stage.directory.resolve() == teacher.resolve():
             return [*range(load_config(teacher).num_hidden_layers)] if kept is None else kept
-        if stage.manifest.command == "distill" and stage.manifest.text("start") != "weights":
+        if stage.manifest.command == "distill" and stage.manifest.text("start") not in ("weights", "selection"):
             return None  # layers of random weights, or of a cut that is not recorded
         if (cut := stage.manifest.results.get("kept_layers")) is not None:
             kept = cut if kept is None else [cut[layer] for layer in kept]

@@ -10,6 +10,7 @@ import torch
 
 from compress.distill import distill_student
 from compress.distillation.loss import DistillationConfig, HiddenMatching
+from compress.distillation.selection import selecting
 from compress.distillation.starts import Checkpoint, Cut, Fresh, choose_start, layers_of_teacher
 from compress.distillation.student import StudentTraining
 from compress.prune import prune_checkpoint
@@ -59,8 +60,7 @@ def write(directory: Path, config: dict[str, object]) -> Path:
 
 def cut(source: Path, layers: int, out: Path, text: Path, recovery: StudentTraining | None = None) -> list[int]:
     job = PruneJob(source, [text], samples=4, recovery=recovery)
-    shape = dataclasses.replace(Shape.of(load_config(source)), layers=layers)
-    return prune_checkpoint(job, shape, out).kept_layers
+    return prune_checkpoint(job, dataclasses.replace(Shape.of(load_config(source)), layers=layers), out).kept_layers
 
 
 def test_distilling_what_prune_wrote_equals_its_recovery(teacher: Path, corpus_file: Path, tmp_path: Path) -> None:
@@ -77,19 +77,19 @@ def test_distilling_what_prune_wrote_equals_its_recovery(teacher: Path, corpus_f
         distill_student(student, start, dataclasses.replace(training, distillation=objective), tmp_path / name)
     assert read_manifest(tmp_path / "matched").settings["layer_map"][0] == [0, 0]
     assert Checkpoint(start.shape, [tmp_path / "recovered"]).already_trained
-    recovered, matched, spread = (
-        (tmp_path / name / "model.safetensors").read_bytes() for name in ("recovered", "matched", "spread")
-    )
+    names = "recovered", "matched", "spread"
+    recovered, matched, spread = ((tmp_path / name / "model.safetensors").read_bytes() for name in names)
     assert matched == recovered != spread
 
 
 def test_layers_are_followed_through_every_stage(teacher: Path, corpus_file: Path, tmp_path: Path) -> None:
     first = cut(teacher, 4, tmp_path / "four", corpus_file)
     second = cut(tmp_path / "four", 3, tmp_path / "three", corpus_file)
-    student = str(tmp_path / "three")
     training = StudentTraining(teacher, dataclasses.replace(CONFIG, steps=1), (corpus_file,), distillation=PLAIN)
-    distill_student(student, choose_start(student, None, teacher), training, tmp_path / "trained")
-    for name in ("three", "trained"):
+    distill_student("three", choose_start(str(tmp_path / "three"), None, teacher), training, tmp_path / "trained")
+    selected = selecting(choose_start(str(tmp_path / "trained"), None, teacher), 64)
+    distill_student("trained", selected, training, tmp_path / "selected")
+    for name in ("three", "trained", "selected"):
         assert layers_of_teacher(tmp_path / name, teacher) == [first[layer] for layer in second]
     assert layers_of_teacher(tmp_path / "trained", tmp_path / "four") == second
     shutil.copytree(teacher, tmp_path / "other")
