@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -39,7 +39,6 @@ LEAST_STEPS, MOST_SWEEPS = 16, 4
 FOLLOWED, MOST_TURNS = 128, 5  # tokens of a text, and turns with and without prompt lookup
 WINDOWS, LEAST_WINDOW_S, MOST_WINDOW_S = 30, 1.0, 30.0  # of a sustained run
 Specification = Mapping[str, Any]
-StepSweeps = list[list[float]]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -167,40 +166,29 @@ def time_prompt(decoder: Decoder, tokens: Sequence[int], prompt: int, asked: Spe
     return samples
 
 
-class Window(NamedTuple):
-    """Steps around a depth: a prompt, steps to warm up, and timed steps whose mean position is the depth."""
+def window_around(depth: int, warm_up: int, steps: int) -> tuple[int, range]:
+    """Tokens of a prompt, and positions of at most `steps` timed steps after at most `warm_up` untimed ones.
 
-    prompt: int
-    warm_up: int
-    steps: int
-
-
-def window_around(depth: int, warm_up: int, steps: int) -> Window:
-    """At most `steps` timed steps centred on `depth` tokens after at most `warm_up` untimed ones.
-
-    At a depth of 32 these are 32 steps, at positions 16 to 47, so that the figure is that of its depth.
+    Their mean is the depth: at a depth of 32 these are 32 steps, at positions 16 to 47.
     """
-    steps = max(1, min(steps, depth))
+    steps = min(steps, depth)
     first = depth - steps // 2
-    warm_up = min(warm_up, first // 2)
-    return Window(max(1, first - warm_up), warm_up, steps)
+    return first - min(warm_up, first // 2), range(first, first + steps)
 
 
-def time_depth(decoder: Decoder, tokens: Sequence[int], depth: int, asked: Specification) -> StepSweeps:
+def time_depth(decoder: Decoder, tokens: Sequence[int], depth: int, asked: Specification) -> list[list[float]]:
     """Times of single steps at `depth` tokens, in ms, by sweep; see `window_around`."""
-    window, seconds = window_around(depth, asked["warm_up_steps"], asked["steps"]), asked["seconds_per_figure"]
-    warm = window.prompt + window.warm_up
-    room = warm + window.steps
-    sweeps: StepSweeps = []
-    started = time.perf_counter()
-    most = MOST_SWEEPS * max(1, 128 // window.steps)  # short windows are swept more often
+    prompt, timed = window_around(depth, asked["warm_up_steps"], asked["steps"])
+    sweeps: list[list[float]] = []
+    seconds, started = asked["seconds_per_figure"], time.perf_counter()
+    most = MOST_SWEEPS * max(1, 128 // len(timed))  # short windows are swept more often
     while not sweeps or (len(sweeps) < most and time.perf_counter() - started < seconds):
-        decoder.prefill([tokens[: window.prompt]], max_length=room)
-        for token in tokens[window.prompt : warm]:
+        decoder.prefill([tokens[:prompt]], max_length=timed.stop)
+        for token in tokens[prompt : timed.start]:
             decoder.step([token])
         sweeps.append([])
         sweep_started = time.perf_counter()
-        for token in tokens[warm:room]:
+        for token in tokens[timed.start : timed.stop]:
             sweeps[-1].append(milliseconds(functools.partial(decoder.step, [token])))
             if len(sweeps[-1]) >= LEAST_STEPS and time.perf_counter() - sweep_started > LONGEST_S:
                 break
