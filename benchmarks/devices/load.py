@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 from benchmarks.devices.schema import Device
 from benchmarks.labels import LIMITS
 from sportsllm.errors import ArtifactError, UsageError, did_you_mean
-from sportsllm.files import clip, describe, read_toml
+from sportsllm.files import atomic_write_text, clip, describe, read_toml
 from sportsllm.processors import cpuinfo
 
 DEVICES = Path(__file__).parent
@@ -137,22 +138,14 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_device(device: Device, path: Path, note: str) -> None:
-    """Write a device file, whole or not at all, after reading it back; `note` is a line of comment for its head.
+    """Write a device file, whole or not at all; `note` is a line of comment for its head.
 
     Raises:
-        ArtifactError: the written file does not read back as the device.
         OSError: the file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.stem}.partial.toml")
     content = tomli_w.dumps(device.model_dump(exclude_none=True, exclude_defaults=True))
-    try:
-        partial.write_text(f"{_HEADER}# {note}\n\n{content}", encoding="utf-8")
-        if read_device(partial) != device:
-            raise ArtifactError(f"{path}: not written, since it would not read back as the same device; report this")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    assert Device.model_validate(tomllib.loads(content)) == device
+    atomic_write_text(path, f"{_HEADER}# {note}\n\n{content}")
 
 
 def is_this_machine(device: Device, processor: str = "cpu") -> bool:
