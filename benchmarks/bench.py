@@ -17,7 +17,7 @@ from sportsllm.results import Result
 from sportsllm.settings import BENCH, LIMITS, TASKS, TEXT, parse_settings
 
 if TYPE_CHECKING:
-    from benchmarks.reporting.measured import Bench
+    from benchmarks.reporting.measured import Bench, Budget
 
 BOTH = "both"  # of --kernels: measure the native ones alone and in turns with the portable ones
 
@@ -154,9 +154,9 @@ def bench(
     finally:  # also if nobody reads the table to its end
         if out is not None:
             atomic_write_text(out, json.dumps(result, indent=1) + "\n")
-    if measured.budget is None or measured.budget.verdict == "pass":
+    if budget is None or budget.verdict == "pass":
         return BenchResult(measured=measured, figures=result)
-    complaint = f"{measured.directory}: {verdict_line(measured.budget, short=True)}; {advice(measured)}"
+    complaint = f"{measured.directory}: {verdict_line(budget, short=True)}; {advice(budget, measured.clean)}"
     return BenchResult(measured=measured, figures=result, exit_code=GateError.exit_code, complaint=complaint)
 
 
@@ -180,22 +180,20 @@ def _check(
         raise UsageError(f"--provider {provider}: --against measures all runtimes on the CPU; leave one of them out")
 
 
-def advice(measured: Bench) -> str:
+def advice(budget: Budget, clean: bool) -> str:
     """What to do if the budget is not passed."""
     from benchmarks.devices.verdict import QUALITIES
 
-    budget, qualities = measured.budget, set(QUALITIES)
-    limits = budget.limits if budget else []
-    failed = {limit.name for limit in limits if limit.verdict == "fail"}
-    if failed and failed <= qualities:
+    failed = {limit.name for limit in budget.limits if limit.verdict == "fail"}
+    if failed and failed <= QUALITIES.keys():
         return "train or distil it longer, or prune less"
     if failed:
-        noisy = failed <= {"ttft_ms", "tpot_p50_ms", "tpot_p95_ms"} and not measured.clean
+        noisy = failed <= {"ttft_ms", "tpot_p50_ms", "tpot_p95_ms"} and not clean
         return "the run was noisy: repeat it on a quiet machine" if noisy else "compress it further"
-    if budget and budget.decided_by == "prediction" and budget.efficiency is None:
+    if budget.decided_by == "prediction" and budget.efficiency is None:
         return "a GGUF file's speed and memory are not known here: bench the ONNX export of its checkpoint"
-    if unsure := [limit.value for limit in limits if limit.name in qualities and limit.verdict == "uncertain"]:
+    if unsure := [one.value for one in budget.limits if one.name in QUALITIES and one.verdict == "uncertain"]:
         return "measure the quality: --teacher and --text, or --tasks" if None in unsure else "give more held-out text"
-    if budget and budget.decided_by == "prediction":
+    if budget.decided_by == "prediction":
         return "measure it on the device (--on-device), which a prediction cannot replace"
     return "give more rounds (--set rounds=N), on a quiet machine"

@@ -7,7 +7,6 @@ figure, it is `uncertain`: an unknown figure never passes.
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -138,20 +137,18 @@ def judge(
     assert measured.keys() | predicted.figures.keys() <= LIMITS.keys()
     found = []
     for name, limit in device.limits.given().items():
-        value = measured.get(name)
-        source, ends, reason = "measured", None if value is None else (value, value), None
-        if value is not None and name in intervals:
-            ends = intervals[name]
+        source, ends, reason = None, None, None
+        if (value := measured.get(name)) is not None:
+            source, ends = "measured", intervals.get(name, (value, value))
             reason = "too little to give an interval" if ends is None else None
-        elif value is None and (value := predicted.figures.get(name)) is not None:
+        elif (value := predicted.figures.get(name)) is not None:
             factor = predicted.band.get(name, 1.0)
             source, ends = "predicted", (value / factor, value * factor)
         low, high = ends or (None, None)
         verdict: Verdict = "uncertain"
-        if value is not None and low is not None and high is not None:
-            verdict = "pass" if high <= limit else "fail" if low > limit or math.isnan(value) else "uncertain"
-        known = None if value is None else source
-        found.append(LimitVerdict(name, limit, LIMITS[name].unit, value, known, low, high, verdict, reason))
+        if low is not None and high is not None:  # NaN keeps no limit
+            verdict = "pass" if high <= limit else "uncertain" if low <= limit else "fail"
+        found.append(LimitVerdict(name, limit, LIMITS[name].unit, value, source, low, high, verdict, reason))
     return found
 
 
