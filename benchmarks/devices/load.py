@@ -164,9 +164,7 @@ def is_this_machine(device: Device, processor: str = "cpu") -> bool:
     whole = [(rule.processor, processor_name), (rule.instruction_set, instruction_set)]
     same = [wanted.lower() in read().lower() for wanted, read in parts if wanted is not None]
     same += [wanted == read() for wanted, read in whole if wanted is not None]
-    if not same or not all(same):
-        return False
-    return rule.min_memory_mb <= total_memory_mb() <= rule.max_memory_mb
+    return bool(same) and all(same) and rule.min_memory_mb <= total_memory_mb() <= rule.max_memory_mb
 
 
 def instruction_set() -> str:

@@ -127,16 +127,14 @@ def collect(paths: Sequence[Path]) -> Inputs:
                 f"{path}: not found or no input of a report; give stage directories, GGUF files, a directory of `fit`, "
                 "bench results (.json) or sample texts (.txt)"
             )
-    measured: dict[Path, list[tuple[str, Bench]]] = {place: [] for place in directories}
+    measured: dict[Path, list[tuple[str, Bench | None]]] = {place: [] for place in directories}
     for name, bench in benches:
         measured.setdefault(Path(bench.directory).resolve(), []).append((name, bench))
     stages = []
     for place, found in measured.items():
-        shown = [(name, summarize(directories.get(place), bench)) for name, bench in found]
-        if len(shown) > 1:
-            stages += [replace(stage, name=f"{stage.name} ({name})") for name, stage in shown]
-        else:
-            stages += [stage for _, stage in shown] or [summarize(directories[place])]
+        for name, result in found or [("", None)]:
+            stage = summarize(directories.get(place), result)
+            stages.append(replace(stage, name=f"{stage.name} ({name})") if len(found) > 1 else stage)
     if not stages and not fits:
         raise UsageError(
             f"{', '.join(map(str, paths))}: no stage among them; give stage directories or bench results too"
