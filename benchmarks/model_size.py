@@ -73,8 +73,7 @@ class ModelFormat(WeightFormat):
     @property
     def name(self) -> str:
         """Such as int4-b32-kv8."""
-        parts = {"-kv8": self.cache == "int8", "-standard": self.standard}
-        return self.weights_name + "".join(part for part, given in parts.items() if given)
+        return self.weights_name + "-kv8" * (self.cache == "int8") + "-standard" * self.standard
 
     @property
     def head_format(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import TIMED_STEPS, depths_that_fit, limit_lengths
 from benchmarks.measure.machine import choose_cpus, default_threads, machine
-from benchmarks.measure.process import CHECK_EVERY, DEFAULT_TIMEOUT_S, run_child, take_turns, worker_turn
+from benchmarks.measure.process import CHECK_EVERY, run_child, take_turns, worker_turn
 from benchmarks.measure.summary import (
     bandwidth_bound,
     budget_depth,
@@ -134,7 +134,7 @@ def short_bench(directory: Path, device: Device, threads: int | None = None, pro
         "depths": [] if depth is None else [depth],
         "context_tokens": memory_context,
     }
-    speed, memory = (run_child(worker_turn(settings, mode), DEFAULT_TIMEOUT_S) for mode in ("speed", "memory"))
+    speed, memory = (run_child(worker_turn(settings, mode)) for mode in ("speed", "memory"))
     timed = round_figures(speed)
     figures = {
         "file_mb": directory_bytes(directory) / 1e6,

@@ -60,16 +60,17 @@ class Turn:
     cpus: Sequence[int] | None = None
 
 
-def worker_turn(settings: Mapping[str, Any], mode: str, name: str | None = None) -> Turn:
+def worker_turn(settings: Mapping[str, Any], mode: str) -> Turn:
     """The turn that measures `settings` by a mode of `benchmarks.measure.worker`."""
     # -P: a folder called `benchmarks` where the user happens to stand is not ours.
     command = [sys.executable, "-P", "-m", "benchmarks.measure.worker", json.dumps({**settings, "mode": mode})]
     environment = {"OMP_NUM_THREADS": str(settings["threads"])}
     if mode == "bandwidth":
         environment["OPENBLAS_NUM_THREADS"] = "1"  # the probe has threads of its own
-    name = name or mode
-    what = f"bench {Path(settings['directory']).name} ({name})" if "directory" in settings else name
-    return Turn(name, command, what, environment, settings.get("cpus"))
+    what = f"{mode} of {settings['threads']} threads"
+    if "directory" in settings:
+        what = f"bench {Path(settings['directory']).name} ({mode})"
+    return Turn(mode, command, what, environment, settings.get("cpus"))
 
 
 def run_child(

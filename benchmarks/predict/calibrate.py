@@ -244,8 +244,7 @@ def read_bandwidth(counts: Sequence[int]) -> dict[int, float]:
     size, found = min(LARGEST_WORKING_SET_BYTES, available_bytes() // 4), dict[int, float]()
     for threads in counts:
         asked = {"threads": threads, "cpus": choose_cpus(threads), "working_set_bytes": size}
-        turn = worker_turn(asked, "bandwidth", f"bandwidth of {threads} threads")
-        found[threads] = float(run_child(turn, TIMEOUT_S)["bandwidth_bytes_per_s"])
+        found[threads] = float(run_child(worker_turn(asked, "bandwidth"), TIMEOUT_S)["bandwidth_bytes_per_s"])
     return found
 
 

@@ -46,6 +46,7 @@ from sportsllm.models.memory import kv_cache_bytes_per_token, state_bytes
 
 PROMPT_TOKENS, DEPTHS = 512, (32, 512, 1_024)
 PREFILL_CHUNK_TOKENS = 128  # of a prompt, as `export.runtime.decoder` reads it
+STANDARD_LAYER = 5.0  # what standard ONNX operators add to a layer, in multiples of its time
 P95_OVER_P50 = 1.25  # slow steps beside median ones: an estimate. The shipped limits allow 1.3 to 1.7
 GROWING_COPIES = 3  # buffers of a growing cache (standard operators): the kept one, past and present
 KNOWN_BYTES = "bytes"  # a term of memory that needs no coefficient
@@ -61,8 +62,8 @@ class Shares:
 
     `row` and `prompt` are shares of the arithmetic with one row and with many, `copies` the memory that weights take as
     a multiple of their bytes in the file. In multiples of a layer's time, `whole_pass` is what a pass takes beside its
-    layers, `kernel_layer` a layer in this program's kernels, and `standard_layer` what standard ONNX operators add.
-    `first` are the coefficients that hardware figures lack.
+    layers, and `kernel_layer` a layer in this program's kernels. `first` are the coefficients that hardware figures
+    lack.
     """
 
     row: Mapping[str, float]
@@ -74,7 +75,6 @@ class Shares:
     copies: Mapping[str, float]
     whole_pass: float
     kernel_layer: float
-    standard_layer: float
     first: Mapping[str, Any]
 
 
@@ -97,7 +97,6 @@ CPU = Shares(
     copies={"fp32": 1.15, "int8": 1.28, "int4": 1.3},
     whole_pass=0.55,
     kernel_layer=0.7,
-    standard_layer=5.0,
     first={
         "source": "ONNX Runtime 1.31.1 on a Zen 5 and a Zen 4 server, scaled by peak rates",
         "date": date(2026, 11, 23),
@@ -121,7 +120,6 @@ GPU = Shares(
     copies=dict.fromkeys(_GPU_PRODUCTS, 1.0),
     whole_pass=0.0,
     kernel_layer=1.0,
-    standard_layer=5.0,
     first={
         "source": "Published decoding rates of RTX 3060, 3080 and 3090; first token and memory are guesses",
         "date": date(2026, 11, 21),
@@ -224,13 +222,11 @@ class Formulas:
 
     def _groups(self) -> tuple[WeightGroup, WeightGroup]:
         """Layers and head, as they are in memory: a CPU widens float16 to float32 when it loads it."""
-        parts, half = sizes(self.config, self.stored), "fp16" not in self.shares.row
-
-        def widened(group: WeightGroup) -> WeightGroup:
-            widens = half and group.weight_format == "fp16"
-            return replace(group, weight_format="fp32", bytes=2 * group.bytes) if widens else group
-
-        return widened(parts.layers), widened(parts.head)
+        parts = sizes(self.config, self.stored)
+        layers, head = parts.layers, parts.head
+        if self.stored.precision == "fp16" and "fp16" not in self.shares.row:
+            layers, head = (replace(each, weight_format="fp32", bytes=2 * each.bytes) for each in (layers, head))
+        return layers, head
 
     def _multiply_a_row(self, terms: defaultdict[str, float], group: WeightGroup, share: float = 1.0) -> None:
         """The weights are read, then multiplied."""
@@ -246,7 +242,7 @@ class Formulas:
         """Terms of any pass through the model; standard operators take longer for a layer and copy their cache."""
         shares, layers = self.shares, self.config.num_hidden_layers
         a_layer = shares.kernel_layer if self.stored.in_kernels else 1.0
-        a_layer += shares.standard_layer * self.stored.standard
+        a_layer += STANDARD_LAYER * self.stored.standard
         terms = defaultdict[str, float](float, layer_us=shares.whole_pass + a_layer * layers)
         if self.stored.standard:
             terms["bandwidth_gb_per_s"] += cached / shares.elementwise

@@ -138,7 +138,6 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.predict.latency.this_machine", lambda: hardware)
 
 
-@pytest.mark.usefixtures("small_machine")
 def test_refusals_before_anything_is_measured(tmp_path: Path) -> None:
     for name, reason in (("mine.txt", r"mine\.toml"), ("host.toml", "shipped"), ("--.toml", "use letters, digits")):
         with pytest.raises(UsageError, match=reason):
