@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.labels import BUDGET_DEPTH, is_number
+from benchmarks.measure.summary import budget_depth
 from benchmarks.model_size import forward_flops_per_token, training_flops_per_token
 from benchmarks.reporting.fits import FIT_FILE, Fit, read_fit
 from benchmarks.reporting.measured import Bench, Scored, as_bench
@@ -68,8 +69,7 @@ class StageSummary:
         """
         found: dict[str, float | None] = {}
         if (bench := self.bench) is not None:
-            depth = bench.budget.tpot_depth_tokens if bench.budget is not None else None
-            found = bench.figures(BUDGET_DEPTH, depth or BUDGET_DEPTH)
+            found = bench.figures(BUDGET_DEPTH, budget_depth([*map(int, bench.tpot_ms)]))
         found |= {"bits_per_byte": self.bits_per_byte, "file_mb": self.size_bytes and self.size_bytes / 1e6}
         return {name: value for name, value in found.items() if value is not None}
 

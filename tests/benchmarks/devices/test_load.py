@@ -170,11 +170,12 @@ def test_devices_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines() if line[:1] == "h"] == ["\u2013", "0.125"]
 
 
-def test_a_device_with_coefficients_reads_back(tmp_path: Path) -> None:
+def test_a_device_with_coefficients_and_every_limit_reads_back(tmp_path: Path) -> None:
     """Names with control characters, quotes and letters beyond ASCII too: a processor's name is not the program's."""
     device = reference_machine()
     changes = {"title": 'a "chip"\x7f\\ \u00e9 \U0001f680', "description": "two\nlines"}
-    device = device.model_copy(update=changes | {"coefficients": resolve(device)})
+    limits = device.limits.model_copy(update=dict.fromkeys(LIMITS, 2.0))
+    device = device.model_copy(update=changes | {"coefficients": resolve(device), "limits": limits})
     path = tmp_path / "new" / "mine.toml"
     write_device(device, path, "A comment.")
     assert load_device(str(path)) == device
