@@ -34,7 +34,6 @@ HARDWARE_RANGES = {
 Kind = Literal["spec", "measured", "estimated"]
 Text = Annotated[str, Field(min_length=1)]
 Rate = Annotated[float, Field(ge=1e-3, le=1e7)]
-Microseconds = Annotated[float, Field(ge=0, le=100_000)]
 MOST_BAND = 10.0
 Factor = Annotated[float, Field(ge=1, le=MOST_BAND)]
 
@@ -144,7 +143,7 @@ class Coefficients(Strict):
     bandwidth_gb_per_s: Rate
     int8_gop_per_s: Rate
     fp32_gop_per_s: Rate
-    layer_us: Microseconds
+    layer_us: Annotated[float, Field(ge=0, le=100_000)]
     runtime_mb: Annotated[float, Field(ge=1, le=100_000)]
     weight_copies: Annotated[float, Field(ge=0.1, le=10)]
     band: Band

@@ -82,7 +82,6 @@ class Predicted:
 
 
 Verdict = Literal["pass", "fail", "uncertain"]
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def judge(
     device: Device,
     measured: Figures,
     predicted: Predicted | None = None,
-    intervals: Mapping[str, Interval | None] | None = None,
+    intervals: Mapping[str, tuple[float, float] | None] | None = None,
 ) -> list[LimitVerdict]:
     """Hold figures to a device's limits.
 

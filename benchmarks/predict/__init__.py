@@ -1,1 +1,1 @@
-"""Size, latency and memory of a model on a device, and `calibrate`. Imports devices and measure."""
+"""Latency and memory of a model on a device, what a training takes, and `calibrate`. Imports devices and measure."""

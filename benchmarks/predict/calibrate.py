@@ -58,8 +58,7 @@ def shape(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads
 
 # Few and many layers, shared and separate keys, inside a processor's caches and (48M parameters) beyond most.
 SHAPES = (shape(2_000, 128, 384, 4, 4, 4), shape(8_000, 384, 1_024, 10, 6, 2), shape(8_000, 768, 2_048, 6, 12, 12))
-INT8, INT4 = ModelFormat("int8", 128), ModelFormat("int4", 128)
-FORMATS = (ModelFormat("fp32"), INT8, INT4)
+FORMATS = (ModelFormat("fp32"), ModelFormat("int8", 128), ModelFormat("int4", 128))
 INT8_CACHE = ModelFormat("int4", 128, cache="int8")
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 _INT32, _POINTER = c.c_int32, c.c_void_p
-_TOKENS_AT_ONCE = 128  # as many as our own decoders give the logits of
 
 
 class _Settings(c.Structure):
@@ -105,7 +104,7 @@ class Engine(ABC):
 class LlamaCpp(Engine):
     """llama.cpp."""
 
-    at_once = _TOKENS_AT_ONCE
+    at_once = 128  # as many as our own decoders give the logits of
 
     def __init__(self, path: Path, context: int, threads: int) -> None:
         self._library, self._model, self._context = library(), None, None
@@ -118,7 +117,7 @@ class LlamaCpp(Engine):
         if not self._context:
             raise ValueError(f"{path}: llama.cpp does not load it, for a context of {context:,} tokens")
         self._library.llama_set_n_threads(self._context, threads, threads)
-        self._batch = self._library.llama_batch_init(_TOKENS_AT_ONCE, 0, 1)
+        self._batch = self._library.llama_batch_init(self.at_once, 0, 1)
         self.shape = {
             "vocab_size": self._library.llama_vocab_n_tokens(self._library.llama_model_get_vocab(self._model)),
             "hidden_size": self._library.llama_model_n_embd(self._model),
