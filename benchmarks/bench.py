@@ -90,7 +90,7 @@ def bench(
     """
     from benchmarks.devices.load import load_target
     from benchmarks.devices.verdict import DISTANCES, check_on_device, depths_that_fit
-    from benchmarks.measure.bench import STEPS, parse_lengths, prompts_that_fit, round_checks, run_bench
+    from benchmarks.measure.bench import STEPS, prompts_that_fit, round_checks, run_bench
     from benchmarks.measure.process import DEFAULT_TIMEOUT_S
     from benchmarks.predict.latency import predict_directory
     from benchmarks.quality import Model, task_quality, text_quality
@@ -118,7 +118,7 @@ def bench(
     if device is not None:
         check_on_device(device, on_device, placed.processor)
     context = config.max_position_embeddings  # what it has no room for is refused now rather than after minutes
-    prompts = prompts_that_fit(context, parse_lengths(found.get("prompt_lengths")))
+    prompts = prompts_that_fit(context, found.get("prompt_lengths"))
     if minutes and not depths_that_fit(context):
         raise UsageError(f"--minutes: a context of {context} tokens has no room for {STEPS} steps after a prompt")
     if runtimes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import TIMED_STEPS, depths_that_fit, limit_lengths
@@ -113,16 +113,12 @@ def run_bench(
     return {**figures, "machine": machine(), "settings": settings, "raw": raw}
 
 
-class ShortBench(NamedTuple):
-    """Figures by the names of limits, and the cores that other programs used meanwhile."""
+def short_bench(
+    directory: Path, device: Device, threads: int | None = None, provider: str = "cpu"
+) -> tuple[dict[str, float | None], float]:
+    """An export's figures by the names of `device`'s limits, and the cores that other programs used meanwhile.
 
-    figures: dict[str, float | None]
-    other_cores: float
-
-
-def short_bench(directory: Path, device: Device, threads: int | None = None, provider: str = "cpu") -> ShortBench:
-    """An export's figures by the names of `device`'s limits, from one turn of speed and one of memory: no interval.
-
+    From one turn of speed and one of memory: no interval.
     A figure is None if the context is too short for it; the time per token falls back to the deepest depth that fits.
     The memory of a GPU's budget is the card's, which is not measured.
     """
@@ -144,7 +140,7 @@ def short_bench(directory: Path, device: Device, threads: int | None = None, pro
         "tpot_p95_ms": timed.get(f"tpot_ms.{depth}.p95"),
         "quality_loss_percent": None,
     }
-    return ShortBench(figures, float(speed["other_cpu_cores"]))
+    return figures, float(speed["other_cpu_cores"])
 
 
 def round_checks(rounds: int | None, most_rounds: int | None) -> list[int]:
@@ -160,26 +156,21 @@ def round_checks(rounds: int | None, most_rounds: int | None) -> list[int]:
     return sorted({*range(least, most, CHECK_EVERY), most})
 
 
-def parse_lengths(text: str | None) -> list[int]:
-    """The numbers of `--set prompt_lengths=64,256`, each once and ascending; none if it was not given.
+def prompts_that_fit(context: int, asked: str | None = None) -> list[int]:
+    """Prompt lengths, in tokens, that time to first token is measured at: 128, 512 and those asked for as `64,256`.
 
     Raises:
-        UsageError: the text is something else.
+        UsageError: the text is something else, or a prompt is longer than the context.
     """
-    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    words = [word.strip() for word in (asked or "").split(",") if word.strip()]
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
         raise UsageError(
-            f"--set prompt_lengths={text}: give whole numbers from 1, separated by commas, for example 1,4"
+            f"--set prompt_lengths={asked}: give whole numbers from 1, separated by commas, for example 1,4"
         )
-    return sorted({int(word) for word in words})
-
-
-def prompts_that_fit(context: int, asked: Sequence[int] = ()) -> list[int]:
-    """Prompt lengths, in tokens, that time to first token is measured at: 128, 512 and those asked for."""
-    for prompt in asked:
-        if not 0 < prompt <= context:
-            raise UsageError(f"--set prompt_lengths={prompt}: must be from 1 to the context of {context} tokens")
-    return sorted({*asked, *(prompt for prompt in PROMPTS if prompt <= context)})
+    lengths = sorted({int(word) for word in words})
+    if longer := [length for length in lengths if length > context]:
+        raise UsageError(f"--set prompt_lengths={longer[0]}: must be from 1 to the context of {context} tokens")
+    return sorted({*lengths, *(prompt for prompt in PROMPTS if prompt <= context)})
 
 
 def _settings(directory: Path, threads: int | None, provider: str, kernels: str = "auto") -> dict[str, Any]:

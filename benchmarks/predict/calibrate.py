@@ -97,9 +97,9 @@ def measure_models(models: Sequence[Probe], threads: int, rounds: int) -> tuple[
     with progress_bar("small models", len(models) * rounds) as progress:
         for turn in range(rounds):
             for model in random.Random(turn).sample(models, len(models)):
-                measured = short_bench(model.directory, host, threads)
-                busiest = max(busiest, measured.other_cores)
-                for name, value in measured.figures.items():
+                measured, other_cores = short_bench(model.directory, host, threads)
+                busiest = max(busiest, other_cores)
+                for name, value in measured.items():
                     if value is not None:
                         seen.setdefault((model, name), []).append(value)
                 progress.advance(1, model.directory.name)

@@ -23,7 +23,7 @@ from benchmarks.bench import bench as run
 from benchmarks.devices.load import DEVICES, is_this_machine, load_device
 from benchmarks.devices.verdict import LimitVerdict, Verdict, check_on_device, depths_that_fit
 from benchmarks.measure import bench
-from benchmarks.measure.bench import parse_lengths, prompts_that_fit
+from benchmarks.measure.bench import prompts_that_fit
 from benchmarks.measure.machine import choose_cpus
 from benchmarks.measure.process import ChildFailure, Turn, run_child, worker_turn
 from benchmarks.measure.summary import bytes_read_per_token
@@ -65,8 +65,7 @@ def test_depths_and_prompts_fit_the_context(export: Path) -> None:
     assert depths_that_fit(128) == []
     assert prompts_that_fit(511) == [128]
     assert prompts_that_fit(512) == [128, 512]
-    assert prompts_that_fit(600, [600, 64]) == [64, 128, 512, 600]
-    assert parse_lengths("4,1,4") == [1, 4]
+    assert prompts_that_fit(600, "600, 64,64") == [64, 128, 512, 600]
     for wrong in ("301", "two", "0", "1;4", "-1"):  # refused before the text is read
         with pytest.raises(UsageError, match=f"prompt_lengths={wrong}"):
             run(export, text=[export / "absent"], settings={"prompt_lengths": wrong})

@@ -13,7 +13,6 @@ from benchmarks import device_commands
 from benchmarks.devices.load import is_this_machine, load_device, processor_name
 from benchmarks.devices.schema import Coefficients
 from benchmarks.labels import read_csv
-from benchmarks.measure.bench import ShortBench
 from benchmarks.model_size import ModelFormat
 from benchmarks.plan import plan
 from benchmarks.predict import calibrate
@@ -119,9 +118,9 @@ def test_the_band_holds_nine_tenths() -> None:
 def test_medians_of_rounds_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, times = Probe(SHAPES[0], FORMATS[0], tmp_path), [3.0, 1.0, 2.0]
 
-    def measured(*_: object) -> ShortBench:
+    def measured(*_: object) -> tuple[dict[str, float | None], float]:
         figures = {"ttft_ms": 10 * times[0], "tpot_p50_ms": times.pop(0), "peak_memory_mb": 80.0}
-        return ShortBench({**figures, "quality_loss_percent": None}, other_cores=0.5)
+        return {**figures, "quality_loss_percent": None}, 0.5
 
     monkeypatch.setattr(calibrate, "short_bench", measured)
     monkeypatch.setattr(calibrate, "wait_for_quiet", lambda cpus=None: None)
