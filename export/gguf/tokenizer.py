@@ -34,12 +34,13 @@ def tokenizer_metadata(directory: Path, config: ModelConfig) -> dict[str, Any]:
     if kind != "BPE":
         raise ArtifactError(f"{path}: is {kind}; GGUF supports byte-level and SentencePiece BPE")
     merges = data["model"]["merges"]
-    added = {item["id"]: item for item in data["added_tokens"]}
+    added = data["added_tokens"]
+    kinds = {item["id"]: TokenType.CONTROL if item["special"] else TokenType.USER_DEFINED for item in added}
     vocabulary = {number: token for token, number in data["model"]["vocab"].items()}
-    vocabulary |= {number: item["content"] for number, item in added.items()}
+    vocabulary |= {item["id"]: item["content"] for item in added}
     numbers = range(config.vocab_size)
     tokens = [vocabulary.get(number, f"[PAD{number}]") for number in numbers]
-    types = [_type_of(added.get(number)) if number in vocabulary else TokenType.UNUSED for number in numbers]
+    types: list[int] = [kinds.get(n, TokenType.NORMAL) if n in vocabulary else TokenType.UNUSED for n in numbers]
     found: dict[str, Any] = {"tokens": tokens, "token_type": types}
     if data["model"]["byte_fallback"]:
         found |= _sentencepiece(data, path, tokens, types, merges)
@@ -54,12 +55,6 @@ def tokenizer_metadata(directory: Path, config: ModelConfig) -> dict[str, Any]:
     found["add_bos_token"] = config.bos_token_id is not None and first == [config.bos_token_id]
     template, _ = find_template(directory)
     return {f"ggml.{key}": value for key, value in found.items()} | ({"chat_template": template} if template else {})
-
-
-def _type_of(added: Mapping[str, Any] | None) -> int:
-    if added is None:
-        return TokenType.NORMAL
-    return TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
 
 
 def _pre_tokenizer(data: Mapping[str, Any], path: Path) -> str:

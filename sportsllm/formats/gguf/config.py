@@ -73,19 +73,22 @@ READABLE = ("F32", "F16", *sorted(kind.name for kind in gguf.quants._type_traits
 """Types of tensors that the package `gguf` makes numbers of."""
 
 
-class _UnknownType(Exception):
-    """A tensor of a type that cannot be read: its name, and the type's name or number."""
-
-
 class _Reader(gguf.GGUFReader):  # type: ignore[misc]
     """Names the tensor whose type the package does not know."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        super().__init__(path)
 
     def _build_tensors(self, start_offs: int, fields: list[gguf.ReaderField]) -> None:
         known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
         for field in fields:
             number = int(field.parts[4][0])
-            if known.get(number) not in READABLE:
-                raise _UnknownType(bytes(field.parts[1]).decode(), known.get(number, str(number)))
+            if (kind := known.get(number, str(number))) not in READABLE:
+                name, supported = bytes(field.parts[1]).decode(), f"supported: {', '.join(READABLE)}"
+                raise ArtifactError(
+                    f"{self._path}: tensor {name!r} has type {kind}, which is not supported; {supported}"
+                )
         super()._build_tensors(start_offs, fields)
 
 
@@ -93,10 +96,8 @@ def open_gguf(path: Path) -> GGUFFile:
     """Read the header of a GGUF file.
 
     Raises:
-        ArtifactError: not there, no GGUF, cut short, damaged, one part of several, or with tensors of an unknown type.
+        ArtifactError: no GGUF, cut short, damaged, one part of several, or with tensors of an unknown type.
     """
-    if not path.is_file():
-        raise ArtifactError(f"{path}: not found; give a .gguf file")
     with path.open("rb") as stream:
         magic = stream.read(4)
     if magic != b"GGUF":
@@ -104,10 +105,6 @@ def open_gguf(path: Path) -> GGUFFile:
     try:  # the reader has no errors of its own: past the file's end it fails in whatever it does next
         reader = _Reader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except _UnknownType as error:
-        name, kind = error.args
-        known = f"which is not supported; supported: {', '.join(READABLE)}"
-        raise ArtifactError(f"{path}: tensor {name!r} has type {kind}, {known}") from None
     except (ArithmeticError, LookupError, OSError, TypeError, UnicodeError, ValueError) as error:
         raise ArtifactError(f"{path}: cut short or damaged ({error}); copy or download it again") from None
     file = GGUFFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
@@ -148,8 +145,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
     head_dim = file.value_or(values["hidden_size"] // max(heads, 1), f"{name}.attention.key_length", int)
     rotated = file.value_or(head_dim, f"{name}.rope.dimension_count", int)
     for key in ("attention.value_length", "rope.dimension_count")[: 1 if _PARALLEL in its.keys else 2]:
-        if file.value_or(head_dim, f"{name}.{key}", int) != head_dim:
-            found = file.metadata[f"{name}.{key}"]
+        if (found := file.value_or(head_dim, f"{name}.{key}", int)) != head_dim:
             raise file.error(f"{name}.{key} is {found}; only the head size, {head_dim}, is supported")
     if "token_embd.weight" not in file.tensors:
         raise file.error("tensor 'token_embd.weight' is missing; convert the model again")
@@ -318,15 +314,14 @@ def _rope_scaling(file: GGUFFile, name: str, config: ModelConfig) -> RopeScaling
     kind = file.value_or("none", f"{name}.rope.scaling.type", str)
     if kind not in ("none", "linear", "yarn"):
         raise file.error(f"{name}.rope.scaling.type is {kind!r}; only none, linear, yarn and Llama 3's are supported")
-    factors = file.tensors.get(ROPE_FACTORS)
-    if kind != "none" and factors is None:
+    if (factors := file.tensors.get(ROPE_FACTORS)) is None:
+        if kind == "none":
+            return None
         factor = _decimal(file.value(f"{name}.rope.scaling.factor", float))
         original = file.value_or(config.max_position_embeddings, f"{name}.{_ORIGINAL_CONTEXT}", int)
         if kind == "linear":
             return RopeScaling("linear", factor)
         return RopeScaling("yarn", factor, original_max_position_embeddings=original)
-    if factors is None:
-        return None
     stretch = np.asarray(factors.data, dtype=np.float64).ravel()
     scaling = RopeScaling(**{**vars(LLAMA3), "factor": _decimal(float(stretch.max()))})
     wanted = inverse_frequencies(config) / inverse_frequencies(config.with_changes(rope_scaling=scaling))

@@ -83,8 +83,7 @@ def _named_tokens(file: GGUFFile, tokens: Sequence[str]) -> dict[str, str]:
     ids = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     named = {}
     for name, key in ids.items():
-        number = file.value_or(None, f"{PREFIX}{key}_token_id", int)
-        if number is not None:
+        if (number := file.value_or(None, f"{PREFIX}{key}_token_id", int)) is not None:
             if not 0 <= number < len(tokens):
                 raise file.error(f"{PREFIX}{key}_token_id is {number}, but there are {len(tokens)} tokens")
             named[name] = tokens[number]

@@ -256,7 +256,6 @@ def test_a_file_cut_anywhere_is_refused(llama: Any, tokenizer_directory: Path, t
         file = tmp_path / "cut.gguf"
         file.write_bytes(whole[:length])
         refused(file, "not a GGUF file" if length < 4 else "cut short", tmp_path / "out")
-    refused(tmp_path / "none.gguf", "not found", tmp_path / "out")
 
 
 @pytest.mark.skipif("LLAMA_CPP_CONVERTER" not in os.environ, reason="set it to llama.cpp's convert_hf_to_gguf.py")
