@@ -88,16 +88,10 @@ class RopeScaling:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-def inverse_frequencies(config: ModelConfig, local: bool = False) -> npt.NDArray[np.float32]:
-    """Angle per position of each pair of channels, shape (rotary_size / 2,), float32 as `transformers` has it.
-
-    `local` are those of sliding layers, in a model that has a base for them.
-    """
+def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
+    """Angle per position of each pair of channels, shape (rotary_size / 2,), float32 as `transformers` has it."""
     exponent = np.arange(0, config.rotary_size, 2, dtype=np.float64) / config.rotary_size
-    base, scaling = config.rope_theta, config.rope_scaling
-    if local and config.rope_local_theta is not None:
-        base, scaling = config.rope_local_theta, None
-    inverse = 1.0 / base**exponent
+    inverse, scaling = 1.0 / config.rope_theta**exponent, config.rope_scaling
     if scaling is not None and scaling.rope_type == "longrope":
         longer = config.max_position_embeddings > scaling.original_max_position_embeddings
         inverse = inverse / np.asarray(scaling.long_factor if longer else scaling.short_factor)
@@ -155,9 +149,13 @@ def attention_factor(scaling: RopeScaling | None) -> float:
 
 
 def rope_constants(config: ModelConfig, local: bool = False) -> tuple[npt.NDArray[np.float32], np.float32]:
-    """`inverse_frequencies`, and what cosine and sine are multiplied by."""
-    own = local and config.rope_local_theta is not None  # sliding layers with a base of their own are not stretched
-    return inverse_frequencies(config, local), np.float32(1.0 if own else attention_factor(config.rope_scaling))
+    """`inverse_frequencies`, and what cosine and sine are multiplied by.
+
+    `local` are those of sliding layers, which are not stretched in a model that has a base for them.
+    """
+    if local and config.rope_local_theta is not None:
+        config = config.with_changes(rope_theta=config.rope_local_theta, rope_scaling=None)
+    return inverse_frequencies(config), np.float32(attention_factor(config.rope_scaling))
 
 
 def rope_tables(
@@ -165,7 +163,7 @@ def rope_tables(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Cosine and sine tables, each (length, rotary_size / 2) float32, for half-split (Hugging Face) rotation.
 
-    YaRN's attention factor is in them; `local` as in `inverse_frequencies`.
+    YaRN's attention factor is in them; `local` as in `rope_constants`.
     """
     positions = np.arange(length, dtype=np.float32)
     frequencies, factor = rope_constants(config, local)
