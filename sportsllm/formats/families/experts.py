@@ -63,8 +63,7 @@ def _written_apart(config: ModelConfig, experts: Experts) -> JsonObject:
 
 
 def _read_mixtral(rest: Fields) -> JsonObject:
-    experts = Experts(**_pop_experts(rest, _MIXTRAL))
-    return read_mistral(rest) | {"experts": experts}
+    return {"experts": Experts(**_pop_experts(rest, _MIXTRAL))} | read_mistral(rest)
 
 
 def _write_mixtral(config: ModelConfig) -> JsonObject | None:

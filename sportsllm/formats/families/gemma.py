@@ -16,7 +16,10 @@ CAPS = {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping"
 def _read_gemma3(rest: Fields) -> JsonObject:
     every = rest.pop("_sliding_window_pattern", None) or rest.get("sliding_window_pattern") or 6
     rest.drop("sliding_window_pattern")
-    _split_rope_parameters(rest)
+    rope = rest.get("rope_parameters") or {}
+    if "full_attention" in rope:  # transformers 5 keeps the bases of full and of sliding layers apart
+        rest["rope_parameters"] = rope["full_attention"]
+        rest["rope_local_base_freq"] = rope.get("sliding_attention", {}).get("rope_theta", 10_000.0)
     types = rest.pop("layer_types", None) or [
         "full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(rest.layers())
     ]
@@ -27,14 +30,6 @@ def _read_gemma3(rest: Fields) -> JsonObject:
         "sliding_window": rest.pop("sliding_window", 4096),
         "rope_local_theta": float(rest.pop("rope_local_base_freq", 10_000.0)),
     }
-
-
-def _split_rope_parameters(rest: Fields) -> None:
-    """The rotary bases of full and of sliding layers, which `transformers` 5 keeps apart."""
-    rope = rest.get("rope_parameters") or {}
-    if "full_attention" in rope:
-        rest["rope_parameters"] = rope["full_attention"]
-        rest["rope_local_base_freq"] = rope.get("sliding_attention", {}).get("rope_theta", 10_000.0)
 
 
 def _write_gemma3(config: ModelConfig) -> JsonObject | None:
