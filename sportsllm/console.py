@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -154,24 +154,22 @@ def progress_bar(description: str, total: float | None, done: int = 0) -> Iterat
     ]
     console, plain = Console(stderr=True), not sys.stderr.isatty()
     with Progress(*columns, console=console, disable=plain or _quiet, transient=True) as progress:
-        task = progress.add_task(description, total=total, completed=done, note="")
-        yield ProgressBar(progress, task, plain, done)
+        progress.add_task(description, total=total, completed=done, note="")
+        yield ProgressBar(progress, plain, done)
 
 
 class ProgressBar:
     """Handle that `progress_bar` yields."""
 
-    def __init__(self, progress: Progress, task: TaskID, plain: bool, done: int) -> None:
-        self._progress, self._task, self._plain, self._done = progress, task, plain, done
+    def __init__(self, progress: Progress, plain: bool, done: int) -> None:
+        self._progress, self._plain, self._done = progress, plain, done
         self._started = time.monotonic()
         self._next_line = self._started + FIRST_LINE_S
 
     def advance(self, amount: float = 1, note: str | None = None) -> None:
         """Move on by `amount`; a `note` replaces the one behind the bar."""
-        self._progress.update(self._task, advance=amount)
-        if note is not None:
-            self._progress.update(self._task, note=note)
-        task, now = next(task for task in self._progress.tasks if task.id == self._task), time.monotonic()
+        (task,), now = self._progress.tasks, time.monotonic()
+        self._progress.update(task.id, advance=amount, note=task.fields["note"] if note is None else note)
         if self._plain and now >= self._next_line and not task.finished:
             self._next_line = now + (VERBOSE_SECONDS_A_LINE if _verbose else SECONDS_A_LINE)
             parts = [task.description, str(task.fields["note"])]
