@@ -117,19 +117,19 @@ def python_command(name: str) -> Command:
 
 
 def as_given(annotation: object, value: object) -> object:
-    """A value from Python or a recipe in its type. A list may be given as its only item, `settings` as a mapping."""
+    """A value from Python or a recipe in its type, within its bounds.
+
+    A list may be given as its only item, `settings` as a mapping.
+    """
+    from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
     kinds = types_in(annotation)
     if isinstance(value, Path) and Path not in kinds:
         value = str(value)
     if {list, str} <= kinds and isinstance(value, Mapping):
         return value
-    return typed(annotation, [value] if list in kinds and isinstance(value, str | Path | int) else value)
-
-
-def typed(annotation: Any, value: object) -> object:
-    """A value in the type of an option, within its bounds."""
-    from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-
+    if list in kinds and isinstance(value, str | Path | int):
+        value = [value]
     kind: Any = annotation
     for mark in getattr(annotation, "__metadata__", ()):
         if getattr(mark, "parser", None) and isinstance(value, int | float):
@@ -202,7 +202,7 @@ def _converted(annotation: object, value: object) -> object:
             require_directory(found, "a checkpoint" if trainable else "a checkpoint or an export")
             if trainable and is_onnx_directory(found) and not any(found.glob("*.safetensors")):
                 raise ArtifactError(f"{found}: is an export; give the checkpoint that it was made from")
-    return parsed(annotation, [value] if {list, Path} <= kinds and isinstance(value, str) else value)
+    return parsed(annotation, value)
 
 
 def parsed(annotation: object, value: object) -> object:
