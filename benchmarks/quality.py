@@ -11,7 +11,7 @@ from sportsllm.formats.manifest import digest, plain_name
 from sportsllm.inference.decoder import Decoder, open_decoder, require_finite
 from sportsllm.inference.divergence import compare_documents
 from sportsllm.inference.scoring import TextScore, score_documents
-from sportsllm.results import plain
+from sportsllm.results import as_json
 from sportsllm.text.documents import Reading, read_documents
 from sportsllm.text.split import warn_if_trained_on
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
@@ -88,7 +88,7 @@ def task_quality(model: Model, teacher: Model | None, tasks: list[str], settings
     found = [run_tasks(*each.open(), tasks, settings) for each in (model, teacher) if each is not None]
     values = [[value for _, each in one.values() for value in each] for one in found]
     loss, interval = accuracy_loss(values[0], values[1]) if teacher and values[0] else (None, None)
-    scores = [{name: plain(score) for name, (score, _) in one.items()} for one in found]
+    scores = [{name: as_json(score) for name, (score, _) in one.items()} for one in found]
     return {
         "tasks": scores[0],
         "teacher_tasks": scores[1] if teacher else {},

@@ -43,7 +43,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """The fields by name, as `--json` prints them; paths are strings."""
         return {
-            field.name: plain(getattr(self, field.name))
+            field.name: as_json(getattr(self, field.name))
             for field in dataclasses.fields(self)
             if field.name not in _NOT_IN_JSON
         }
@@ -132,14 +132,14 @@ class TrainingResult(TrainingFigures, StageResult):
         )
 
 
-def plain(value: object) -> Any:
+def as_json(value: object) -> Any:
     """A value as JSON has it: records as objects, paths as strings."""
     if isinstance(value, Result):
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [as_json(item) for item in value]
     return str(value) if isinstance(value, Path) else value
