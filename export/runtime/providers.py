@@ -85,8 +85,7 @@ class Placement:
 
     def to_dict(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        found = {"name": self.provider.name, "registered": self.provider.registered}
-        found |= {"processor": self.provider.processor}
+        found = {name: getattr(self.provider, name) for name in ("name", "registered", "processor")}
         return {**found, "nodes": sum(self.taken.values()), "nodes_on_cpu": dict(self.elsewhere)}
 
     def __str__(self) -> str:

@@ -83,12 +83,12 @@ def choose_kernels(graph: Path, wanted: str = "auto", provider: Provider = CPU) 
     if not provider.is_cpu and wanted == "native":
         raise UsageError(f"--kernels native: they run on the CPU provider, not on {provider.name}; leave one flag out")
     version = called_version(graph)
-    if version is not None and not provider.is_cpu:
-        return portable("this program's own run on the CPU provider alone")
     if version is None:
         if wanted == "native":
             raise UsageError(f"--kernels native: {graph} calls none; export INT4 or INT8 blocks without --set inline")
         return portable("the graph calls none")
+    if not provider.is_cpu:
+        return portable("this program's own run on the CPU provider alone")
     library, problem = library_of(version), problem_of(version)
     if library is None or problem:
         if wanted == "native":
