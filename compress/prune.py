@@ -134,8 +134,8 @@ def prune(
     use_processor(threads, device)
     reading = take_reading(given, checkpoint)
     if recover is None:
-        names = [] if corpus is None else ["--corpus"]
-        names += [f"--set {name}" for name in given if name not in ("samples", "scores")] + ["--resume"] * resume
+        names = [f"--set {name}" for name in given if name not in ("samples", "scores")]
+        names = ["--corpus"] * bool(corpus) + names + ["--resume"] * resume + ["--seed"] * bool(seed)
         if names:
             also = ", or give --calibration" if corpus else ""
             raise UsageError(f"options of --recover: {', '.join(names)}; add --recover TOKENS{also}, or leave them out")

@@ -122,8 +122,8 @@ def quantize(
     found = parse_settings(settings, QUANTIZATION, TRAINING, STEPS, DISTILLATION, SIGNALS, TEXT)
     reading = take_reading(found, checkpoint)
     taught = {name: value for name, value in found.items() if name not in QUANTIZATION}
-    if qad is None and (corpus or taught or resume):
-        names = [*(["--corpus"] if corpus else []), *(f"--set {name}" for name in taught), *["--resume"] * resume]
+    given = {"--corpus": corpus, **{f"--set {name}": True for name in taught}, "--resume": resume, "--seed": seed}
+    if qad is None and (names := [name for name, value in given.items() if value]):
         raise UsageError(f"options of --qad: {', '.join(names)}; add --qad TOKENS or leave them out")
     config = QuantizationConfig(bits, group_size, found.get("head_bits", 8), found.get("symmetric", bits == 8))
     budget: SizeBudget | None = SizeBudget(found.get("bits_per_weight"), size_mb)
