@@ -1,8 +1,9 @@
 """Mixed precision by measurement: which matrices get 8 bits, when the file may be a little larger than with 4 bits.
 
-Matrices that read the same input share their bits, so that the runtime can multiply them together. Rounding one group
-alone costs a mean KL from the full model over calibration tokens, computed to second order. Groups get 8 bits in the
-order of KL saved per byte, as long as they fit.
+Matrices that read the same input share their bits, so that the runtime can multiply them together. So do the last
+matrices of a layer's routed experts, which the kernels run in one format. Rounding one group alone costs a mean KL from
+the full model over calibration tokens, computed to second order. Groups get 8 bits in the order of KL saved per byte,
+as long as they fit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sportsllm.formats.checkpoint import StoredModel, check_names
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.decoder import require_finite
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.description import EMBEDDING, input_groups
+from sportsllm.models.description import EMBEDDING, block_matrices
 from sportsllm.models.language_model import Block, first_positions
 from sportsllm.models.layers import Rope, softcapped
 
@@ -90,10 +91,12 @@ def measure_groups(
         gradients = kept_like(like, _last_gradients(stored, before.pop(), draws, seed))
         for layer in reversed(layers):
             block, prefix = stored.block(layer), f"model.layers.{layer}"
-            groups = [tuple(f"{prefix}.{matrix.name}" for matrix in group) for group in input_groups(block.config)]
-            weights = {
-                name: block.get_parameter(f"{name[len(prefix) + 1 :]}.weight") for group in groups for name in group
-            }
+            matrices, alike = block_matrices(block.config), dict[str, list[str]]()
+            for matrix in matrices:
+                source = "inner of experts" if matrix.routed and matrix.writes_residual else matrix.input
+                alike.setdefault(source, []).append(f"{prefix}.{matrix.name}")
+            groups = list(map(tuple, alike.values()))
+            weights = {f"{prefix}.{one.name}": block.get_parameter(f"{one.name}.weight") for one in matrices}
             squares, changes = dict.fromkeys(groups, 0.0), _watched(weights, config)
             gradients = kept_like(like, _backwards(block, stored.rope, before.pop(), gradients, changes, squares))
             sizes = {name: _extra_bytes(config, name, weight) for name, weight in weights.items()}

@@ -146,6 +146,7 @@ def test_shared_experts_keep_eight_bits(corpus_file: Path, checkpoint: Path, tmp
     assert len(always) == 4 and {bits[name] for name in always} == {8}
     found = {tuple(group["modules"]): group for group in result.sensitivity}
     assert found[("model.layers.0.mlp.shared_experts.down_proj",)]["extra_bytes"] == 0
+    assert tuple(f"model.layers.0.mlp.experts.{number}.down_proj" for number in range(4)) in found  # as kernels need
     assert {group["bits"] for group in result.sensitivity} == {4, 8}
     for names, group in found.items():
         assert {bits[name] for name in names if name not in always} <= {group["bits"]}
