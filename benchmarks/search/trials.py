@@ -36,7 +36,8 @@ from benchmarks.spread import quality_loss
 from compress.pruning.shapes import Shape
 from sportsllm.commands import load_command
 from sportsllm.console import log, logged
-from sportsllm.files import atomic_write_text, read_json
+from sportsllm.files import STATE_DIRECTORY, atomic_write_text, read_json
+from sportsllm.formats.artifact import partial_directory
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import digest, directory_bytes, manifest_of
 from sportsllm.models.config import ModelConfig
@@ -158,15 +159,6 @@ class Trials:
     patience_s: float = 60.0
     _scores: dict[tuple[Path, int], Path] = field(default_factory=dict)  # by teacher and experts, of their first cut
 
-    def teacher_with(self, vocab_size: int) -> Path:
-        """The teacher, its vocabulary cut to `vocab_size` and fine-tuned."""
-        if vocab_size == self._config.vocab_size:
-            return self.source.teacher
-        cut, tuned = self.directory / f"vocabulary-{vocab_size}", self.directory / f"teacher-{vocab_size}"
-        for command, settings in vocabulary_stages(self.source, cut, tuned, vocab_size, self.tuning_tokens):
-            self._run(command, settings)
-        return tuned
-
     def best_right_after_the_cut(self, shapes: Sequence[Shape], count: int, seconds: float) -> list[Shape]:
         """The best of some shapes by the loss after cut and refit, without training, found in about `seconds`;
         kept for a search that is run again."""
@@ -279,8 +271,12 @@ class Trials:
         return 100 * (self.bits_per_byte(directory) / self.bits_per_byte(self.source.teacher) - 1)
 
     def _student(self, size: Size, tokens: int) -> Path:
-        """The cut teacher, recovered; the teacher itself if no dimension is cut."""
-        shape, whole, teacher = size.shape, Shape.of(self._config), self.teacher_with(size.vocab_size)
+        """The cut teacher, recovered, after a cut of its vocabulary; the teacher itself if no dimension is cut."""
+        shape, whole, teacher, vocabulary = size.shape, Shape.of(self._config), self.source.teacher, size.vocab_size
+        if vocabulary != self._config.vocab_size:
+            cut, teacher = self.directory / f"vocabulary-{vocabulary}", self.directory / f"teacher-{vocabulary}"
+            for command, settings in vocabulary_stages(self.source, cut, teacher, vocabulary, self.tuning_tokens):
+                self._run(command, settings)
         if shape == whole:
             return teacher
         out = self.directory / "recovered" / f"{size.name}-{tokens}"
@@ -304,6 +300,8 @@ class Trials:
 
     def _run(self, command: str, settings: dict[str, Any]) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
+        if any(partial_directory(settings["out"]).glob(f"{STATE_DIRECTORY}*")):
+            settings["resume"] = True
         with logged(self.directory / LOG):
             load_command(command)(**settings)
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from functools import cache
@@ -23,10 +22,10 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.settings import TRAINING
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.loop import _Run
 from sportsllm.training.settings import TrainConfig
 from tests.support.command_line import CommandLine
 from tests.support.disk import full_disk
+from tests.support.training import interrupted_in_step
 
 ROOT = Path(__file__).resolve().parents[2]
 CLI = [sys.executable, "-m", "sportsllm.cli"]
@@ -114,7 +113,6 @@ def test_train_distill_quantize_prune_verify(
     keys = {"out", "parameters", "size_bytes", "seconds", "tokens", "tokens_per_s", "loss", "valid_bits_per_byte"}
     assert keys | {"peak_rss_bytes"} <= run(*small, "--steps", 2).keys()
     assert run(*small, "--steps", 2)["cached"] is True
-    cli.refuses(6, "other settings", *small, "--steps", 3)
     # The bare command: teacher by preset name, corpus from its manifest, output from the student's name.
     few = ["--steps", 1, "--batch-size", 2, "--set", "accumulation=1", "--sequence", 32]
     distill = ["distill", "--teacher", "tiny-300k", "--student"]
@@ -136,21 +134,11 @@ def test_train_distill_quantize_prune_verify(
 def test_interrupt_saves_and_resume_finishes(
     matches: Path, tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C comes from within: from outside it may come after the last step on a busy machine."""
     arguments = [str(a) for a in train(matches / "train.jsonl", tmp_path / "out", "--steps", 40)]
-    take_step = _Run.take_step
-
-    def interrupted(run: _Run, *given: Any) -> Any:
-        if run.state.step == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-        return take_step(run, *given)
-
-    with monkeypatch.context() as changed:
-        changed.setattr(_Run, "take_step", interrupted)
+    with interrupted_in_step(6):
         code, _, err = cli(*arguments)
     assert code == 130 and "after step 6 of 40" in err, err
     assert "--resume" in err and not (tmp_path / "out").exists()
-    cli.refuses(6, "add --resume", *arguments)
     (tmp_path / "other.partial").mkdir()
     for given, again in (("out", " with --resume"), ("out.partial", " with --resume"), ("other", "")):
         code, _, err = cli("quantize", tmp_path / given, "--out", tmp_path / "int4")

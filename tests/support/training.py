@@ -5,16 +5,18 @@ import itertools
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from torch import Tensor
 from torch.autograd.profiler import profile
 
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.settings import TRAINING
 from sportsllm.text.packing import Batch
-from sportsllm.training.loop import Loss, language_model_loss
+from sportsllm.training.loop import Loss, _Run, language_model_loss
 from sportsllm.training.settings import TrainConfig
 
 _OPTIONS = ("steps", "batch_size", "sequence", "learning_rate", "seed")
@@ -38,6 +40,21 @@ def interrupted_at(batch: int, number: signal.Signals = signal.SIGINT) -> Loss:
         return language_model_loss(model, of)
 
     return loss
+
+
+@contextmanager
+def interrupted_in_step(number: int) -> Iterator[None]:
+    """Ctrl-C in the nth step of a training, which that step still ends."""
+    take_step = _Run.take_step
+
+    def interrupted(run: _Run, *given: Any) -> Any:
+        if run.state.step == number - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return take_step(run, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Run, "take_step", interrupted)
+        yield
 
 
 def diverging_at(*batches: int) -> Loss:

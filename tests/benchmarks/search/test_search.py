@@ -34,6 +34,7 @@ from sportsllm.models.config import Experts, ModelConfig, Selection
 from sportsllm.models.presets import preset
 from sportsllm.verbs.run import RunResult, load_recipe
 from tests.support.models import tiny_config
+from tests.support.training import interrupted_in_step
 
 TEACHER = tiny_config(  # with room for the tokens that limits speak of
     num_hidden_layers=4, intermediate_size=256, hidden_size=128, num_attention_heads=8, max_position_embeddings=1_024,
@@ -609,6 +610,12 @@ def test_the_table_breaks_no_number_and_the_next_best_is_comparable(capsys: pyte
     shown = capsys.readouterr().out
     assert any(" ".join(text.split()).startswith(cells) for text in shown.splitlines())
     assert "\n2 more in fit.json\n" in shown and "Next best: 2, expected to lose 1.0 points more" in shown
+
+
+def test_an_interrupted_trial_is_continued(fresh: Line) -> None:
+    for step in (1, 2):
+        with interrupted_in_step(step), pytest.raises(InterruptedRun):
+            fresh.fit(effort=Effort(tokens=1_024, search_tokens=512, finalists=1))
 
 
 def test_a_smaller_vocabulary_is_a_candidate_and_must_be_smaller(fresh: Line) -> None:

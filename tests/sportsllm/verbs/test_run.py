@@ -1,11 +1,8 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
 from sportsllm.verbs.run import _fingerprint, load_recipe, run
 from tests.support.forked import program
+from tests.support.training import interrupted_in_step
 
 ROOT = Path(__file__).resolve().parents[3]
 GOOD = """
@@ -163,20 +161,10 @@ def test_a_failing_stage_is_named_and_one_is_needed(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_stage_is_taken_up_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, GOOD.replace("steps = 1", "steps = 60"))
-    metrics = tmp_path / "out" / "model.partial" / "metrics.jsonl"
-
-    def interrupt() -> None:
-        deadline = time.monotonic() + 60
-        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(InterruptedRun, match=r"'model': interrupted; run the same command again to continue$"):
+    path = write(tmp_path, GOOD.replace("steps = 1", "steps = 2"))
+    again = r"'model': interrupted; run the same command again to continue$"
+    with interrupted_in_step(1), pytest.raises(InterruptedRun, match=again):
         run(path, tmp_path / "out")
-    thread.join()
     result = run(path, tmp_path / "out")
     assert [row.cached for row in result.stages] == [True, False, False]
     assert "continuing the interrupted run" in capsys.readouterr().err
