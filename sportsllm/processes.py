@@ -97,11 +97,6 @@ def rank() -> int:
     return int(os.environ["RANK"]) if count() > 1 else 0
 
 
-def local_rank() -> int:
-    """The number of this process on its machine, which is that of its GPU."""
-    return int(os.environ["LOCAL_RANK"]) if count() > 1 else 0
-
-
 def share_sequences(among: int, in_stages: bool = False) -> None:
     """Compute the same sequences in every `among` processes, a part of every matrix in each or some layers.
 

@@ -5,6 +5,7 @@ torch is imported inside functions, so that sizes can be planned without it.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import warnings
@@ -74,7 +75,7 @@ def find_device(name: str, flag: str = "--device") -> torch.device:
         return torch.device("cpu")
     if number and processes.count() > 1:
         raise UsageError(f"{flag} {name}: each process has a GPU of its own; use cuda")
-    place = int(number or processes.local_rank())
+    place = int(number or (os.environ["LOCAL_RANK"] if processes.count() > 1 else 0))
     if place >= gpus:
         error = UsageError if number else ResourceError  # every process prints the latter: others have a GPU
         raise error(f"{flag} {name}: there is no GPU {place}; CUDA GPUs here are 0 to {gpus - 1}")

@@ -17,8 +17,8 @@ from torch import Tensor
 from compress.distillation.teacher import load_teacher, teacher_logits
 from compress.distillation.teacher_cache import FORMAT, SIGNALS, CachedBatches, CacheInfo, sample_sparse, shard_name
 from sportsllm.console import ProgressBar, log, progress_bar
-from sportsllm.errors import InterruptedRun, UsageError
-from sportsllm.files import STATE_DIRECTORY, JsonObject, read_json, write_json
+from sportsllm.errors import InterruptedRun
+from sportsllm.files import STATE_DIRECTORY, JsonObject, write_json
 from sportsllm.formats.artifact import Stage, partial_directory, replace_state, run_stage
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.formats.huggingface import load_config
@@ -71,7 +71,7 @@ def make_teacher_cache(training: StudentTraining, info: CacheInfo, out: Path) ->
                 f"note: the corpus has {batches.rows_per_epoch:,} rows of {info.sequence}; "
                 f"{info.rows:,} rows go through it again"
             )
-        missing = _missing_shards(directory, stage.fingerprint(), info)
+        missing = _missing_shards(directory, info)
         teacher = load_teacher(training.teacher, training.distillation.teacher_precision, training_device())
         with progress_bar("signals", sum(len(rows) for _, rows in missing) * info.sequence) as bar:
             for number, rows in missing:
@@ -114,14 +114,8 @@ def _stored_rows(
         bar.advance(len(part) * info.sequence)
 
 
-def _missing_shards(directory: Path, identity: str, info: CacheInfo) -> list[tuple[int, range]]:
+def _missing_shards(directory: Path, info: CacheInfo) -> list[tuple[int, range]]:
     """Number and rows of the shards that an interrupted run did not finish; all without one."""
-    state = directory / STATE_DIRECTORY / "state.json"
-    if state.exists() and read_json(state).get("identity") != identity:
-        raise UsageError(
-            f"{state.parent}: was saved by a run with other settings or inputs; resume with the same ones, "
-            f"or remove {directory}"
-        )
     for path in directory.glob("*.part"):  # half a shard of a run that was killed
         path.unlink()
     return [(number, rows) for number, rows in enumerate(info.shards) if not _is_whole(directory / shard_name(number))]

@@ -38,7 +38,7 @@ from sportsllm.models.config import ModelConfig, Selection
 from sportsllm.models.kinds import index_pairs
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import GroupedQueryAttention
-from sportsllm.models.selection import selected_attention
+from sportsllm.models.selection import SelectedAttention
 from sportsllm.training import settings
 
 _INDEX_PARTS = 2
@@ -111,7 +111,8 @@ def selecting(start: Fresh, tokens: int) -> Selecting:
 def start_index(student: SportsLLM, model: SportsLLM, samples: Sequence[Tensor]) -> None:
     """Set the indexer of `student`, which has the weights of `model`, in place; samples are token ids, (1, T) each."""
     states_BTD: Sequence[Tensor] = [model.embedded(tokens) for tokens in samples]
-    for block, ours in zip(blocks_of(model), selected_attention(student), strict=True):
+    selectors = [module for module in student.modules() if isinstance(module, SelectedAttention)]
+    for block, ours in zip(blocks_of(model), selectors, strict=True):
         attention = block.self_attn
         assert isinstance(attention, GroupedQueryAttention)
         with summed({0: (attention, partial(_sums, attention))}) as sums:

@@ -19,9 +19,9 @@ from compress.pruning.cut import loss_per_token
 from compress.pruning.job import RANKING_SAMPLES, Calibration, PruneJob
 from compress.pruning.shapes import WIDTH_STEP, Shape, Target, block_counter, candidate_shapes, in_family
 from sportsllm.console import log, logged, progress_bar
-from sportsllm.errors import UsageError
-from sportsllm.files import JsonObject, atomic_write_text, read_json
-from sportsllm.formats.artifact import finished_manifest
+from sportsllm.errors import ConflictError, UsageError
+from sportsllm.files import STATE_DIRECTORY, JsonObject, atomic_write_text, read_json
+from sportsllm.formats.artifact import check_state, finished_manifest, partial_directory
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import manifest_of
 
@@ -109,7 +109,7 @@ def choose_shape(
         if job.recovery is None:
             found = find_finalists(work, shapes, [shape], 1)
         else:
-            found = recovered_finalists(work, shapes, shape, search_directory(out), recovered)
+            found = recovered_finalists(work, shapes, shape, out, recovered)
         shape = found[0].shape
     reached = block_counter(config)(shape) / config.block_parameters
     if reached < _NEAR * share:
@@ -118,11 +118,6 @@ def choose_shape(
             f"{WIDTH_STEP} and heads stay whole; give dimensions to come closer"
         )
     return shape, found
-
-
-def search_directory(out: Path) -> Path:
-    """Where the search of a recovered checkpoint is kept, each finalist's first recovery under its shape's name."""
-    return out.with_name(f"{out.name}.search")
 
 
 def find_finalists(
@@ -196,10 +191,10 @@ def recovered_finalists(
     calibration: Calibration,
     shapes: Sequence[Shape],
     even: Shape,
-    directory: Path,
+    out: Path,
     recovered: Callable[[PruneJob, Shape, Path], float],
 ) -> list[Finalist]:
-    """Finalists among some shapes, recovered briefly inside `directory`, best first; close ones again, for longer.
+    """Finalists among some shapes, recovered briefly beside `out`, best first; close ones again, for longer.
 
     A finished search is found there again by a second run, such as one that goes on with the main recovery.
 
@@ -208,15 +203,20 @@ def recovered_finalists(
         recovered: given the job of a brief recovery, a shape and its directory, bits per byte of the text for choices.
     """
     job, recovery = calibration.job, calibration.job.recovery
+    directory = out.with_name(f"{out.name}.search")  # has each finalist's first recovery under its shape's name
     assert recovery is not None and job.search is not None
     brief, identity = brief_recovery(recovery, job.search["tokens"]), job.stage(even).fingerprint()
     known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
     if known.get("fingerprint") == identity:
         log(f"{directory}: using the shape found there earlier")
         return [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in known["tried"]]
+    if (unfinished := partial_directory(out) / STATE_DIRECTORY).exists():
+        raise ConflictError(f"{unfinished.parent}: keeps an interrupted run with other settings; remove it")
     short = dataclasses.replace(job, recovery=brief, search=None)
-    for shape in (one for one in (even, *shapes) if (directory / one.name).exists()):
-        finished_manifest(directory / shape.name, short.stage(shape))  # refuse another search's before the cuts
+    there = {path.name.removesuffix(".partial") for path in directory.glob("*")}
+    for shape in (one for one in (even, *shapes) if one.name in there):  # refuse another search's before the cuts
+        if finished_manifest(made := directory / shape.name, stage := short.stage(shape)) is None:
+            check_state(partial_directory(made), stage.fingerprint())
     directory.mkdir(parents=True, exist_ok=True)
     close = tried = find_finalists(calibration, shapes, [even], job.search["finalists"])
     assert calibration.text is not None, "a job with a recovery reads its text"

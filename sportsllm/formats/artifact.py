@@ -138,6 +138,7 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
         has_state = (partial / STATE_DIRECTORY).exists()
         if has_state and not resume:
             raise ConflictError(f"{partial}: keeps an interrupted run; add --resume to its command, or remove it")
+        check_state(partial, stage.fingerprint())
         if resume and not has_state:
             log(f"{out}: no interrupted run to resume; starting from the beginning")
         if not has_state and partial.exists():
@@ -179,6 +180,15 @@ def began(out: Path) -> bool:
         with suppress(ArtifactError, LookupError, TypeError):
             saved_by = set(read_json(partial_directory(out) / name / STATE_FILE)[LAUNCHES])
     return processes.from_first("" if saved_by.isdisjoint(now) else "yes") == "yes"
+
+
+def check_state(partial: Path, identity: str) -> None:
+    """Raise a UsageError if a run with another fingerprint saved the state."""
+    state = partial / STATE_DIRECTORY
+    if (state / STATE_FILE).exists() and read_json(state / STATE_FILE).get("identity") != identity:
+        raise UsageError(
+            f"{state}: was saved by a run with other settings or inputs; resume with the same ones, or remove {partial}"
+        )
 
 
 def replace_state(partial: Path, fresh: Path) -> None:

@@ -194,8 +194,3 @@ class SelectedAttention(GroupedQueryAttention):
         queries, key = turned(self.index_q_proj(read)), turned(self.index_k_proj(read))
         heads = self.config.chosen_selection.heads
         return (*self.heads(x_BTD, rope), queries.view(batch, new, heads, -1), key)
-
-
-def selected_attention(model: nn.Module) -> list[SelectedAttention]:
-    """The attention of every layer of a model whose layers all select tokens."""
-    return [module for module in model.modules() if isinstance(module, SelectedAttention)]

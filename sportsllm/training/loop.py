@@ -83,7 +83,7 @@ def train_model(
         loss: summed loss of one batch; its mean over the step's scored tokens is minimised.
         directory: gets metrics.jsonl, and `state/` when the run is interrupted or every ten minutes.
         validation: scores held-out text every `validate_every` steps and at the end; the best weights stay.
-        identity: fingerprint of the run; a state saved by another run is refused.
+        identity: fingerprint of the run, saved with its state.
         resume: continue from `directory`/state if there is one, bit for bit on a CPU.
 
     Raises:

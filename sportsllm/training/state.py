@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sportsllm import processes
 from sportsllm.console import log
-from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
+from sportsllm.errors import ArtifactError, InterruptedRun
 from sportsllm.files import STATE_DIRECTORY, JsonObject, read_json
 from sportsllm.formats.artifact import LAUNCHES, STATE_FILE, replace_state
 from sportsllm.formats.checkpoint import save_tensors
@@ -212,17 +212,13 @@ class RunState:
         """Restore what `save` wrote, in place.
 
         Raises:
-            UsageError: the state belongs to a run with other settings.
             ArtifactError: it is damaged.
         """
         source = self.directory / STATE_DIRECTORY
         state = read_json(source / STATE_FILE)
         try:
-            if state["config"] != json.loads(json.dumps(asdict(self.config))) or state["identity"] != self.identity:
-                raise UsageError(
-                    f"{source}: was saved by a run with other settings or inputs; resume with the same ones, "
-                    f"or remove {self.directory}"
-                )
+            if state["config"] != json.loads(json.dumps(asdict(self.config))):
+                raise ValueError("its settings are not those of its run")
             if processes.rank() == 0 and state[_FILES] != _checksums(source):
                 raise ValueError("a file is missing, cut or changed")
             processes.wait()

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import signal
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from compress.distillation import student
 from compress.distillation.student import StudentTraining
 from compress.prune import PruneResult, prune
 from compress.pruning import job as jobs
@@ -25,17 +24,19 @@ from compress.pruning.scores import SCORES_FILE, load_scores
 from compress.pruning.search import brief_recovery, find_finalists
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
+from sportsllm.files import STATE_DIRECTORY
+from sportsllm.formats.artifact import STATE_FILE
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.formats.safetensors import INDEX, WEIGHTS
 from sportsllm.models.config import Experts
-from sportsllm.training import loop
 from sportsllm.training.settings import TrainConfig
 from tests.support.checkpoint_files import edit_json
 from tests.support.disk import full_disk
 from tests.support.models import saved, tiny_config, tiny_model
 from tests.support.pretend_gpu import DEVICE, pretended_gpu
+from tests.support.training import interrupted_in_step
 
 STEPS = {"batch_size": 2, "accumulation": 1, "sequence": 64, "learning_rate": 1e-3}
 
@@ -209,6 +210,12 @@ def test_a_search_leaves_finished_stages_behind(
             run(tmp_path / "out", **{"settings": settings, **given, **other})
     with pytest.raises(ConflictError, match=r"other\.search/h.* \(samples"):  # before it cuts anything
         run(tmp_path / "other", settings | {"samples": 3}, **given)
+    finalist = next((tmp_path / "other.search").glob("h*")).name
+    for unfinished in f"third.search/{finalist}.partial", "third.partial":
+        (state := tmp_path / unfinished / STATE_DIRECTORY).mkdir(parents=True)
+        (state / STATE_FILE).write_text('{"identity": "another run"}', encoding="utf-8")
+        with pytest.raises((ConflictError, UsageError), match=f"{unfinished}.* with other settings"):
+            run(tmp_path / "third", settings, **given)
 
 
 def test_signals_are_made_for_the_whole_recovery_before_a_search(
@@ -336,21 +343,11 @@ def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
     run.checkpoint = saved(tmp_path / "full", model, tokenizer_directory)
     given: dict[str, Any] = {"intermediate": 64, "layers": 1, "recover": 512, "resume": True}  # none yet: it starts
     whole = run(tmp_path / "whole", STEPS, **given)
-    step, taken, load = loop._Run.take_step, list[int](), jobs.load_checkpoint
-    full = WeakSet[Any]()
-
-    def interrupted(self: Any, *arguments: Any) -> Any:
-        assert not full, "the full model is freed before the recovery"
-        taken.append(1)
-        if len(taken) == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return step(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "take_step", interrupted)
+    load, recover, full = jobs.load_checkpoint, student.recover, WeakSet[Any]()
+    with monkeypatch.context() as patch, interrupted_in_step(2), pytest.raises(InterruptedRun):
         patch.setattr(jobs, "load_checkpoint", lambda path: full.add(model := load(path)) or model)
-        with pytest.raises(InterruptedRun):
-            run(tmp_path / "out", STEPS, **given)
+        patch.setattr(student, "recover", lambda *of: pytest.fail("the full model stays") if full else recover(*of))
+        run(tmp_path / "out", STEPS, **given)
     monkeypatch.setattr(jobs.Calibration, "samples", property(lambda self: pytest.fail("calibrated again")))
     result = run(tmp_path / "out", STEPS, **given)
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")

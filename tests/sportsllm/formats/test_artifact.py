@@ -77,8 +77,11 @@ def test_saved_state_survives_and_needs_resume(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(RuntimeError), output_directory(out, stage, resume=True) as partial:
         assert "no interrupted run to resume; starting from the beginning" in capsys.readouterr().err.replace("\n", " ")
         (partial / STATE_DIRECTORY).mkdir()
+        (partial / STATE_DIRECTORY / "state.json").write_text(json.dumps({"identity": stage.fingerprint()}))
         raise RuntimeError
     with pytest.raises(ConflictError, match="add --resume"), output_directory(out, stage):
+        pass
+    with pytest.raises(UsageError, match="other settings"), output_directory(out, Stage("distill", {}), resume=True):
         pass
     with output_directory(out, stage, resume=True):
         pass

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sportsllm.errors import InterruptedRun, UsageError
+from sportsllm.errors import InterruptedRun
 from sportsllm.files import read_json_lines
 from sportsllm.inference.scoring import TextScore
 from sportsllm.models.config import ModelConfig
@@ -44,11 +44,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(
 
     assert threading.current_thread() is threading.main_thread()
     with pytest.raises(InterruptedRun, match="after step 3 of 6"):
-        train_model(half, batches, interrupted_at(6, number), config, tmp_path / "b", identity="x")
+        train_model(half, batches, interrupted_at(6, number), config, tmp_path / "b")
     other = fresh(dropout=0.1)
-    with pytest.raises(UsageError, match="other settings"):
-        train_model(other, batches, language_model_loss, config, tmp_path / "b", identity="y", resume=True)
-    result = train_model(other, batches, language_model_loss, config, tmp_path / "b", identity="x", resume=True)
+    result = train_model(other, batches, language_model_loss, config, tmp_path / "b", resume=True)
     assert result.steps == 6 and result.tokens == 6 * 128
     assert "resumed at step 3 of 6" in capsys.readouterr().err and torch.equal(weights(other), weights(whole))
     first, second = ([record for _, record in read_json_lines(tmp_path / name / METRICS)] for name in "ab")
