@@ -76,7 +76,10 @@ def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None
     if device is not None:
         hardware = device.hardware or this_machine()
         usable = round(1e6 * hardware.memory_usable.value)
-        result |= {"usable_bytes": usable, "utilization": cost.utilization, **_peak_rate(hardware, step)}
+        half = hardware.fp16_matmul_rate if step.mixed else None  # None too if the device file has no other rate
+        result |= {"usable_bytes": usable, "utilization": cost.utilization}
+        result["peak_flops_per_s"] = 1e9 * (half or hardware.fp32_matmul_rate).value
+        result["peak_from"] = "fp16_matmul_rate" if half else "fp32_matmul_rate"
 
     def figures(each: TrainingStep) -> dict[str, Any]:
         needed = training_memory(config, each)
@@ -114,14 +117,6 @@ def _divided(config: ModelConfig, step: TrainingStep, gpus: int) -> dict[str, Tr
     if gpus <= config.num_hidden_layers and whole_step and step.precision != "fp16":
         found[f"--set pipeline={gpus}"] = replace(step, stages=gpus)
     return found | {f"{flags} {CHECKPOINT}": replace(each, checkpointed=True) for flags, each in found.items()}
-
-
-def _peak_rate(hardware: Hardware, step: TrainingStep) -> dict[str, Any]:
-    """The rate of matrix products in the step's precision; that of float32 where the device file has no other."""
-    quantity, name = hardware.fp32_matmul_rate, "fp32_matmul_rate"
-    if step.mixed and hardware.fp16_matmul_rate is not None:
-        quantity, name = hardware.fp16_matmul_rate, "fp16_matmul_rate"
-    return {"peak_flops_per_s": 1e9 * quantity.value, "peak_from": name}
 
 
 def _speed(
