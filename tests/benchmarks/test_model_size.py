@@ -22,9 +22,8 @@ PRODUCTS = {"MatMulNBits", "DynamicQuantizeMatMul", "FusedMatMul", "MatMul", "De
 SHAPE = tiny_config(vocab_size=500, hidden_size=256, intermediate_size=384, head_dim=64, max_position_embeddings=256)
 
 
-def _sizes_on_disk(directory: Path) -> tuple[int, int]:
-    """Bytes of a graph's large tensors, and of those that no product reads, from the graph itself."""
-    graph = onnx.load(str(directory / "model.onnx"), load_external_data=False).graph
+def _sizes_on_disk(graph: onnx.GraphProto) -> tuple[int, int]:
+    """Bytes of a graph's large tensors, and of those that no product reads."""
     stored: dict[str, int] = {}
     seen = set()
     for tensor in graph.initializer:
@@ -50,7 +49,7 @@ def test_the_parts_of_a_format_are_those_of_its_graph(stored: ModelFormat, tmp_p
     pasts = {each.type.tensor_type.elem_type for each in graph.input if each.name.startswith("past_key_values")}
     norms = {each.data_type for each in graph.initializer if each.name == "model.norm.weight"}
     assert (pasts, norms) == ({TYPES[stored.cache]}, {onnx.TensorProto.FLOAT})  # computed in float32 in any case
-    parts, (everything, by_rows) = sizes(SHAPE, stored), _sizes_on_disk(directory)
+    parts, (everything, by_rows) = sizes(SHAPE, stored), _sizes_on_disk(graph)
     weights = parts.layers.bytes + parts.head.bytes + parts.embedding
     assert weights == pytest.approx(everything, rel=0.01)  # tensors below 1 KiB stay in the graph
     # Small models too, of which the graph is a good part; config.json is no part of a model.
