@@ -229,8 +229,8 @@ def _sizes(kind: str, config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     if scaling is not None and scaling.rope_type in ("linear", "yarn"):
         found |= {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": float(scaling.factor)}
-    if scaling is not None and scaling.rope_type == "yarn":
-        found["rope.scaling.original_context_length"] = scaling.original_max_position_embeddings
+        if scaling.rope_type == "yarn":
+            found["rope.scaling.original_context_length"] = scaling.original_max_position_embeddings
     if config.experts is not None:
         found |= {"expert_count": config.experts.count, "expert_used_count": config.experts.active}
     if kind == "qwen3moe":

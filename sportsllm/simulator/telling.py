@@ -50,10 +50,8 @@ def expand(templates: Mapping[str, list[str]], rule: str, slots: Mapping[str, st
         text = choose(templates[rule], 2)
         while choice := _CHOICE.search(text):  # the innermost first
             alternatives, other = choice.groups()
-            part = (
-                choose(alternatives.split("|"), 3) if other is None else choose(templates[other.format_map(slots)], 2)
-            )
-            text = text[: choice.start()] + part + text[choice.end() :]
+            options, power = (alternatives.split("|"), 3) if other is None else (templates[other.format_map(slots)], 2)
+            text = text[: choice.start()] + choose(options, power) + text[choice.end() :]
         text = text.format_map(slots).replace("\0", "\n")
     except KeyError as error:
         raise ArtifactError(f"rule '{rule}': there is no rule or slot {error}; add it to the template file") from None

@@ -19,7 +19,7 @@ from export.layout import DATA_FILE, GRAPH_FILE
 from export.parity.check import check_parity
 from export.parity.comparison import ParityReport
 from export.runtime.decoder import OnnxDecoder
-from sportsllm.formats.checkpoint import save_checkpoint, save_tensors, write_config
+from sportsllm.formats.checkpoint import save_tensors, write_config
 from sportsllm.formats.packed import QuantizedWeight, pack
 from sportsllm.formats.packed_modules import QuantizedEmbedding, QuantizedLinear
 from sportsllm.formats.safetensors import WEIGHTS
@@ -95,12 +95,11 @@ def pack_model(
 
 def save(directory: Path, model: SportsLLM, quantization: dict[str, Any] | None = None) -> Path:
     """Write a checkpoint directory without a tokenizer."""
-    directory.mkdir(parents=True, exist_ok=True)
     if quantization is None:
-        save_checkpoint(directory, model)
-    else:
-        save_tensors(directory / WEIGHTS, {name: tensor.contiguous() for name, tensor in model.state_dict().items()})
-        write_config(directory, model.config, quantization=quantization)
+        return models.saved(directory, model)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_tensors(directory / WEIGHTS, {name: tensor.contiguous() for name, tensor in model.state_dict().items()})
+    write_config(directory, model.config, quantization=quantization)
     return directory
 
 

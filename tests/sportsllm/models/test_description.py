@@ -19,7 +19,7 @@ from sportsllm.models.training_memory import layer_activation_bytes
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.settings import TrainConfig
-from tests.support.models import saved, tiny_config, tiny_model
+from tests.support.models import fresh, saved, tiny_config, tiny_model
 
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -65,9 +65,8 @@ def test_what_no_kind_describes_is_refused_by_name() -> None:
 
 
 def test_a_second_kind_is_counted_trained_and_saved(gelu: str, batches: PackedSequences, tmp_path: Path) -> None:
-    config = tiny_config(mlp_kind=gelu)
-    model = SportsLLM(config)
-    model.initialize(0)
+    model = fresh(mlp_kind=gelu)
+    config = model.config
     hidden, inner = config.hidden_size, config.intermediate_size
     assert config.parameters_by_component()["feed_forward"] == 2 * (2 * hidden * inner + inner + hidden)
     assert config.parameters == sum(p.numel() for p in model.parameters())

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import KVCache
 from sportsllm.text.packing import Batch
 from sportsllm.training.loop import language_model_loss
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import fresh, tiny_model
 
 # float32 sums in another order: about 1e-6 of a logit near 1 to 10.
 TOLERANCE = 1e-5
@@ -42,9 +41,7 @@ def test_a_document_that_goes_on_in_the_next_row_starts_anew_there() -> None:
 
 
 def test_training_never_holds_all_logits_nor_all_attention() -> None:
-    config = tiny_config(vocab_size=2048, num_attention_heads=4, max_position_embeddings=512)
-    model = SportsLLM(config)
-    model.initialize(0)
+    model = fresh(vocab_size=2048, num_attention_heads=4, max_position_embeddings=512)
     tokens = torch.randint(3, 2048, (4, 512))
     largest = 0
 

@@ -16,7 +16,7 @@ from sportsllm.models.memory import kv_cache_bytes_per_token, state_bytes, tenso
 from sportsllm.models.presets import preset
 from sportsllm.training.lora import LoRALinear, add_adapters
 from tests.support.lstm_models import LSTM
-from tests.support.models import tiny_config
+from tests.support.models import fresh, tiny_config
 
 LENGTHS = [9, 3, 14, 3, 1, 2]  # of documents, 32 tokens
 
@@ -83,9 +83,7 @@ def test_its_state_does_not_grow() -> None:
 
 
 def test_forget_gates_start_open_and_recurrent_matrices_orthogonal() -> None:
-    model = SportsLLM(tiny_config(**LSTM))
-    model.initialize(0)
-    attention = model.model.layers[1].self_attn
+    attention = fresh(**LSTM).model.layers[1].self_attn
     assert torch.equal(attention.f_proj.bias, torch.ones(48)) and not attention.i_proj.bias.any()
     for matrix in attention.state_matrices:
         assert torch.allclose(matrix.weight @ matrix.weight.T, torch.eye(48), atol=1e-5)
