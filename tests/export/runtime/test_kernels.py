@@ -15,7 +15,7 @@ import sportsllm
 from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from export.kernels import build as build_module
-from export.kernels import library
+from export.kernels import library as built
 from export.kernels.build import BuildError, build
 from export.layout import GRAPH_FILE
 from export.parity import check
@@ -35,21 +35,16 @@ from tests.support.command_line import CommandLine
 from tests.support.export_models import CONTEXT, Exports
 
 
-@pytest.fixture(scope="session")
-def built(library: Path) -> Path:
-    return library
-
-
 @pytest.fixture(autouse=True)
 def _library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that do not ask for a machine without kernels have them."""
     if "missing" not in request.fixturenames:
-        monkeypatch.setattr(library, "HERE", request.getfixturevalue("built").parent)
+        monkeypatch.setattr(built, "HERE", request.getfixturevalue("library").parent)
 
 
 @pytest.fixture
 def missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(library, "HERE", tmp_path)
+    monkeypatch.setattr(built, "HERE", tmp_path)
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -192,10 +187,10 @@ def test_real_text_is_continued_as_by_pytorch(bits: int, cache: str, stories: Pa
     assert len(found[0]) == 40 and found[1] == found[0] and found[2] == found[0]
 
 
-def test_the_choice_is_read_from_the_graph(exports: Exports, built: Path, tmp_path: Path) -> None:
+def test_the_choice_is_read_from_the_graph(exports: Exports, library: Path, tmp_path: Path) -> None:
     graph = exports(4).directory / GRAPH_FILE
-    assert called_version(graph) == library.VERSION
-    assert choose_kernels(graph, "auto").library == built
+    assert called_version(graph) == built.VERSION
+    assert choose_kernels(graph, "auto").library == library
     assert choose_kernels(graph, "portable").library is None
     dense = exports().directory / GRAPH_FILE
     assert called_version(dense) is None and "calls none" in str(choose_kernels(dense))
@@ -217,7 +212,7 @@ def test_a_processor_that_no_variant_is_written_for_runs_the_runtimes_operators(
     assert choose_kernels(graph, "native").name == "native"
 
 
-def test_the_fastest_variant_that_the_processor_has_is_chosen(built: Path) -> None:
+def test_the_fastest_variant_that_the_processor_has_is_chosen(library: Path) -> None:
     flags = set((cpuinfo("flags", "Features") or "").split())
     needs = {
         "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
@@ -229,8 +224,8 @@ def test_the_fastest_variant_that_the_processor_has_is_chosen(built: Path) -> No
     }
     code = "import sys\nfrom export.kernels.library import variant_of\nfrom pathlib import Path\n"
     code += "print(variant_of(Path(sys.argv[1])))"
-    environment = {name: value for name, value in os.environ.items() if name != library.VARIANT_VARIABLE}
-    command = [sys.executable, "-c", code, str(built)]
+    environment = {name: value for name, value in os.environ.items() if name != built.VARIANT_VARIABLE}
+    command = [sys.executable, "-c", code, str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == next((name for name, need in needs.items() if need <= flags), "plain")
 
@@ -251,7 +246,7 @@ def test_a_compiler_that_fails_is_followed_by_the_next(monkeypatch: pytest.Monke
         build(Path(__file__))
 
 
-def test_a_child_of_fork_decodes_on(exports: Exports, built: Path) -> None:
+def test_a_child_of_fork_decodes_on(exports: Exports, library: Path) -> None:
     """In a process of its own, since Python's threads and pytest's do not survive a fork alike."""
     code = """
 import os, signal, sys
@@ -273,7 +268,7 @@ for name in ("native", "portable"):
     assert os.waitpid(child, 0)[1] == 0 and (decoder.step([4]) == wanted).all(), name
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    command = [sys.executable, "-c", code, str(exports(4).directory), str(built.parent)]
+    command = [sys.executable, "-c", code, str(exports(4).directory), str(library.parent)]
     subprocess.run(command, check=True, env=environment)
 
 
@@ -284,7 +279,7 @@ def test_a_library_of_another_version_is_refused_by_name(exports: Exports, tmp_p
         if entry.key == "kernels":
             entry.value = "99"
     (copy / GRAPH_FILE).write_bytes(graph.SerializeToString())
-    with pytest.raises(ResourceError, match=f"calls version 99, this program has version {library.VERSION}"):
+    with pytest.raises(ResourceError, match=f"calls version 99, this program has version {built.VERSION}"):
         OnnxDecoder(copy, 1, kernels="native")
     chosen = OnnxDecoder(copy, 1).kernels
     assert chosen.name == "portable" and "version 99" in chosen.reason
@@ -301,11 +296,11 @@ def test_without_a_library_the_same_file_runs(exports: Exports) -> None:
     np.testing.assert_array_equal(decoder.logits([1, 2, 3]), asked.logits([1, 2, 3]))
 
 
-def test_a_broken_library_is_named(exports: Exports, built: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    (tmp_path / built.name).write_bytes(b"not a library")
-    monkeypatch.setattr(library, "HERE", tmp_path)
+def test_a_broken_library_is_named(exports: Exports, library: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / library.name).write_bytes(b"not a library")
+    monkeypatch.setattr(built, "HERE", tmp_path)
     decoder = OnnxDecoder(exports(4).directory, 1)
-    assert decoder.kernels.name == "portable" and built.name in decoder.kernels.reason
+    assert decoder.kernels.name == "portable" and library.name in decoder.kernels.reason
 
 
 def spoil(copy: Path, name: str) -> None:
@@ -336,7 +331,7 @@ def test_commands_say_what_runs(
 ) -> None:
     (text := tmp_path / "text.txt").write_text("The home side won.")
     exported = sportsllm.export(int4, out=tmp_path / "out", threads=1)
-    assert exported.kernels == library.VERSION
+    assert exported.kernels == built.VERSION
     assert "kernels: called for all 2 layers and the head" in capsys.readouterr().err
 
     def found(*arguments: object) -> dict[str, Any]:
