@@ -341,11 +341,11 @@ def _os_error(error: OSError) -> SportsLLMError | None:
         return ArtifactError(f"{error.filename}: {(error.strerror or 'not usable').lower()}; check the path")
     if isinstance(error, FileExistsError):
         return ConflictError(f"{error.filename}: exists and is not what is needed there; choose another path")
-    if (advice := _OS_ADVICE.get(error.errno or 0)) is None:
+    unnumbered = errno.ENOSPC if re.search("requested and .* written", str(error)) else 0  # by numpy's tofile
+    if (advice := _OS_ADVICE.get(error.errno or unnumbered)) is None:
         return None
-    where = error.filename or error.filename2
     kind = ArtifactError if error.errno == errno.ENAMETOOLONG else ResourceError
-    return kind(f"{where}: {advice}" if where else advice)
+    return kind(f"{where}: {advice}" if (where := error.filename or error.filename2) else advice)
 
 
 def _complain(message: str) -> None:

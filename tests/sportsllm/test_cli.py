@@ -156,6 +156,7 @@ def test_full_disk_and_read_only_folder_leave_nothing(checkpoint: Path, tmp_path
     quantize = ["quantize", checkpoint, "--method", "rtn", "--out"]
     with full_disk():
         cli.refuses(5, "grew over the allowed size", *quantize, tmp_path / "out")
+        cli.refuses(5, "the disk is full", "export", checkpoint, "--format", "gguf", "--out", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     cli.refuses(5, "/sys/nothing", *quantize, "/sys/nothing/out")
 
