@@ -197,7 +197,7 @@ class CalibrationText:
             return [*own, *general] if count > written else own
         valid = [*held_out_files(checkpoint), *self.valid]
         mixed_in = 0 if self.samples else most // _GENERAL_PART
-        sizes = self.samples, SAMPLE_TOKENS, most - mixed_in
+        sizes = self.samples, SAMPLE_TOKENS, max(most - mixed_in, -(-least // length))  # a context may be short
         found = calibration_samples(self.files, valid, tokenizer, model, *sizes, checkpoints=[checkpoint])
         tokens = sum(sample.numel() for sample in found)
         if mixed_in:

@@ -24,8 +24,7 @@ from compress.pruning.scores import SCORES_FILE, load_scores
 from compress.pruning.search import brief_recovery, find_finalists
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
-from sportsllm.files import STATE_DIRECTORY
-from sportsllm.formats.artifact import STATE_FILE
+from sportsllm.formats.artifact import STATE_DIRECTORY, STATE_FILE
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest

@@ -113,11 +113,13 @@ def test_the_default_method(bits: int, untrained: bool, method: str) -> None:
 
 
 def test_too_little_text_is_joined_by_the_models_own(
-    narrow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    narrow: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By 20 tokens GPTQ fits noise: it is worse than rounding without text."""
     few, held_out = tmp_path / "few.txt", tmp_path / "held_out.jsonl"
     few.write_text("Lily had a ball. She played with Tom all day long.", encoding="utf-8")
+    CalibrationText((corpus_file,)).read(narrow, load_checkpoint(narrow).config, 16, 4_096)
+    assert "too few" not in capsys.readouterr().err  # there is more of it, in short samples
     result = quantize_checkpoint(narrow, tmp_path / "few", text=CalibrationText((few,)))
     assert result.calibration_tokens > 200
     assert "are too few: adding 16 texts that the model" in capsys.readouterr().err.replace("\n", " ")

@@ -45,8 +45,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     assert threading.current_thread() is threading.main_thread()
     with pytest.raises(InterruptedRun, match="after step 3 of 6"):
         train_model(half, batches, interrupted_at(6, number), config, tmp_path / "b")
-    other = fresh(dropout=0.1)
-    result = train_model(other, batches, language_model_loss, config, tmp_path / "b", resume=True)
+    result = train_model(other := fresh(dropout=0.1), batches, language_model_loss, config, tmp_path / "b", resume=True)
     assert result.steps == 6 and result.tokens == 6 * 128
     assert "resumed at step 3 of 6" in capsys.readouterr().err and torch.equal(weights(other), weights(whole))
     first, second = ([record for _, record in read_json_lines(tmp_path / name / METRICS)] for name in "ab")
