@@ -203,7 +203,7 @@ def prune_checkpoint(
         search: the finalists of the search that found the shape, for the results.
     """
     from compress.pruning.job import Calibration
-    from sportsllm.files import STATE_DIRECTORY
+    from sportsllm.files import has_state
     from sportsllm.formats.artifact import partial_directory, run_stage
     from sportsllm.formats.checkpoint import save_checkpoint
     from sportsllm.models.memory import kv_cache_bytes_per_token
@@ -211,7 +211,7 @@ def prune_checkpoint(
     work = work or Calibration(job, out.parent)
     full, config, recovery = load_config(job.checkpoint), job.model_config(), job.recovery
     smaller = shape.applied_to(config)
-    resume = resume and any(partial_directory(out).glob(f"{STATE_DIRECTORY}*"))  # also of a run killed while it saved
+    resume = resume and has_state(partial_directory(out))
     signals = None
     if recovery is not None:
         from compress.distillation.student import RunDirectory, StudentText, recover

@@ -170,9 +170,14 @@ def require_directory(directory: Path, wanted: str) -> None:
         raise ArtifactError(f"{directory}: {problem}; give {wanted}, or make it first")
 
 
+def has_state(partial: Path) -> bool:
+    """Whether an unfinished directory keeps a state to resume from, also if its run was killed while it saved."""
+    return any((partial / name).is_dir() for name in (STATE_DIRECTORY, f"{STATE_DIRECTORY}.old"))
+
+
 def unfinished(partial: Path) -> ArtifactError:
     """The error of a directory that an interrupted command left, or that one is writing."""
-    again = " with --resume" if (partial / STATE_DIRECTORY).is_dir() else ""
+    again = " with --resume" if has_state(partial) else ""
     return ArtifactError(f"{partial.with_suffix('')}: not finished yet; repeat the command that makes it{again}")
 
 

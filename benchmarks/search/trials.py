@@ -36,7 +36,7 @@ from benchmarks.spread import quality_loss
 from compress.pruning.shapes import Shape
 from sportsllm.commands import load_command
 from sportsllm.console import log, logged
-from sportsllm.files import STATE_DIRECTORY, atomic_write_text, read_json
+from sportsllm.files import atomic_write_text, has_state, read_json
 from sportsllm.formats.artifact import partial_directory
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import digest, directory_bytes, manifest_of
@@ -300,7 +300,7 @@ class Trials:
 
     def _run(self, command: str, settings: dict[str, Any]) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        if any(partial_directory(settings["out"]).glob(f"{STATE_DIRECTORY}*")):
+        if has_state(partial_directory(settings["out"])):
             settings["resume"] = True
         with logged(self.directory / LOG):
             load_command(command)(**settings)

@@ -18,7 +18,7 @@ from compress.distillation.teacher import load_teacher, teacher_logits
 from compress.distillation.teacher_cache import FORMAT, SIGNALS, CachedBatches, CacheInfo, sample_sparse, shard_name
 from sportsllm.console import ProgressBar, log, progress_bar
 from sportsllm.errors import InterruptedRun
-from sportsllm.files import STATE_DIRECTORY, JsonObject, write_json
+from sportsllm.files import STATE_DIRECTORY, JsonObject, has_state, write_json
 from sportsllm.formats.artifact import Stage, partial_directory, replace_state, run_stage
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.formats.huggingface import load_config
@@ -93,7 +93,7 @@ def make_teacher_cache(training: StudentTraining, info: CacheInfo, out: Path) ->
         size = round(directory_bytes(directory) / info.tokens, 3)
         return {"tokens": info.tokens, "rows": info.rows, "bytes_per_token": size}
 
-    return run_stage(out, stage, make, resume=(partial_directory(out) / STATE_DIRECTORY).exists())
+    return run_stage(out, stage, make, resume=has_state(partial_directory(out)))
 
 
 def _stored_rows(
@@ -130,7 +130,7 @@ def _is_whole(shard: Path) -> bool:
 
 def _save_state(directory: Path, identity: str) -> None:
     """From now on the directory is kept if the run is interrupted."""
-    if (directory / STATE_DIRECTORY).exists():
+    if has_state(directory):
         return
     fresh = directory / f"{STATE_DIRECTORY}.new"
     fresh.mkdir()

@@ -20,7 +20,7 @@ from compress.pruning.job import RANKING_SAMPLES, Calibration, PruneJob
 from compress.pruning.shapes import WIDTH_STEP, Shape, Target, block_counter, candidate_shapes, in_family
 from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import ConflictError, UsageError
-from sportsllm.files import STATE_DIRECTORY, JsonObject, atomic_write_text, read_json
+from sportsllm.files import JsonObject, atomic_write_text, has_state, read_json
 from sportsllm.formats.artifact import check_state, finished_manifest, partial_directory
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import manifest_of
@@ -210,8 +210,8 @@ def recovered_finalists(
     if known.get("fingerprint") == identity:
         log(f"{directory}: using the shape found there earlier")
         return [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in known["tried"]]
-    if (unfinished := partial_directory(out) / STATE_DIRECTORY).exists():
-        raise ConflictError(f"{unfinished.parent}: keeps an interrupted run with other settings; remove it")
+    if has_state(unfinished := partial_directory(out)):
+        raise ConflictError(f"{unfinished}: keeps an interrupted run with other settings; remove it")
     short = dataclasses.replace(job, recovery=brief, search=None)
     there = {path.name.removesuffix(".partial") for path in directory.glob("*")}
     for shape in (one for one in (even, *shapes) if one.name in there):  # refuse another search's before the cuts

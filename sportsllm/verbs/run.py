@@ -38,7 +38,7 @@ import typer
 from sportsllm import __version__, options
 from sportsllm.commands import COMMANDS, as_given, load_command
 from sportsllm.errors import InterruptedRun, SportsLLMError, UsageError, did_you_mean
-from sportsllm.files import JsonObject, atomic_write_text, read_json, read_toml, require_new
+from sportsllm.files import JsonObject, atomic_write_text, has_state, read_json, read_toml, require_new
 from sportsllm.results import Result
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -279,14 +279,13 @@ def _settings(
 def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> JsonObject:
     """Run a stage, or take its kept result: its JSON form with `exit_code` and `complaint`."""
     from sportsllm.console import log
-    from sportsllm.files import STATE_DIRECTORY
     from sportsllm.formats.artifact import partial_directory
 
     function, settings = load_command(stage.command), dict(stage.settings)
     parameters = inspect.signature(function).parameters
     if threads is not None and "threads" in parameters:
         settings.setdefault("threads", threads)
-    if "resume" in parameters and (partial_directory(Path(settings["out"])) / STATE_DIRECTORY).exists():
+    if "resume" in parameters and has_state(partial_directory(Path(settings["out"]))):
         log(f"{stage.name}: continuing the interrupted run")
         settings["resume"] = True
     path, fingerprint = recipe.out / f"{stage.name}.json", None

@@ -160,10 +160,13 @@ def test_a_failing_stage_is_named_and_one_is_needed(tmp_path: Path) -> None:
         run(write(tmp_path, text), tmp_path / "out")
 
 
-def test_an_interrupted_stage_is_taken_up_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("state", ["state", "state.old"])
+def test_an_interrupted_stage_is_taken_up_again(state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, GOOD.replace("steps = 1", "steps = 2"))
     with interrupted_in_step(1), pytest.raises(InterruptedRun, match=r"'model': interrupted; run .*again to continue$"):
         run(path, tmp_path / "out")
+    partial = tmp_path / "out" / "model.partial"
+    (partial / "state").rename(partial / state)  # as if killed between the two renames of a save
     result = run(path, tmp_path / "out")
     assert [row.cached for row in result.stages] == [True, False, False]
     assert "continuing the interrupted run" in capsys.readouterr().err
