@@ -161,14 +161,10 @@ def _template() -> Template:
     from jinja2 import Environment
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters.update(texts=_texts, digits=_digits, file=lambda path: PurePath(str(path)).name)
+    environment.filters.update(texts=_texts, file=lambda path: PurePath(str(path)).name)
+    environment.filters["digits"] = lambda value: f"{Decimal(f'{value:.3g}'):,f}"  # three, without an exponent
     environment.filters["cell"] = lambda text: " ".join(str(text).split()).replace("|", "\\|")
     return environment.from_string(Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8"))
-
-
-def _digits(value: float) -> str:
-    """Three significant digits, without an exponent."""
-    return f"{Decimal(f'{value:.3g}'):,f}"
 
 
 def _texts(paths: Sequence[str] | str) -> str:
