@@ -181,8 +181,8 @@ def distill_student(
             atomic_write_text(started, json.dumps(found))
         run = RunDirectory(directory, stage.fingerprint(), resume)
         results = train_student(model, known, text, cache, run, f"distil {student}", has_weights)
-        started.unlink()
         save_checkpoint(directory, model)
+        started.unlink()
         return results
 
     return DistillResult.of(run_together(out, stage, make, resume))

@@ -228,10 +228,10 @@ def prune_checkpoint(
             work.forget(refitted=bool(search))
             run = RunDirectory(directory, stage.fingerprint(), resume)
             training = recover(network, recovery.matching_kept(cut["kept_layers"]), signals, run, text)
-        (directory / _CUT).unlink()
         seconds = time.perf_counter() - started
         save_checkpoint(directory, network, job.checkpoint)
         _note_loaders(job.checkpoint, directory, smaller)
+        (directory / _CUT).unlink()
         return {
             "parameters": smaller.parameters,
             "share_of_block_parameters": smaller.block_parameters / full.block_parameters,

@@ -348,6 +348,9 @@ def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
         patch.setattr(student, "recover", lambda *of: pytest.fail("the full model stays") if full else recover(*of))
         run(tmp_path / "out", STEPS, **given)
     monkeypatch.setattr(jobs.Calibration, "samples", property(lambda self: pytest.fail("calibrated again")))
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):  # while the result is written
+        patch.setattr("sportsllm.formats.checkpoint.save_checkpoint", lambda *_: 1 / 0)
+        run(tmp_path / "out", STEPS, **given)
     result = run(tmp_path / "out", STEPS, **given)
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
     assert load_config(tmp_path / "out") == load_config(tmp_path / "whole")

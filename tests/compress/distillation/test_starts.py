@@ -136,15 +136,18 @@ def test_a_layer_that_stays_keeps_its_type(
     shape = saved(tmp_path / "shape", tiny_model(**smaller, **NARROW))
     training = StudentTraining(teacher, dataclasses.replace(CONFIG, sequence=64), (corpus_file,), distillation=MATCHED)
     start = choose_start(str(shape), "cut", teacher)
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(InterruptedRun):
         patch.setattr("compress.distillation.student.distillation_loss", lambda *_: interrupted_at(2))
-        with pytest.raises(InterruptedRun):
-            distill_student("shape", start, training, tmp_path / "out")
+        distill_student("shape", start, training, tmp_path / "out")
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):  # while the result is written
+        patch.setattr("sportsllm.formats.checkpoint.save_checkpoint", lambda *_: 1 / 0)
+        distill_student("shape", start, training, tmp_path / "out", resume=True)
+    assert (tmp_path / "out.partial" / "start.json").exists()
     for name in ("out", "whole"):
         distill_student("shape", start, training, tmp_path / name, resume=True)
     assert "full" in (load_config(tmp_path / "whole").layer_types or ["full"])
     assert load_config(tmp_path / "out") == load_config(tmp_path / "whole")
-    assert matched == [((0, 1), (1, 2))] * 3
+    assert matched == [((0, 1), (1, 2))] * 4
 
 
 def test_the_start_follows_from_what_is_given(

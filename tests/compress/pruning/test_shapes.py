@@ -49,13 +49,11 @@ def test_heads_whose_rotary_pairs_have_factors_stay_whole() -> None:
         Shape(64, 96, 4, 2, 2, 8).applied_to(tiny_config(rope_scaling=scaling))
 
 
-def whole_heads(config: ModelConfig) -> Sublayer:
-    """Attention with heads that no dimension of a shape counts."""
-    found = grouped_query(config)
-    return replace(found, units=tuple(replace(unit, field=f"{unit.name}s") for unit in found.units))
-
-
 def test_units_that_no_dimension_counts_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole_heads(config: ModelConfig) -> Sublayer:
+        found = grouped_query(config)
+        return replace(found, units=tuple(replace(unit, field=f"{unit.name}s") for unit in found.units))
+
     monkeypatch.setitem(ATTENTION, "whole", whole_heads)
     config = tiny_config(attention_kind="whole")
     with pytest.raises(UsageError, match="--heads cannot be cut in a model of whole attention"):

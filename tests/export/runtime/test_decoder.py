@@ -206,11 +206,6 @@ def change_graph(
     (directory / GRAPH_FILE).write_bytes(graph.SerializeToString())
 
 
-def link_data_outside(directory: Path) -> None:
-    (directory / DATA_FILE).rename(directory.parent / "outside")
-    (directory / DATA_FILE).symlink_to(directory.parent / "outside")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -218,7 +213,7 @@ def link_data_outside(directory: Path) -> None:
         (lambda directory: change_graph(directory, opset=99), "newer than ONNX Runtime .*Opset 99.*upgrade"),
         (lambda directory: change_graph(directory, location="../outside"), "outside its directory"),
         (lambda directory: change_graph(directory, location="/etc/passwd"), "outside its directory"),
-        (link_data_outside, "outside its directory"),
+        (lambda d: (d / DATA_FILE).symlink_to((d / DATA_FILE).rename(d.parent / "outside")), "outside its directory"),
         (lambda directory: change_graph(directory, data_bytes="../../x"), "bytes of data; the export is damaged"),
         (lambda directory: change_graph(directory, norm=(2, 32)), "cannot run it .*; export it again"),
     ],
