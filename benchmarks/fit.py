@@ -94,7 +94,7 @@ def fit(
             parser=options.count,
             metavar="N",
             help="Tokens of the winner's recovery.",
-            show_default="5% of the teacher's, or 1M if they are not known",
+            show_default="6% of the teacher's, or 1.2M if they are not known",
         ),
     ] = None,
     minutes: Annotated[

@@ -20,12 +20,13 @@ from sportsllm.text.documents import USUAL, Reading
 
 if TYPE_CHECKING:
     from benchmarks.search.candidates import Candidate
+    from sportsllm.models.config import ModelConfig
 
 _SEQUENCE = 512
 _CUT_SAMPLES = 64  # a brief recovery makes up for what more would gain
-_SHARE_OF_TEACHER = 0.05
-_UNKNOWN_TOKENS = 1_000_000
-_QAD_SHARE = 0.2  # of the recovery's tokens
+_SHARE_OF_TEACHER = 0.06
+_UNKNOWN_TOKENS = 1_200_000
+_QAD_SHARE = 0.2  # of the tokens of a recovery
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Effort:
     """The work that a search may do.
 
     Attributes:
-        tokens: of the winner's recovery.
+        tokens: of the winner's recovery if it is cut.
         search_tokens: of a candidate's brief recovery.
         finalists: candidates that are recovered for longer.
         minutes: for the whole search; None for no limit.
@@ -216,9 +217,10 @@ def _rare(settings: dict[str, Any]) -> dict[str, Any]:
     return {"settings": settings} if settings else {}
 
 
-def qad_tokens(format: ModelFormat, tokens: int) -> int | None:
-    """Tokens to train the rounded model on: at 4 bits, training removes enough of the damage."""
-    return max(1, round(_QAD_SHARE * tokens)) if format.precision == "int4" else None
+def qad_tokens(candidate: Candidate, teacher: ModelConfig, tokens: int) -> int | None:
+    """Tokens to train a rounded model on: 4 bits of all layers. What is cut gains more by as much more recovery."""
+    whole = candidate.size.shape == Shape.of(teacher)
+    return max(1, round(_QAD_SHARE * tokens)) if whole and candidate.format.precision == "int4" else None
 
 
 def export_settings(
@@ -237,10 +239,10 @@ def export_settings(
 
 
 def recovery_tokens(teacher: Path) -> int:
-    """5% of the tokens that the teacher was trained on, as its manifest says; else a million."""
+    """6% of the tokens that the teacher was trained on, as its manifest says; else 1.2 million."""
     trained = manifest_of(teacher).figure("tokens")
     tokens = round(_SHARE_OF_TEACHER * trained) if trained else _UNKNOWN_TOKENS
-    why = "5% of the teacher's" if trained else "the teacher's own are not known"
+    why = "6% of the teacher's" if trained else "the teacher's own are not known"
     log(f"no --tokens given: the winner is recovered on {tokens:,} tokens ({why})")
     return max(1, tokens)
 
@@ -264,9 +266,8 @@ def write_recipe(path: Path, candidate: Candidate, source: Source, effort: Effor
         stages.append(("student", "prune", settings))
         made = out / "student"
     if format.quantized:
-        qad = qad_tokens(format, effort.tokens)
-        settings = quantize_settings(source, format, made, out / "packed", qad=qad)
-        stages.append(("packed", "quantize", settings))
+        qad = qad_tokens(candidate, teacher, effort.tokens)
+        stages.append(("packed", "quantize", quantize_settings(source, format, made, out / "packed", qad)))
         made = out / "packed"
     stages.append(("export", "export", export_settings(source, format, made, out / "export", target.processor)))
     bench = {

@@ -4,8 +4,8 @@
    is larger by 5% than those in finer ones. On the device itself candidates are timed, elsewhere predicted.
 2. Each is recovered briefly, rounded, exported and scored on held-out text.
 3. In the format of the best cut, the shape search of `prune` proposes mixed cuts, which are tried the same way.
-4. The best few are recovered for longer and trained as rounded: successive halving (Jamieson and Talwalkar,
-   https://arxiv.org/abs/1502.07943).
+4. The best few are recovered for longer, or trained as rounded if nothing is cut: successive halving (Jamieson and
+   Talwalkar, https://arxiv.org/abs/1502.07943).
 
 Predictions decide only what is inside the budget. What is better, measured losses decide.
 """
@@ -56,7 +56,7 @@ _MIXED, _VALUES, _MIXED_SHARE = 2, 6, 0.1  # mixed cuts to try, values of a dime
 
 @dataclass(frozen=True)
 class Tried:
-    """Losses of a trial after a recovery on `tokens`; `longer` if it was also trained as rounded."""
+    """Losses of a trial after a recovery on `tokens`; `longer` if that was more than the brief one."""
 
     tokens: int
     losses: Losses
@@ -296,7 +296,7 @@ def try_mixed(search: Search, trials: Trials, effort: Effort, clock: Clock, sure
 
 
 def try_longer(search: Search, trials: Trials, effort: Effort, clock: Clock) -> None:
-    """Recover the best for longer and train them as rounded, if there is more than one.
+    """Recover the best for longer, or train them as rounded if nothing is cut, if there is more than one.
 
     The best export so far is one of them, however much more tokens are expected to gain for others.
     """

@@ -186,11 +186,10 @@ class Trials:
     def losses(self, candidate: Candidate, tokens: int, trained: bool) -> Losses:
         """Losses of a candidate after `tokens` of recovery, rounded with calibration text and exported.
 
-        `trained` says whether the rounded model is trained too, as the winner is.
+        `trained` says whether what is not cut is trained as rounded, as the winner would be.
         """
         student = self._student(candidate.size, tokens)
-        qad = qad_tokens(candidate.format, tokens) if trained else None
-        made = self._packed(student, candidate.format, qad)
+        made = self._packed(student, candidate.format, qad_tokens(candidate, self._config, tokens) if trained else None)
         file_mb = None
         if candidate.format.quantized and self.processor == "cpu":
             packed, made = made, self.directory / "exported" / f"{made.name}-{candidate.format.cache}"

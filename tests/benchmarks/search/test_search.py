@@ -338,19 +338,22 @@ def test_the_recipe_is_toml_whatever_the_paths_and_export_gets_the_threads(tmp_p
     size = Size(replace(Shape.of(teacher), layers=1), teacher.vocab_size)
     candidate = candidate_of("depth", size, int4, teacher, load_device("laptop-x86"))
     source = Source(checkpoint, (odd,), (odd,), valid=(odd,), threads=1, settings={"learning_rate": 1e-3})
-    write_recipe(odd / "recipe.toml", candidate, source, Effort(1_000, 100), Target("host"), odd)
-    recipe = tomllib.loads((odd / "recipe.toml").read_text(encoding="utf-8"))
+
+    def recipe_of(one: Candidate) -> dict[str, Any]:
+        write_recipe(odd / "recipe.toml", one, source, Effort(1_000, 100), Target("host"), odd)
+        return tomllib.loads((odd / "recipe.toml").read_text(encoding="utf-8"))
+
+    recipe = recipe_of(candidate)
     stages = {stage["command"]: stage for stage in recipe["stage"]}
     assert recipe["out"] == str(odd) and stages["prune"]["corpus"] == [str(odd)]
-    assert stages["prune"]["set"]["learning_rate"] == 1e-3 and stages["quantize"]["qad"] == 200
+    assert stages["prune"]["set"]["learning_rate"] == 1e-3 and "qad" not in stages["quantize"]
     assert (stages["quantize"]["bits"], stages["quantize"]["group_size"]) == (4, 64)
-    assert stages["quantize"]["set"] == {"head_bits": 4, "symmetric": False}  # and no learning rate
     assert stages["bench"]["on_device"] is False and stages["bench"]["text"] == [str(odd)]
     assert all(stages[command]["threads"] == 1 for command in ("prune", "quantize", "export", "bench"))
-    assert export_settings(source, candidate.format, odd, odd)["threads"] == 1
-    fewer = replace(candidate, size=Size(size.shape, 320))
-    write_recipe(odd / "recipe.toml", fewer, source, Effort(1_000, 100), Target("host"), odd)
-    first, tuned, *_ = tomllib.loads((odd / "recipe.toml").read_text(encoding="utf-8"))["stage"]
+    assert export_settings(source, int4, odd, odd)["threads"] == 1
+    packed, *_ = recipe_of(replace(candidate, size=replace(size, shape=Shape.of(teacher))))["stage"]
+    assert packed["qad"] == 200 and packed["set"] == {"head_bits": 4, "symmetric": False}  # and no learning rate
+    first, tuned, *_ = recipe_of(replace(candidate, size=replace(size, vocab_size=320)))["stage"]
     assert first["vocab_size"] == 320 and first["valid"] == [str(odd)]  # held-out text chooses no tokens
     assert (tuned["command"], tuned["checkpoint"], tuned["learning_rate"]) == ("train", first["out"], 1e-3)
     assert len(load_recipe(odd / "recipe.toml").stages) == 6  # every stage has settings that its command takes
@@ -375,13 +378,8 @@ class Line:
     def measured(self, directory: Path, *_: Any, **__: Any) -> dict[str, Any]:
         """In place of `run_bench`."""
         self.calls.append(directory)
-        return {
-            "directory": str(directory),
-            "file_bytes": directory_bytes(directory),
-            "peak_rss_bytes": 80_000_000,
-            "ttft_ms": {"512": 100.0},
-            "tpot_ms": {"512": {"p50": 1.0, "p95": 2.0}},
-        }
+        times = {"ttft_ms": {"512": 100.0}, "tpot_ms": {"512": {"p50": 1.0, "p95": 2.0}}}
+        return {"directory": str(directory), "file_bytes": directory_bytes(directory), "peak_rss_bytes": 8e7} | times
 
     def timed(self, directory: Path, device: Device, threads: int | None = None, provider: str = "cpu") -> Any:
         """In place of `short_bench`; the first measurement is disturbed."""
