@@ -31,10 +31,12 @@ from sportsllm.models.memory import (
 
 CACHES = ("fp32", "fp16", "int8")
 # The graph file without its weights: once, and a layer; a layer more with a smaller cache (beside INT8 scales) or
-# standard operators. Measured: 4,200 to 5,600 a layer, 400, ...; a float16 cache adds 2,250 for each form of layer, 240
-# to 2,250 a layer.
+# standard operators. Measured: 4,200 to 5,600 a layer, 400, ...
 GRAPH_BYTES, LAYER_GRAPH_BYTES = 4_000, 5_000
 CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES = {"fp32": 0, "fp16": 240, "int8": 400}, 7_600
+# With calls of kernels: once, the body of each form of layer (the first, those between, the last), and a layer.
+CALLED_GRAPH_BYTES, CALL_BYTES, _FORMS = 6_000, 3_600, 3
+BODY_BYTES = {"fp32": 2_750, "fp16": 5_000, "int8": 3_150}
 _HEAD_FORMATS = {4: "int4", 8: "int8", 32: "fp32"}
 
 
@@ -140,8 +142,7 @@ def _stores_rotary_tables(config: ModelConfig, stored: ModelFormat) -> bool:
 def file_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     """Size of the exported files: weights, rotary tables and graph."""
     parts = sizes(config, stored)
-    computed = round(parts.layers.bytes + parts.head.bytes + parts.embedding + parts.rest)
-    return computed if stored.file_bytes is None else stored.file_bytes
+    return round(parts.layers.bytes + parts.head.bytes + parts.embedding + parts.rest)
 
 
 def mixed_bytes(config: ModelConfig, stored: ModelFormat) -> float:
@@ -150,7 +151,7 @@ def mixed_bytes(config: ModelConfig, stored: ModelFormat) -> float:
         return 0.0
     parts = sizes(config, stored)
     embedding = 0 if config.tie_word_embeddings else parts.embedding
-    return MIXED_GROWTH * (parts.layers.bytes + parts.head.bytes + embedding)
+    return MIXED_GROWTH * (parts.layers.bytes + parts.head.bytes + embedding) + BODY_BYTES[stored.cache]
 
 
 @lru_cache(maxsize=1_024)
@@ -209,10 +210,12 @@ def stored_format(directory: Path) -> ModelFormat:
 
 def _graph_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     """The decoding graph, with an INT8 cache's scale for each channel."""
-    a_layer = LAYER_GRAPH_BYTES + CACHE_GRAPH_BYTES[stored.cache] + STANDARD_GRAPH_BYTES * stored.standard
-    if stored.cache == "int8":
-        a_layer += 4 * sum(math.prod(state.shape) for state in block_state(config))
-    return GRAPH_BYTES + config.num_hidden_layers * a_layer
+    layers, a_layer = config.num_hidden_layers, LAYER_GRAPH_BYTES + CACHE_GRAPH_BYTES[stored.cache]
+    size = GRAPH_BYTES + layers * (a_layer + STANDARD_GRAPH_BYTES * stored.standard)
+    if stored.in_kernels:
+        size = CALLED_GRAPH_BYTES + min(layers, _FORMS) * BODY_BYTES[stored.cache] + layers * CALL_BYTES
+    scales = sum(math.prod(state.shape) for state in block_state(config)) if stored.cache == "int8" else 0
+    return size + 4 * layers * scales
 
 
 def matmul_parameters(config: ModelConfig) -> int:

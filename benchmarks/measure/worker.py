@@ -82,8 +82,7 @@ def measure_memory(asked: Specification) -> dict[str, Any]:
 def measure_sustained(asked: Specification) -> dict[str, Any]:
     """Load, then `decode_windows`."""
     decoder, loaded = _open(asked)
-    tokens = _draw_tokens(decoder, asked)
-    return {**loaded, "windows": decode_windows(decoder, tokens, asked)}
+    return {**loaded, "windows": decode_windows(decoder, _draw_tokens(decoder, asked), asked)}
 
 
 def measure_texts(asked: Specification) -> dict[str, Any]:

@@ -189,8 +189,7 @@ def _texts(bench: Bench) -> Table:
         )
         for kind, text in bench.texts.items()
     ]
-    headers = ("text", "accepted", "tokens per pass", "tokens/s", "tokens/s without")
-    return Table("Prompt lookup", headers, rows)
+    return Table("Prompt lookup", ("text", "accepted", "tokens per pass", "tokens/s", "tokens/s without"), rows)
 
 
 def _sustained(bench: Bench) -> Table:

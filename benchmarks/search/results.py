@@ -89,8 +89,7 @@ def _cells(one: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
             cells.append(band(predicted / factor, predicted * factor))
         else:
             cells.append(MISSING)
-    loss, expected = one["rounded_loss_percent"], one["expected_loss_percent"]
-    interval = one["interval_percent"]
+    loss, expected, interval = (one[f"{name}_percent"] for name in ("rounded_loss", "expected_loss", "interval"))
     half = f" ±{max(loss - interval[0], interval[1] - loss):.1f}" if interval else ""
     cells.append(MISSING if loss is None else f"{loss:+.1f}%{half}")
     cells.append(MISSING if expected is None else f"{expected:+.1f}%")

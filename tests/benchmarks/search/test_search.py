@@ -18,7 +18,7 @@ from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import judge
 from benchmarks.fit import FitResult, _make, complaint, finish_best, fit, run_fit
 from benchmarks.measure.machine import choose_cpus
-from benchmarks.model_size import ModelFormat, file_bytes
+from benchmarks.model_size import BODY_BYTES, ModelFormat, file_bytes
 from benchmarks.search.candidates import ANCHORS, WHOLE, Candidate, Size, candidate_of, expert_counts, formats, ways
 from benchmarks.search.recipe import Effort, Source, Target, export_settings, prune_settings, with_samples, write_recipe
 from benchmarks.search.results import print_fit
@@ -89,7 +89,8 @@ def test_an_int4_candidate_has_room_for_the_matrices_that_quantize_gives_8_bits(
     for teacher in (TEACHER, TEACHER.with_changes(tie_word_embeddings=False)):
         for stored in (ModelFormat("int4", 64), ModelFormat("int8", 128)):
             candidate = candidate_of("", Size(FULL, teacher.vocab_size), stored, teacher, load_device("laptop-x86"))
-            spare = SizeBudget().spare_bytes(teacher, QuantizationConfig(4, 64)) if stored.precision == "int4" else 0
+            mixing = SizeBudget().spare_bytes(teacher, QuantizationConfig(4, 64)) + BODY_BYTES["fp32"]
+            spare = mixing if stored.precision == "int4" else 0
             # The prediction counts the vectors of the layers too.
             assert candidate.predicted["file_mb"] * 1e6 == pytest.approx(file_bytes(teacher, stored) + spare, rel=1e-3)
 
@@ -191,8 +192,7 @@ def test_an_export_whose_files_exceed_the_limit_is_not_finished_while_another_fi
     for candidate, losses in ((large, Losses(0.0, 0.0, None, 0.341)), (small, Losses(5.0, 5.0, None, 0.339))):
         search.found[candidate.name], search.tried[candidate.name] = candidate, Tried(10_000, losses)
     assert search.ranking() == [small]
-    trials = Rule()
-    try_longer(search, cast(Trials, trials), EFFORT, Clock())
+    try_longer(search, cast(Trials, trials := Rule()), EFFORT, Clock())
     assert not trials.calls
     del search.tried[small.name]
     assert search.ranking() == [large]
