@@ -224,8 +224,7 @@ def run_fit(
     documents = {"trials": trials.documents(), "final": text.report_documents}
     found = FitResult.of({**result, "documents": documents, "seconds": round(clock.seconds, 1)})
     atomic_write_text(out / RESULT, json.dumps(found.to_json(), indent=1, default=str) + "\n")
-    verdict = found.bench["budget"]["verdict"] if found.bench else "pass"
-    if verdict == "pass":
+    if not found.bench or found.bench["budget"]["verdict"] == "pass":
         return found
     return replace(found, complaint=complaint(found, effort.tokens), exit_code=GateError.exit_code)
 

@@ -33,10 +33,9 @@ CACHES = ("fp32", "fp16", "int8")
 # The graph file without its weights: once, and a layer; a layer more with a smaller cache (beside INT8 scales) or
 # standard operators. Measured: 4,200 to 5,600 a layer, 400, ...
 GRAPH_BYTES, LAYER_GRAPH_BYTES = 4_000, 5_000
-CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES = {"fp32": 0, "fp16": 240, "int8": 400}, 7_600
-# With calls of kernels: once, the body of each form of layer (the first, those between, the last), and a layer.
-CALLED_GRAPH_BYTES, CALL_BYTES, _FORMS = 6_000, 3_600, 3
-BODY_BYTES = {"fp32": 2_750, "fp16": 5_000, "int8": 3_150}
+CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES = {"fp32": 0, "fp16": 0, "int8": 400}, 7_600
+# With calls of kernels: once, the body of each form of layer (first, between, last), and a layer; more for rotary rows.
+CALLED_GRAPH_BYTES, BODY_BYTES, CALL_BYTES, ROTATION_BYTES, _FORMS = 6_000, 2_750, 3_600, 2_250, 3
 _HEAD_FORMATS = {4: "int4", 8: "int8", 32: "fp32"}
 
 
@@ -151,7 +150,7 @@ def mixed_bytes(config: ModelConfig, stored: ModelFormat) -> float:
         return 0.0
     parts = sizes(config, stored)
     embedding = 0 if config.tie_word_embeddings else parts.embedding
-    return MIXED_GROWTH * (parts.layers.bytes + parts.head.bytes + embedding) + BODY_BYTES[stored.cache]
+    return MIXED_GROWTH * (parts.layers.bytes + parts.head.bytes + embedding) + _body_bytes(config, stored)
 
 
 @lru_cache(maxsize=1_024)
@@ -195,8 +194,8 @@ def stored_format(directory: Path) -> ModelFormat:
         return ModelFormat("fp32", cache=cache)  # read as dense: the file's size says nothing of what is moved
     size, standard = directory_bytes(directory) or None, settings.get("format") == "standard"
     if packed is None:
-        precision = "fp16" if settings.get("dtype") == "fp16" else "fp32"
-        return ModelFormat(precision, cache=cache, file_bytes=size, standard=standard)
+        half = settings.get("dtype") == "fp16"
+        return ModelFormat("fp16" if half else "fp32", cache=cache, file_bytes=size, standard=standard)
     return ModelFormat(
         precision=f"int{packed.bits}",
         block_size=packed.block_size,
@@ -208,14 +207,19 @@ def stored_format(directory: Path) -> ModelFormat:
     )
 
 
+def _body_bytes(config: ModelConfig, stored: ModelFormat) -> int:
+    rotates = config.position_kind == "rotary" and not _stores_rotary_tables(config, stored)
+    return BODY_BYTES + CACHE_GRAPH_BYTES[stored.cache] + ROTATION_BYTES * rotates
+
+
 def _graph_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     """The decoding graph, with an INT8 cache's scale for each channel."""
-    layers, a_layer = config.num_hidden_layers, LAYER_GRAPH_BYTES + CACHE_GRAPH_BYTES[stored.cache]
-    size = GRAPH_BYTES + layers * (a_layer + STANDARD_GRAPH_BYTES * stored.standard)
-    if stored.in_kernels:
-        size = CALLED_GRAPH_BYTES + min(layers, _FORMS) * BODY_BYTES[stored.cache] + layers * CALL_BYTES
+    layers, body = config.num_hidden_layers, _body_bytes(config, stored)
     scales = sum(math.prod(state.shape) for state in block_state(config)) if stored.cache == "int8" else 0
-    return size + 4 * layers * scales
+    if stored.in_kernels:
+        return CALLED_GRAPH_BYTES + min(layers, _FORMS) * body + layers * (CALL_BYTES + 4 * scales)
+    a_layer = LAYER_GRAPH_BYTES + body - BODY_BYTES + STANDARD_GRAPH_BYTES * stored.standard
+    return GRAPH_BYTES + layers * (a_layer + 4 * scales)
 
 
 def matmul_parameters(config: ModelConfig) -> int:

@@ -42,8 +42,7 @@ def stepwise(choose: Callable[[list[int], int], Iterator[None]]) -> Generate:
 
     def generate(prompt: list[int], count: int) -> list[float]:
         began = time.perf_counter()
-        chosen = islice(choose(prompt, len(prompt) + count), count)
-        return [time.perf_counter() - began for _ in chosen]
+        return [time.perf_counter() - began for _ in islice(choose(prompt, len(prompt) + count), count)]
 
     return generate
 

@@ -91,8 +91,7 @@ class Clock:
             return self.expected("rounding") + self.token_s * work if kind == "trial" else 0.0
         (least, least_s), (most, most_s) = seen[0], seen[-1]
         if most > least:
-            slope = max(0.0, (most_s - least_s) / (most - least))
-            return max(0.0, most_s + slope * (work - most))
+            return max(0.0, most_s + max(0.0, most_s - least_s) / (most - least) * (work - most))
         return max(seconds for _, seconds in seen) * max(1.0, work / most)
 
     def allows(self, what: str, kind: str, work: float = 1.0, keep: float = 0.0) -> bool:

@@ -71,8 +71,7 @@ def run(verb: str, device: str, **options: Any) -> Any:
     torch.set_float32_matmul_precision("highest")
     command = load_command(verb)
     known = inspect.signature(command).parameters
-    placed = {name: device for name in ("device", "provider") if name in known}
-    return command(**options, **placed)
+    return command(**options, **{name: device for name in ("device", "provider") if name in known})
 
 
 def compare(device: str, work: Path, sizes: dict[str, Any]) -> Iterator[Row]:

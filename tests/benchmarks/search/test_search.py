@@ -89,7 +89,7 @@ def test_an_int4_candidate_has_room_for_the_matrices_that_quantize_gives_8_bits(
     for teacher in (TEACHER, TEACHER.with_changes(tie_word_embeddings=False)):
         for stored in (ModelFormat("int4", 64), ModelFormat("int8", 128)):
             candidate = candidate_of("", Size(FULL, teacher.vocab_size), stored, teacher, load_device("laptop-x86"))
-            mixing = SizeBudget().spare_bytes(teacher, QuantizationConfig(4, 64)) + BODY_BYTES["fp32"]
+            mixing = SizeBudget().spare_bytes(teacher, QuantizationConfig(4, 64)) + BODY_BYTES
             spare = mixing if stored.precision == "int4" else 0
             # The prediction counts the vectors of the layers too.
             assert candidate.predicted["file_mb"] * 1e6 == pytest.approx(file_bytes(teacher, stored) + spare, rel=1e-3)
