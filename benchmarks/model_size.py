@@ -30,10 +30,10 @@ from sportsllm.models.memory import (
 )
 
 CACHES = ("fp32", "fp16", "int8")
-# The graph file without its weights: once, and a layer; a layer more with a smaller cache (beside INT8 scales) or
-# standard operators. Measured: 4,200 to 5,600 a layer, 400, ...
+# The graph file without its weights: once, and a layer; a layer more with an INT8 cache (beside its scales) or standard
+# operators. Measured: 4,200 to 5,600 a layer, 400, ...
 GRAPH_BYTES, LAYER_GRAPH_BYTES = 4_000, 5_000
-CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES = {"fp32": 0, "fp16": 0, "int8": 400}, 7_600
+INT8_CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES = 400, 7_600
 # With calls of kernels: once, the body of each form of layer (first, between, last), and a layer; more for rotary rows.
 CALLED_GRAPH_BYTES, BODY_BYTES, CALL_BYTES, ROTATION_BYTES, _FORMS = 6_000, 2_750, 3_600, 2_250, 3
 _HEAD_FORMATS = {4: "int4", 8: "int8", 32: "fp32"}
@@ -149,8 +149,8 @@ def mixed_bytes(config: ModelConfig, stored: ModelFormat) -> float:
     if stored.precision != "int4" or stored.file_bytes is not None:
         return 0.0
     parts = sizes(config, stored)
-    embedding = 0 if config.tie_word_embeddings else parts.embedding
-    return MIXED_GROWTH * (parts.layers.bytes + parts.head.bytes + embedding) + _body_bytes(config, stored)
+    tables = parts.head.bytes + (0 if config.tie_word_embeddings else parts.embedding)
+    return MIXED_GROWTH * (parts.layers.bytes + tables) + BODY_BYTES + _cache_bytes(config, stored)
 
 
 @lru_cache(maxsize=1_024)
@@ -207,19 +207,19 @@ def stored_format(directory: Path) -> ModelFormat:
     )
 
 
-def _body_bytes(config: ModelConfig, stored: ModelFormat) -> int:
+def _cache_bytes(config: ModelConfig, stored: ModelFormat) -> int:
+    """What a layer, or the body of its call, has more by its cache's format and by computing rotary rows."""
     rotates = config.position_kind == "rotary" and not _stores_rotary_tables(config, stored)
-    return BODY_BYTES + CACHE_GRAPH_BYTES[stored.cache] + ROTATION_BYTES * rotates
+    return INT8_CACHE_GRAPH_BYTES * (stored.cache == "int8") + ROTATION_BYTES * rotates
 
 
 def _graph_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     """The decoding graph, with an INT8 cache's scale for each channel."""
-    layers, body = config.num_hidden_layers, _body_bytes(config, stored)
+    layers, more = config.num_hidden_layers, _cache_bytes(config, stored)
     scales = sum(math.prod(state.shape) for state in block_state(config)) if stored.cache == "int8" else 0
     if stored.in_kernels:
-        return CALLED_GRAPH_BYTES + min(layers, _FORMS) * body + layers * (CALL_BYTES + 4 * scales)
-    a_layer = LAYER_GRAPH_BYTES + body - BODY_BYTES + STANDARD_GRAPH_BYTES * stored.standard
-    return GRAPH_BYTES + layers * (a_layer + 4 * scales)
+        return CALLED_GRAPH_BYTES + min(layers, _FORMS) * (BODY_BYTES + more) + layers * (CALL_BYTES + 4 * scales)
+    return GRAPH_BYTES + layers * (LAYER_GRAPH_BYTES + more + STANDARD_GRAPH_BYTES * stored.standard + 4 * scales)
 
 
 def matmul_parameters(config: ModelConfig) -> int:

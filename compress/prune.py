@@ -134,9 +134,8 @@ def prune(
     use_processor(threads, device)
     reading = take_reading(given, checkpoint)
     if recover is None:
-        names = [f"--set {name}" for name in given if name not in ("samples", "scores")]
-        names = ["--corpus"] * bool(corpus) + names + ["--resume"] * resume + ["--seed"] * bool(seed)
-        if names:
+        rare = [f"--set {name}" for name in given if name not in ("samples", "scores")]
+        if names := ["--corpus"] * bool(corpus) + rare + ["--resume"] * resume + ["--seed"] * bool(seed):
             also = ", or give --calibration" if corpus else ""
             raise UsageError(f"options of --recover: {', '.join(names)}; add --recover TOKENS{also}, or leave them out")
     instead = "--calibration" if recover is None else "--corpus"  # --corpus is one of --recover's options

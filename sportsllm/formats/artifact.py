@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from sportsllm import __version__, processes
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
-from sportsllm.files import STATE_DIRECTORY, JsonObject, clip, read_json
+from sportsllm.files import STATE_DIRECTORY, JsonObject, clip, has_state, read_json
 from sportsllm.formats.manifest import (
     CARD,
     MANIFEST,
@@ -135,20 +135,20 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
         raise ConflictError(f"{out}: another run is writing it; wait for it, or choose another --out") from None
     try:
         _settle_state(partial)
-        has_state = (partial / STATE_DIRECTORY).exists()
-        if has_state and not resume:
+        kept = has_state(partial)
+        if kept and not resume:
             raise ConflictError(f"{partial}: keeps an interrupted run; add --resume to its command, or remove it")
         check_state(partial, stage.fingerprint())
-        if resume and not has_state:
+        if resume and not kept:
             log(f"{out}: no interrupted run to resume; starting from the beginning")
-        if not has_state and partial.exists():
+        if not kept and partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(exist_ok=True)
         try:
             yield partial
             _finish(partial, out, stage)
         except BaseException:
-            if not (partial / STATE_DIRECTORY).exists():
+            if not has_state(partial):
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         if out.exists():
