@@ -80,7 +80,7 @@ def export(
         typer.Option(
             "--kv-cache",
             help="fp32; fp16: half the memory; int8: a quarter, scales come from calibration text.",
-            show_default="fp16 for INT4, INT8 and --dtype fp16, fp32 for other models and formats",
+            show_default="fp16 for INT4 and INT8 that the kernels run, and --dtype fp16; else fp32",
         ),
     ] = None,
     calibration: options.Calibration = None,

@@ -52,8 +52,8 @@ from sportsllm.text.tokenizer import load_tokenizer
 BLOCK = 32
 GGUF_FILE = "model.gguf"
 _GEMMA = {
-    "gemma2": "Gemma 2 with every second layer full, bounded scores and logits,",
-    "gemma3": "Gemma 3 with full layers at equal distances, and others,",
+    "gemma2": "Gemma 2 only with every second layer full, and with bounded scores and logits",
+    "gemma3": "Gemma 3 only with full layers at equal distances between others",
 }
 
 
@@ -77,11 +77,11 @@ def architecture_of(config: ModelConfig) -> str:
     if kind in _GEMMA:
         largest = config.num_hidden_layers == {"gemma2": 46, "gemma3": 62}[kind]
         scored = config.hidden_size // config.num_attention_heads if largest else config.head_dim
-        unlike = _period(config) in (None, 1) or abs((config.attention_scale or 0) * scored**0.5 - 1) > 1e-6
-        if kind == "gemma2":
-            unlike |= _period(config) != 2 or config.attention_softcap is None or config.logit_softcap is None
-        if unlike:
-            raise UsageError(f"GGUF: llama.cpp knows {_GEMMA[kind]} and scores / head_dim ** 0.5")
+        bounded = config.attention_softcap is not None and config.logit_softcap is not None
+        if not (_period(config) == 2 and bounded if kind == "gemma2" else _period(config) not in (None, 1)):
+            raise UsageError(f"GGUF: llama.cpp knows {_GEMMA[kind]}; use --format onnx")
+        if abs((config.attention_scale or 0) * scored**0.5 - 1) > 1e-6:
+            raise UsageError(f"GGUF: {kind} has query_pre_attn_scalar {scored} in llama.cpp; use --format onnx")
     scaling = config.rope_scaling
     if scaling is not None and scaling.rope_type == "longrope":
         raise UsageError("GGUF: longrope's factors are not supported; use --format onnx")

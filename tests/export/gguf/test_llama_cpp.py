@@ -174,11 +174,11 @@ def test_what_llama_cpp_does_not_know_is_refused(tokenizer_directory: Path, tmp_
             (NEOX | {"attention_bias": False, "attention_output_bias": False}, "gptneox models only with biases"),
             (MIXTRAL | {"layer_types": (SLIDING,) * 2, "sliding_window": 8}, "mixtral is not supported"),
             (QWEN3_MOE | {"experts": Experts(4, 2, weights="scores")}, "Qwen3-MoE only with experts in all layers"),
-            (GEMMA2 | {"logit_softcap": None}, "Gemma 2 with every second layer full, bounded"),
-            (GEMMA2 | LARGEST, "scores / head_dim"),
-            (GEMMA3 | {"attention_scale": 0.3}, "Gemma 3 with full layers"),
-            (GEMMA3 | {"num_hidden_layers": 4, "layer_types": uneven}, "Gemma 3 with full layers"),
-            (GEMMA3 | {"layer_types": (FULL,) * 2, "sliding_window": None}, "Gemma 3 with full layers"),
+            (GEMMA2 | {"logit_softcap": None}, "Gemma 2 only with every second layer full"),
+            (GEMMA2 | LARGEST, "query_pre_attn_scalar"),
+            (GEMMA3 | {"attention_scale": 0.3}, "query_pre_attn_scalar"),
+            (GEMMA3 | {"num_hidden_layers": 4, "layer_types": uneven}, "Gemma 3 only with full layers"),
+            (GEMMA3 | {"layer_types": (FULL,) * 2, "sliding_window": None}, "Gemma 3 only with full layers"),
         )
     ):
         directory = tmp_path / str(number)
