@@ -345,7 +345,7 @@ def _os_error(error: OSError) -> SportsLLMError | None:
     if (advice := _OS_ADVICE.get(error.errno or unnumbered)) is None:
         return None
     kind = ArtifactError if error.errno == errno.ENAMETOOLONG else ResourceError
-    return kind(f"{where}: {advice}" if (where := error.filename or error.filename2) else advice)
+    return kind(f"{where}: {advice}" if (where := error.filename2 or error.filename) else advice)
 
 
 def _complain(message: str) -> None:

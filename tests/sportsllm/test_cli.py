@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import typer
 
-from sportsllm.cli import build_app
+from sportsllm.cli import _os_error, build_app
 from sportsllm.commands import COMMANDS
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import open_decoder
@@ -158,6 +158,9 @@ def test_full_disk_and_read_only_folder_leave_nothing(checkpoint: Path, tmp_path
         cli.refuses(5, "grew over the allowed size", *quantize, tmp_path / "out")
         cli.refuses(5, "the disk is full", "export", checkpoint, "--format", "gguf", "--out", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+    with full_disk(), pytest.raises(OSError) as caught:
+        shutil.copy(ROOT / "tests" / "sportsllm" / "serving" / "test_server.py", tmp_path / "copy")
+    assert str(_os_error(caught.value)).startswith(f"{tmp_path / 'copy'}: the file grew")
     cli.refuses(5, "/sys/nothing", *quantize, "/sys/nothing/out")
 
 
