@@ -127,7 +127,7 @@ def as_given(annotation: object, value: object) -> object:
     if isinstance(value, Path) and Path not in kinds:
         value = str(value)
     if {list, str} <= kinds and isinstance(value, Mapping):
-        return value
+        return {str(name): each for name, each in value.items()}
     if list in kinds and isinstance(value, str | Path | int):
         value = [value]
     kind: Any = annotation

@@ -238,7 +238,7 @@ def describe(error: ValidationError) -> str:
 
 def plain(message: str) -> str:
     """What pydantic says of a value, without its jargon."""
-    message = re.sub("Input should be (a valid [a-z]+), .*", r"Input should be \1", message)
+    message = re.sub("(Input (?:should be|is not) a valid [a-z]+)(?:,| for) .*", r"\1", message)
     for said, meant in _MEANT.items():
         message = message.replace(said, meant)
     return message

@@ -130,7 +130,7 @@ def test_commands_are_functions_with_typed_results_that_take_strings_as_paths() 
         ({"threads": -1}, "threads: must be at least 1, not -1"),
         ({"top_p": "much"}, "top_p: must be a number"),
         ({"prompt": None}, "prompt: must be a string, not None"),
-        ({"prompt_file": 5}, "prompt_file: must be a path"),
+        ({"prompt_file": 5}, "prompt_file: must be a path, not 5"),
     ],
 )
 def test_a_value_of_another_type_or_beyond_its_bounds(checkpoint: Path, setting: dict[str, Any], said: str) -> None:
@@ -145,6 +145,8 @@ def test_values_are_converted_as_on_the_command_line(checkpoint: Path) -> None:
     for empty in ("", [str(checkpoint / "README.md"), ""]):
         with pytest.raises(UsageError, match="text: the path is empty"):
             sportsllm.eval(checkpoint, text=empty)
+    with pytest.raises(UsageError, match="`settings` 5=1: there is no '5'"):
+        sportsllm.eval(checkpoint, text=checkpoint / "tokenizer.json", settings={5: 1})
     with pytest.raises(UsageError, match="port: must be at most 65535, not 99999"):
         sportsllm.serve(checkpoint, port=99_999)
     with pytest.raises(TypeError, match=r"^prune\(\) got an unexpected .* 'parms'; did you mean params\?"):
