@@ -123,7 +123,7 @@ def distill(
         tokens = _SELECTION_TOKENS if tokens is None and steps is None else tokens
     check_no_larger(begin.shape, load_config(source))  # before a line on settings
     already_trained = isinstance(begin, Checkpoint) and begin.already_trained
-    run = Run(begin.kind, begin.shape, already_trained=already_trained)
+    run = Run(begin.kind, begin.shape, already_trained=already_trained, weights=begin.weights)
     found |= {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
     found |= {"kl_weight": kl_weight, "signals": signals}
     holdouts = tuple(path for path in begin.inputs if path.is_dir())

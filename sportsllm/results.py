@@ -34,19 +34,14 @@ class Result:
         Raises:
             TypeError: a field without a default is missing.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        given = {name: value for name, value in values.items() if name in known}
+        given = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values}
         if isinstance(given.get("out"), str):
             given["out"] = Path(given["out"])
         return cls(**given)
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name, as `--json` prints them; paths are strings."""
-        return {
-            field.name: as_json(getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if field.name not in _NOT_IN_JSON
-        }
+        return {name: as_json(value) for name, value in vars(self).items() if name not in _NOT_IN_JSON}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,7 @@ class Selecting(Checkpoint):
     """A student of a checkpoint's weights and an indexer."""
 
     name: ClassVar[str] = "selection"
+    weights: ClassVar[str | None] = "trained weights with a new indexer"
     # The model is to stay what it was, as after rounding, rather than to learn more.
     kind: settings.Start = settings.Start.QUANTIZED
 
@@ -94,14 +95,14 @@ def selecting(start: Fresh, tokens: int) -> Selecting:
         )
     parts, pairs = min(_INDEX_PARTS, start.shape.num_key_value_heads), start.shape.head_dim // 2
     pairs = min(pairs, max(_LEAST_PAIRS, pairs // 2))
-    selection = Selection(tokens, heads=start.shape.num_attention_heads, parts=parts, pairs=pairs)
     try:
+        selection = Selection(tokens, heads=start.shape.num_attention_heads, parts=parts, pairs=pairs)
         shape = start.shape.with_changes(attention_kind="selected", selection=selection)
     except UsageError as error:
-        raise UsageError(f"--select-tokens {selection.tokens}: {error}") from None
-    if selection.tokens >= shape.max_position_embeddings:
+        raise UsageError(f"--select-tokens {tokens}: {error}") from None
+    if tokens >= shape.max_position_embeddings:
         raise UsageError(
-            f"--select-tokens is {selection.tokens}, the context {shape.max_position_embeddings}: nothing would be "
+            f"--select-tokens is {tokens}, the context {shape.max_position_embeddings}: nothing would be "
             "left out; choose fewer"
         )
     return Selecting(shape, start.inputs)

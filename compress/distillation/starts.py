@@ -90,12 +90,14 @@ class Fresh:
 
     Attributes:
         name: for the manifest.
+        weights: for messages, if `kind` does not say what they are.
         shape: of the student.
         inputs: what is read for it beside the teacher.
         kind: decides how large the steps of its training may be.
     """
 
     name: ClassVar[str] = "fresh"
+    weights: ClassVar[str | None] = None
     shape: ModelConfig
     inputs: list[Path]
     kind: settings.Start = settings.Start.RANDOM

@@ -111,14 +111,12 @@ class Selection:
     pairs: int | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "pairs" or value is not None:
-                check_size(f"selection: {field.name}", value)
+        for name, value in vars(self).items():
+            if name != "pairs" or value is not None:
+                check_size(f"selection: {name}", value)
         if self.tokens % self.block or self.blocks < 4:  # the first, two of the newest, and one to choose
-            raise UsageError(
-                f"config: selection: {self.tokens} tokens in blocks of {self.block}; choose whole blocks, at least 4"
-            )
+            least = f"choose a multiple of {self.block}, at least {4 * self.block}"
+            raise UsageError(f"config: selection: {self.tokens} tokens in blocks of {self.block}; {least}")
 
     @property
     def blocks(self) -> int:

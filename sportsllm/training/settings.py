@@ -96,12 +96,14 @@ class Run:
         model: the model to train, or the model that it is pruned from.
         adapters: only adapters are trained.
         already_trained: pruned weights were trained since, so that large steps would undo more than they mend.
+        weights: what messages call them, if not by `start`.
     """
 
     start: Start
     model: ModelConfig
     adapters: bool = False
     already_trained: bool = False
+    weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -263,8 +265,8 @@ def described(config: TrainConfig, run: Run) -> str:
         rates = f"Muon {config.muon_learning_rate:g} and {rates}"
     fall = "" if config.schedule == "cosine" else f" over the last {config.decay_fraction:.0%}"
     return (
-        f"training from {run.start.value}: {config.steps:,} steps of {config.tokens_per_step:,} tokens, {rates}, "
-        f"warm-up {config.warmup}, {config.schedule} to {config.min_lr_ratio:.0%}{fall}"
+        f"training from {run.weights or run.start.value}: {config.steps:,} steps of {config.tokens_per_step:,} tokens, "
+        f"{rates}, warm-up {config.warmup}, {config.schedule} to {config.min_lr_ratio:.0%}{fall}"
     )
 
 

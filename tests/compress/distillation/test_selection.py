@@ -169,17 +169,18 @@ def test_index_scores_of_normalised_heads_are_near() -> None:
         ({"select_tokens": None}, "give --student"),
         ({"student": "tiny-300k", "start": "fresh"}, "--select-tokens starts from trained weights"),
         ({"select_tokens": 400}, "--select-tokens is 400, the context 350"),
-        ({"select_tokens": 72}, "config: selection: 72 tokens in blocks of 16"),
-        ({"sequence": 64}, "--select-tokens 64: --sequence is 64, all of which are selected"),
+        ({"select_tokens": 72}, "--select-tokens 72: config: .* in blocks of 16; choose a multiple of 16, at least 64"),
+        ({"sequence": 64, "steps": 1}, "--select-tokens 64: --sequence is 64, all of which are selected"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
-    flags: dict[str, Any], said: str, full: Path, text: Path, held_out: Path, tmp_path: Path
+    flags: dict[str, Any], said: str, full: Path, text: Path, held_out: Path, tmp_path: Path, capsys: Any
 ) -> None:
     given: dict[str, Any] = {"select_tokens": 64, "corpus": [text], "valid": [held_out], "steps": 0} | flags
     with pytest.raises(UsageError, match=said) as caught:
         distill(teacher=str(full), out=tmp_path / "out", threads=1, **given)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    assert ("from trained weights with a new indexer" in capsys.readouterr().err) == ("steps" in flags)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("deepseek-v3", "latent attention"), ("phi3-sliding", "layer_types is")])
