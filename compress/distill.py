@@ -179,7 +179,7 @@ def distill_student(
             model, known = start.build(training, text)
             found = {"layer_map": known.distillation.layer_map, "layer_types": model.config.layer_types}
             atomic_write_text(started, json.dumps(found))
-        run = RunDirectory(directory, stage.fingerprint(), resume)
+        run = RunDirectory(directory, stage.identity(), resume)
         results = train_student(model, known, text, cache, run, f"distil {student}", has_weights)
         save_checkpoint(directory, model)
         started.unlink()

@@ -225,7 +225,7 @@ def prune_checkpoint(
         training: JsonObject = {}
         if recovery is not None and text is not None:
             work.forget(refitted=bool(search))
-            run = RunDirectory(directory, stage.fingerprint(), resume)
+            run = RunDirectory(directory, stage.identity(), resume)
             training = recover(network, recovery.matching_kept(cut["kept_layers"]), signals, run, text)
         seconds = time.perf_counter() - started
         save_checkpoint(directory, network, job.checkpoint)

@@ -214,7 +214,7 @@ def quantize_checkpoint(
         if training is not None and read is not None:
             model = load_checkpoint(directory)
             make_trainable(model, packed.originals)
-            results |= recover(model, training, cache, RunDirectory(directory, stage.fingerprint(), resume), read)
+            results |= recover(model, training, cache, RunDirectory(directory, stage.identity(), resume), read)
             pack_trained(model, packed)
             record = packed.record() | {"method": f"{packed.method}+qad"}
             write_config(directory, plan.model, checkpoint, record)

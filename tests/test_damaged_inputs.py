@@ -192,7 +192,7 @@ def _state(directory: Path) -> RunState:
         parameter.grad = torch.zeros_like(parameter)
     for optimizer in optimizers:
         optimizer.step()
-    return RunState(directory, model, optimizers, torch.amp.GradScaler(enabled=False), "identity", config)
+    return RunState(directory, model, optimizers, torch.amp.GradScaler(enabled=False), {}, config)
 
 
 def _targets(root: Path) -> dict[str, Target]:

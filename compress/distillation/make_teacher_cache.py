@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from compress.distillation.teacher_cache import FORMAT, SIGNALS, CachedBatches, 
 from sportsllm.console import ProgressBar, log, progress_bar
 from sportsllm.errors import InterruptedRun
 from sportsllm.files import STATE_DIRECTORY, JsonObject, has_state, write_json
-from sportsllm.formats.artifact import Stage, partial_directory, replace_state, run_stage
+from sportsllm.formats.artifact import STATE_FILE, Stage, partial_directory, replace_state, run_stage
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import directory_bytes
@@ -88,7 +87,10 @@ def make_teacher_cache(training: StudentTraining, info: CacheInfo, out: Path) ->
                 fresh = path.with_name(f"{path.name}.part")
                 save_tensors(fresh, {name: torch.stack([row[name] for row in stored]) for name in stored[0]})
                 fresh.replace(path)
-                _save_state(directory, stage.fingerprint())
+                state = directory / f"{STATE_DIRECTORY}.new"
+                state.mkdir()
+                write_json(state / STATE_FILE, stage.identity())
+                replace_state(directory, state)  # from now on the directory is kept if the run is interrupted
         write_json(directory / SIGNALS, {"format": FORMAT, **dataclasses.asdict(info)})
         size = round(directory_bytes(directory) / info.tokens, 3)
         return {"tokens": info.tokens, "rows": info.rows, "bytes_per_token": size}
@@ -126,13 +128,3 @@ def _is_whole(shard: Path) -> bool:
         return shard.exists() and bool(load_file(shard))
     except SafetensorError:
         return False
-
-
-def _save_state(directory: Path, identity: str) -> None:
-    """From now on the directory is kept if the run is interrupted."""
-    if has_state(directory):
-        return
-    fresh = directory / f"{STATE_DIRECTORY}.new"
-    fresh.mkdir()
-    (fresh / "state.json").write_text(json.dumps({"identity": identity}), encoding="utf-8")
-    replace_state(directory, fresh)

@@ -143,7 +143,7 @@ class RunDirectory:
     """Where a run keeps its state, for which settings, and whether it goes on from there; see `train_model`."""
 
     directory: Path
-    identity: str
+    identity: JsonObject
     resume: bool = False
 
 

@@ -216,7 +216,7 @@ def recovered_finalists(
     there = {path.name.removesuffix(".partial") for path in directory.glob("*")}
     for shape in (one for one in (even, *shapes) if one.name in there):  # refuse another search's before the cuts
         if finished_manifest(made := directory / shape.name, stage := short.stage(shape)) is None:
-            check_state(partial_directory(made), stage.fingerprint())
+            check_state(partial_directory(made), stage)
     directory.mkdir(parents=True, exist_ok=True)
     close = tried = find_finalists(calibration, shapes, [even], job.search["finalists"])
     assert calibration.text is not None, "a job with a recovery reads its text"

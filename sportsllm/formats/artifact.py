@@ -71,6 +71,11 @@ class Stage:
         parts = [verb, self.settings, self.seed, self.input_digests]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
+    def identity(self) -> JsonObject:
+        """For a saved state: the fingerprint, and what to name if another run's differs."""
+        settings = {"command": self.command, **self.settings, "seed": self.seed}
+        return {"identity": self.fingerprint(), "settings": _as_json(settings)}
+
 
 def finished_manifest(out: Path, stage: Stage) -> Manifest | None:
     """The manifest of `out` if it is finished and made from the same inputs, None if `out` is free.
@@ -138,7 +143,7 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
         kept = has_state(partial)
         if kept and not resume:
             raise ConflictError(f"{partial}: keeps an interrupted run; add --resume to its command, or remove it")
-        check_state(partial, stage.fingerprint())
+        check_state(partial, stage)
         if resume and not kept:
             log(f"{out}: no interrupted run to resume; starting from the beginning")
         if not kept and partial.exists():
@@ -182,12 +187,15 @@ def began(out: Path) -> bool:
     return processes.from_first("" if saved_by.isdisjoint(now) else "yes") == "yes"
 
 
-def check_state(partial: Path, identity: str) -> None:
-    """Raise a UsageError if a run with another fingerprint saved the state."""
-    state = partial / STATE_DIRECTORY
-    if (state / STATE_FILE).exists() and read_json(state / STATE_FILE).get("identity") != identity:
+def check_state(partial: Path, stage: Stage) -> None:
+    """Raise a UsageError that names the difference if a run with another fingerprint saved the state."""
+    file, own = partial / STATE_DIRECTORY / STATE_FILE, stage.identity()
+    if file.exists() and (there := read_json(file)).get("identity") != own["identity"]:
+        made = there.get("settings")
+        changed = difference(made, own["settings"]) if isinstance(made, dict) else ""
         raise UsageError(
-            f"{state}: was saved by a run with other settings or inputs; resume with the same ones, or remove {partial}"
+            f"{file.parent}: was saved by a run with other settings or inputs{changed}; resume with the same ones, or "
+            f"remove {partial}"
         )
 
 

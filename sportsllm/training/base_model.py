@@ -171,7 +171,7 @@ def train_base_model(
         config,
         directory,
         validation=scored,
-        identity=stage.fingerprint(),
+        identity=stage.identity(),
         resume=resume,
         description=str(stage.settings.get("init") or stage.settings["model"]),
     )

@@ -71,7 +71,7 @@ def train_model(
     directory: Path,
     *,
     validation: Validation | None = None,
-    identity: str = "",
+    identity: JsonObject | None = None,
     resume: bool = False,
     description: str = "train",
 ) -> TrainingFigures:
@@ -83,7 +83,7 @@ def train_model(
         loss: summed loss of one batch; its mean over the step's scored tokens is minimised.
         directory: gets metrics.jsonl, and `state/` when the run is interrupted or every ten minutes.
         validation: scores held-out text every `validate_every` steps and at the end; the best weights stay.
-        identity: fingerprint of the run, saved with its state.
+        identity: of the run's `artifact.Stage`, saved with its state.
         resume: continue from `directory`/state if there is one, bit for bit on a CPU.
 
     Raises:
@@ -91,7 +91,7 @@ def train_model(
         InterruptedRun: Ctrl-C or SIGTERM; the state is saved.
     """
     reset_peak_rss()
-    state = (run := _Run(model, config, directory, identity)).state
+    state = (run := _Run(model, config, directory, identity or {})).state
     if resume and (directory / STATE_DIRECTORY).exists():
         state.load()
         _drop_metrics_after(directory / METRICS, state.step)
@@ -144,7 +144,7 @@ def train_model(
 class _Run:
     """A model, its state, and how to take a step."""
 
-    def __init__(self, model: SportsLLM, config: TrainConfig, directory: Path, identity: str) -> None:
+    def __init__(self, model: SportsLLM, config: TrainConfig, directory: Path, identity: JsonObject) -> None:
         self.model, self.config = model, config
         self.device = model.device
         self.dtype = resolve_precision(config.precision, self.device)
@@ -158,9 +158,7 @@ class _Run:
         self.last_save, self.saving = time.perf_counter(), False  # the first process's clock counts
         if processes.count() > 1:  # which would take another step than one
             if model.config.dropout:
-                raise UsageError(
-                    "dropout would be drawn in another order by several processes; train the model in one process"
-                )
+                raise UsageError("several processes draw dropout in another order; train the model in one process")
             if model.config.experts is not None or model.config.selection is not None:
                 raise UsageError("experts and selection are balanced over the whole step; train them in one process")
         torch.manual_seed(config.seed)

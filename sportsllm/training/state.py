@@ -35,7 +35,7 @@ from sportsllm.training.sharding import forget_gathered, read_tensors, write_ten
 
 _PROGRESS = ("step", "losses", "best_step", "best_bits_per_byte", "last_bits_per_byte", "nats_before")
 _BEFORE_TOKENS, _REPORT_TOKENS = 16_384, 65_536
-_SELECTION_TOKENS = 4_096, 32_768
+_LEAST_SELECTION, _MOST_SELECTION = 4_096, 32_768  # tokens
 _SAME = 1.0001  # ratio of nats up to which the result counts as the start: rounding
 _FILES = "files"  # in state.json: the checksums of the others
 Validate = Callable[[SportsLLM], float]  # bits per byte of held-out text
@@ -67,8 +67,7 @@ def validation(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig,
     """
     if not config.steps:
         return None
-    least, most = _SELECTION_TOKENS
-    tokens = min(most, max(least, config.steps * config.tokens_per_step // 128))
+    tokens = min(_MOST_SELECTION, max(_LEAST_SELECTION, config.steps * config.tokens_per_step // 128))
     selection_split, report_split = corpus.parts()
     if selection_split == report_split:
         log("the held-out text is one short document: the best step is chosen on the text that is reported")
@@ -89,7 +88,7 @@ def _scorer(texts: Sequence[Document], tokenizer: TextTokenizer, window: int | N
 
 @dataclass
 class RunState:
-    """Everything that a run changes, and the `identity` and `config` that a saved state must agree with.
+    """Everything that a run changes, and the `Stage.identity` and `config` that a saved state must agree with.
 
     Attributes:
         directory: of the run; the state is saved in the `state/` of the first process's.
@@ -104,7 +103,7 @@ class RunState:
     model: SportsLLM
     optimizers: Sequence[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
-    identity: str
+    identity: JsonObject
     config: TrainConfig
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -194,7 +193,7 @@ class RunState:
             write_tensors(fresh, f"optimizer{number}", tensors)
         if first:
             save_tensors(fresh / "rng.safetensors", {"torch": torch.get_rng_state()})
-            state = {"identity": self.identity, "config": asdict(self.config), "scaler": self.scaler.state_dict()}
+            state = {**self.identity, "config": asdict(self.config), "scaler": self.scaler.state_dict()}
             state[LAUNCHES] = launches
             state |= {name: getattr(self, name) for name in _PROGRESS}
             state[_FILES] = _checksums(fresh)
