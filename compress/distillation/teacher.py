@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,8 +100,6 @@ def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _quantize_matrices(block: Block, precision: str, dtype: torch.dtype) -> None:
     import bitsandbytes
 
-    # INT8 products take float16 inputs, and the library says so at every call.
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for name, module in list(block.named_modules()):
         if not isinstance(module, nn.Linear):
             continue

@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from sportsllm import __version__, processes
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
-from sportsllm.files import STATE_DIRECTORY, JsonObject, clip, has_state, read_json
+from sportsllm.files import STATE_DIRECTORY, JsonObject, as_object, clip, has_state, read_json
 from sportsllm.formats.manifest import (
     CARD,
     MANIFEST,
@@ -191,8 +191,7 @@ def check_state(partial: Path, stage: Stage) -> None:
     """Raise a UsageError that names the difference if a run with another fingerprint saved the state."""
     file, own = partial / STATE_DIRECTORY / STATE_FILE, stage.identity()
     if file.exists() and (there := read_json(file)).get("identity") != own["identity"]:
-        made = there.get("settings")
-        changed = difference(made, own["settings"]) if isinstance(made, dict) else ""
+        changed = difference(as_object(there["settings"], file), own["settings"]) if "settings" in there else ""
         raise UsageError(
             f"{file.parent}: was saved by a run with other settings or inputs{changed}; resume with the same ones, or "
             f"remove {partial}"

@@ -6,6 +6,7 @@ Sources: bitsandbytes' QuantState, arXiv 2305.14314 (NF4), 2208.07339 (LLM.int8)
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,12 @@ _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _STATE = "quant_state."
 
 Read = Callable[[str], Tensor]
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it asks for a package that it does without
 
 
 def companions(names: Iterable[str]) -> frozenset[str]:
     """Names of the tensors that only say how to read a packed matrix."""
-    there = set(names)
-    found = set()
+    there, found = set(names), set[str]()
     for name in there:
         matrix, _, part = name.rpartition(".weight.")
         if matrix and f"{matrix}.weight" in there and (part in _PARTS or part.startswith(_STATE)):

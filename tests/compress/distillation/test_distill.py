@@ -37,8 +37,7 @@ def test_a_checkpoint_student_moves_towards_the_teacher(
     with torch.no_grad():
         assert loss(load_checkpoint(tmp_path / "out"), batch) < 0.9 * loss(load_checkpoint(student), batch)
     assert before == {p.name: p.read_bytes() for p in checkpoint.iterdir()}, "inputs are untouched"
-    again = run(checkpoint, str(student), tmp_path / "out", corpus_file, config=config)
-    assert again.cached is True
+    assert run(checkpoint, str(student), tmp_path / "out", corpus_file, config=config).cached is True
 
 
 def likeness(first: SportsLLM, second: SportsLLM) -> float:
@@ -56,6 +55,7 @@ def test_cheap_teachers_stay_near_the_full_one(precision: str, least: float, tmp
     cheap = load_teacher(saved(tmp_path, exact), precision)
     # Relative error of a product: 2^-9 in bf16, about 1/127 of a row's largest number in int8.
     assert likeness(exact, cheap) > least
+    assert not bitsandbytes.backends.cpu.ops.logger.isEnabledFor(30), "warnings of the library"
     assert not any(p.requires_grad for p in cheap.parameters())
 
 
