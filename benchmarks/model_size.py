@@ -150,7 +150,7 @@ def mixed_bytes(config: ModelConfig, stored: ModelFormat) -> float:
         return 0.0
     parts = sizes(config, stored)
     tables = parts.head.bytes + (0 if config.tie_word_embeddings else parts.embedding)
-    return MIXED_GROWTH * (parts.layers.bytes + tables) + BODY_BYTES + _cache_bytes(config, stored)
+    return MIXED_GROWTH * (parts.layers.bytes + tables) + BODY_BYTES + _extra_graph_bytes(config, stored)
 
 
 @lru_cache(maxsize=1_024)
@@ -207,7 +207,7 @@ def stored_format(directory: Path) -> ModelFormat:
     )
 
 
-def _cache_bytes(config: ModelConfig, stored: ModelFormat) -> int:
+def _extra_graph_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     """What a layer, or the body of its call, has more by its cache's format and by computing rotary rows."""
     rotates = config.position_kind == "rotary" and not _stores_rotary_tables(config, stored)
     return INT8_CACHE_GRAPH_BYTES * (stored.cache == "int8") + ROTATION_BYTES * rotates
@@ -215,7 +215,7 @@ def _cache_bytes(config: ModelConfig, stored: ModelFormat) -> int:
 
 def _graph_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     """The decoding graph, with an INT8 cache's scale for each channel."""
-    layers, more = config.num_hidden_layers, _cache_bytes(config, stored)
+    layers, more = config.num_hidden_layers, _extra_graph_bytes(config, stored)
     scales = sum(math.prod(state.shape) for state in block_state(config)) if stored.cache == "int8" else 0
     if stored.in_kernels:
         return CALLED_GRAPH_BYTES + min(layers, _FORMS) * (BODY_BYTES + more) + layers * (CALL_BYTES + 4 * scales)

@@ -87,10 +87,10 @@ def make_teacher_cache(training: StudentTraining, info: CacheInfo, out: Path) ->
                 fresh = path.with_name(f"{path.name}.part")
                 save_tensors(fresh, {name: torch.stack([row[name] for row in stored]) for name in stored[0]})
                 fresh.replace(path)
-                state = directory / f"{STATE_DIRECTORY}.new"
-                state.mkdir()
-                write_json(state / STATE_FILE, stage.identity())
-                replace_state(directory, state)  # from now on the directory is kept if the run is interrupted
+                if not has_state(directory):  # from now on it is kept if the run is interrupted
+                    (state := directory / f"{STATE_DIRECTORY}.new").mkdir()
+                    write_json(state / STATE_FILE, stage.identity())
+                    replace_state(directory, state)
         write_json(directory / SIGNALS, {"format": FORMAT, **dataclasses.asdict(info)})
         size = round(directory_bytes(directory) / info.tokens, 3)
         return {"tokens": info.tokens, "rows": info.rows, "bytes_per_token": size}
