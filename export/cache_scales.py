@@ -48,19 +48,19 @@ class CacheScales:
 
     def rounded(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """A layer's new states, (B, ..., S, E) each, as an INT8 cache returns them."""
-        new = _moved(layer, self.moved, new)
+        if self.moved:
+            random = torch.Generator().manual_seed(layer)
+            new = tuple(x * (1 + self.moved * torch.randn(x.shape, generator=random)) for x in new)
         return tuple(_rounded(x, scale[layer][..., None, :]) for x, scale in zip(new, self.states, strict=True))
 
 
 @dataclass(frozen=True)
 class HalfCache:
-    """A float16 cache; `moved` as in `CacheScales`."""
-
-    moved: float = 0.0
+    """A float16 cache."""
 
     def rounded(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """A layer's new states as a float16 cache returns them."""
-        return tuple(x.half().float() for x in _moved(layer, self.moved, new))
+        return tuple(x.half().float() for x in new)
 
 
 Rounding = CacheScales | HalfCache
@@ -92,13 +92,6 @@ class LayerCache(KVCache):
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         self.states = new
         return new
-
-
-def _moved(layer: int, share: float, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    if not share:
-        return states
-    random = torch.Generator().manual_seed(layer)
-    return tuple(x * (1 + share * torch.randn(x.shape, generator=random)) for x in states)
 
 
 def _rounded(x: Tensor, scale: Tensor) -> Tensor:

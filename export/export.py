@@ -166,7 +166,7 @@ _Written = tuple[dict[str, Any], Callable[[], "ParityReport"]]
 def _graph_form(request: ExportRequest, checkpoint: Path) -> GraphForm:
     """The form that the request asks for, with measured scales of an INT8 cache."""
     from export.cache_scales import cache_scales
-    from export.graph.builder import GraphForm
+    from export.graph.builder import CACHED_TYPES, FLOAT, HALF, GraphForm
     from sportsllm.console import log
     from sportsllm.formats.packed import bitsandbytes_kind
 
@@ -180,9 +180,9 @@ def _graph_form(request: ExportRequest, checkpoint: Path) -> GraphForm:
         log("fp16: computes and caches in float16, for GPUs; a CPU converts to float32 and back, slower than fp32")
     return GraphForm(
         operators=request.format,
-        half=request.half,
-        in_half=request.in_half,
-        half_cache=request.cache == "fp16" and not request.in_half,
+        dense=HALF if request.half else FLOAT,
+        real=HALF if request.in_half else FLOAT,
+        cached=CACHED_TYPES[request.cache],
         scales=cache_scales(checkpoint, request.text) if request.cache == "int8" else None,
         inline=request.inline,
     )

@@ -164,7 +164,7 @@ def export_untrained(
     from compress.quantization.layer_by_layer import round_checkpoint
     from compress.quantization.packed_checkpoint import PackedCheckpoint
     from export.cache_scales import CacheScales
-    from export.graph.builder import GraphForm
+    from export.graph.builder import CACHED_TYPES, FLOAT, HALF, GraphForm
     from export.graph.decoder import write_graph
     from sportsllm.formats.checkpoint import save_checkpoint, write_config
     from sportsllm.formats.safetensors import WEIGHTS
@@ -188,9 +188,8 @@ def export_untrained(
             source = packed_to
         full = tuple(torch.full((config.num_hidden_layers, *state.shape), 0.05) for state in block_state(config))
         scales = CacheScales(full) if stored.cache == "int8" else None
-        operators, half_cache = "standard" if stored.standard else "onnx", stored.cache == "fp16" and not in_half
-        form = GraphForm(operators, in_half, in_half, half_cache, scales, inline)
-        write_graph(source, directory, form)
+        operators, real = "standard" if stored.standard else "onnx", HALF if in_half else FLOAT
+        write_graph(source, directory, GraphForm(operators, real, real, CACHED_TYPES[stored.cache], scales, inline))
         shutil.copyfile(source / "config.json", directory / "config.json")
 
 

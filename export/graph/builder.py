@@ -26,6 +26,7 @@ Array = npt.NDArray[Any]
 
 FLOAT, HALF, INT8, UINT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT8, ir.DataType.UINT8
 INT32, INT64, BOOL = ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
+CACHED_TYPES = {"fp32": FLOAT, "fp16": HALF, "int8": INT8}  # by `--kv-cache`
 MS = "com.microsoft"  # the domain of ONNX Runtime's own operators, of which graphs have these:
 _OF_MS = {
     "FusedMatMul",
@@ -54,19 +55,19 @@ class GraphForm:
     Attributes:
         operators: `onnx`: ONNX Runtime's own, and calls of this program's kernels; `web`: those that a browser has;
             `standard`: ONNX's standard operators alone.
-        half: store dense matrices in float16.
-        in_half: compute and cache in float16 as well; vectors, scales and dense matrices are stored in it. Logits are
-            float32 all the same. Neither with `standard` nor with `scales`.
-        half_cache: cache in float16, compute in float32; not with `scales` or `standard`.
-        scales: of an INT8 cache; not with `standard`.
+        dense: type that dense matrices are stored in.
+        real: type of activations, vectors and scales. If it is float16, the other two are too; logits are float32 all
+            the same.
+        cached: type of keys and values; float32's alone with `standard`.
+        scales: of an INT8 cache.
         inline: write no functions for kernels.
         wide_inputs: modules of packed matrices whose inputs are rounded to 16 bits instead of 8.
     """
 
     operators: str = "onnx"
-    half: bool = False
-    in_half: bool = False
-    half_cache: bool = False
+    dense: ir.DataType = FLOAT
+    real: ir.DataType = FLOAT
+    cached: ir.DataType = FLOAT
     scales: CacheScales | None = None
     inline: bool = False
     wide_inputs: frozenset[str] = frozenset()
@@ -75,18 +76,6 @@ class GraphForm:
     def standard(self) -> bool:
         """Whether all operators are ONNX's own."""
         return self.operators == "standard"
-
-    @property
-    def real(self) -> ir.DataType:
-        """Type of activations, vectors and scales."""
-        return HALF if self.in_half else FLOAT
-
-    @property
-    def cached(self) -> ir.DataType:
-        """Type of keys and values."""
-        if self.scales is not None:
-            return INT8
-        return HALF if self.in_half or self.half_cache else FLOAT
 
 
 class Builder:

@@ -135,13 +135,13 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
     reasons = {
         "standard operators": form.standard,
         "a browser has none": form.operators == "web",
-        "float16": form.in_half,
+        "float16": form.real == HALF,
         "--set inline=true": form.inline,
     }
     refused = next((reason for reason, given in reasons.items() if given), None)
     head = EMBEDDING if config.tie_word_embeddings else HEAD
     table = Matrix(head, config.vocab_size, config.hidden_size, "token", HIDDEN, HIDDEN)
-    if not form.standard and not form.in_half and _all_in_8_bits(weights, config, table):
+    if not form.standard and form.real == FLOAT and _all_in_8_bits(weights, config, table):
         form = replace(form, wide_inputs=form.wide_inputs | {head})
     calls, matmul = KernelCalls(graph, config.num_hidden_layers, refused), Matmul(graph, weights, form)
     layers = LayerBuilder(graph, config, matmul, tokens_BT, mask_BS, form, calls)
@@ -151,7 +151,7 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
         logits = matmul.product(HEAD, x_BTD, [table])
     logits = add_head(layers, stream, table, nodes, logits)
     logits = layers.softcapped("logits", logits, config.logit_softcap)
-    if form.in_half:
+    if form.real == HALF:
         logits = graph.node("logits/float", "Cast", logits, to=FLOAT.value)
     graph.output(logits, layout.LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])
     shapes = _cache_shapes(config, "total_sequence_length")
@@ -162,7 +162,7 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
     precision = graph_precision(with_branches([*graph.nodes, *bodies]), graph.initializers.values())
     files = plain_files(directory)
     if form.operators == "web":
-        files = web_files(directory, web_precision(precision, form.in_half))
+        files = web_files(directory, web_precision(precision, form.real == HALF))
     files.graph.parent.mkdir(exist_ok=True)
     graph.write(files)
     return WrittenGraph(precision, calls.use, form.wide_inputs)

@@ -42,7 +42,7 @@ class OrtGroupedQuery(SublayerBuilder):
         super().__init__(layers, part)
         self._seqlens_k, self._total = layers.lengths()
         config = self.config
-        self._half_cache = layers.matmul.real == FLOAT and layers.form.half_cache
+        self._half_cache = layers.form.real == FLOAT and layers.form.cached == HALF
         odd = bool(config.head_dim % ROTARY_MULTIPLE or config.rotary_size % ROTARY_MULTIPLE)
         self._rotates_outside = self._half_cache or odd
         self._tables: list[Sequence[ir.Value]] = [

@@ -106,7 +106,7 @@ class Matmul:
     def __init__(self, graph: Builder, weights: Weights, form: GraphForm) -> None:
         """Add nothing yet."""
         self._graph, self._weights, self._form = graph, weights, form
-        self._half, self.real = form.half or form.in_half, form.real
+        self._half, self.real = form.dense == HALF, form.real
 
     def vector(self, name: str, size: int) -> ir.Value:
         """A norm's weight or a bias, in the compute dtype."""
@@ -132,8 +132,7 @@ class Matmul:
         if packing is not None:
             return self._packed_rows(tokens_BT, table, packing)
         found = graph.node("embed/rows", "Gather", self._dense(table.name, [table]), tokens_BT)
-        stored = HALF if self._half else FLOAT
-        return found if stored == self.real else graph.node("embed/float", "Cast", found, to=FLOAT.value)
+        return found if self._form.dense == self.real else graph.node("embed/float", "Cast", found, to=FLOAT.value)
 
     def _packed_rows(self, tokens_BT: ir.Value, table: Matrix, packing: Packing) -> ir.Value:
         graph, width = self._graph, table.columns
@@ -222,7 +221,7 @@ class Matmul:
 
     def _dense_product(self, name: str, stored: str, x: ir.Value, matrices: Sequence[Matrix]) -> ir.Value:
         at, matrix_NK = self._graph.at(f"{name}/"), self._dense(stored, matrices)
-        if self._half and self.real == FLOAT:
+        if self._form.dense != self.real:
             matrix_NK = at("float", "Cast", matrix_NK, to=FLOAT.value)
         if self.real == FLOAT and not self._form.standard:
             return at("product", "FusedMatMul", x, matrix_NK, transB=1)
@@ -303,7 +302,7 @@ class Matmul:
             weights, half = self._weights, self._half
             return _stack([weights.read(f"{each.name}.weight", (each.rows, each.columns), half) for each in matrices])
 
-        return self._graph.weight(f"{stored}.weight", HALF if self._half else FLOAT, _shape(matrices), read)
+        return self._graph.weight(f"{stored}.weight", self._form.dense, _shape(matrices), read)
 
     def _packed(
         self, stored: str, matrices: Sequence[Matrix], packing: Packing

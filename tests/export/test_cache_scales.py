@@ -85,7 +85,7 @@ def test_unread_text_is_refused(checkpoint: Path, corpus_file: Path, tmp_path: P
 def test_the_graph_keeps_what_the_reference_keeps(
     head_dim: int, bits: int | None, qk_norm: bool, exports: Exports
 ) -> None:
-    export = exports(bits, int8_cache=True, head_dim=head_dim, qk_norm=qk_norm)
+    export = exports(bits, cache="int8", head_dim=head_dim, qk_norm=qk_norm)
     report, model, scales = export.report, export.model, export.scales
     assert report.failures() == []
     assert [item.name for item in report.passes if not item.name.startswith("native")] == (
@@ -111,7 +111,7 @@ def test_the_graph_keeps_what_the_reference_keeps(
 
 def test_graphs_serve_loaders_of_other_habits(exports: Exports) -> None:
     """A cache that is a new tensor each time, and long prompts of several sequences."""
-    export = exports(int8_cache=True)
+    export = exports(cache="int8")
     decoder, tokens = OnnxDecoder(export.directory, 1), torch.cat(int8_samples(2, 60)).numpy()
     expected = [decoder.logits(row.tolist()) for row in tokens]
     session = open_session(export.directory, export.model.config, 1)

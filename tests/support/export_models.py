@@ -13,7 +13,7 @@ import onnx
 import torch
 
 from export.cache_scales import CacheScales, measure_scales
-from export.graph.builder import GraphForm
+from export.graph.builder import CACHED_TYPES, FLOAT, HALF, GraphForm
 from export.graph.decoder import WrittenGraph, write_graph
 from export.layout import DATA_FILE, GRAPH_FILE
 from export.parity.check import check_parity
@@ -160,10 +160,8 @@ class Exports:
         block: int = 32,
         asymmetric: bool = False,
         operators: str = "onnx",
-        int8_cache: bool = False,
-        half: bool = False,
-        in_half: bool = False,
-        half_cache: bool = False,
+        dtype: str = "fp32",
+        cache: str = "fp32",
         inline: bool = False,
         **changes: Any,
     ) -> Export:
@@ -171,24 +169,25 @@ class Exports:
 
         Args:
             bits, block, asymmetric: see `pack_model`; a dense model without `bits`.
-            operators, half, in_half, half_cache, inline: see `GraphForm`.
-            int8_cache: with the scales of `int8_samples`.
+            operators, inline: see `GraphForm`.
+            dtype, cache: `--dtype` and `--kv-cache` of `export`; an INT8 cache has the scales of `int8_samples`.
             changes: of the model's shape.
         """
-        form = operators, half, in_half, half_cache
-        key = repr((bits, block, asymmetric, form, inline, int8_cache, sorted(changes.items())))
+        key = repr((bits, block, asymmetric, operators, dtype, cache, inline, sorted(changes.items())))
         if key not in self._made:
             directory, shape = self._root / str(len(self._made)), {"max_position_embeddings": CONTEXT} | changes
             model, packed = tiny_model(**shape), tiny_model(**shape)
             record = bits and pack_model(packed, bits, block, asymmetric)
             save(directory, packed, record or None)
-            scales = measured_scales(model, int8_samples()) if int8_cache else None
+            scales = measured_scales(model, int8_samples()) if cache == "int8" else None
             checkpoint = directory
             if operators == "web":  # beside PyTorch's weights it would not count as an export
                 directory = directory / "web"
                 directory.mkdir()
                 shutil.copy(checkpoint / "config.json", directory)
-            written = write_graph(checkpoint, directory, GraphForm(*form, scales, inline))
+            dense, real = HALF if dtype != "fp32" else FLOAT, HALF if dtype == "fp16" else FLOAT
+            form = GraphForm(operators, dense, real, HALF if real == HALF else CACHED_TYPES[cache], scales, inline)
+            written = write_graph(checkpoint, directory, form)
             self._made[key] = Export(directory, written, model, scales)
         return self._made[key]
 

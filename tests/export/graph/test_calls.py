@@ -24,13 +24,13 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 LATENT |= {"num_key_value_heads": 1}
 SETTINGS: list[dict[str, Any]] = [
-    {"bits": 4, "asymmetric": True, "int8_cache": True},
-    {"bits": 8, "block": 64, "num_hidden_layers": 4, "tie_word_embeddings": False, "half_cache": True},
+    {"bits": 4, "asymmetric": True, "cache": "int8"},
+    {"bits": 8, "block": 64, "num_hidden_layers": 4, "tie_word_embeddings": False, "cache": "fp16"},
     {"bits": 4, "head_dim": 8, "num_hidden_layers": 1},
     {"bits": 8, "attention_bias": True, "mlp_bias": True, "attention_output_bias": True},
-    {"bits": 8, "int8_cache": True, "head_dim": 8, "qk_norm": True},
+    {"bits": 8, "cache": "int8", "head_dim": 8, "qk_norm": True},
     {"bits": 4, **LATENT, "q_lora_rank": 32},
-    {"bits": 8, "int8_cache": True, **LATENT},
+    {"bits": 8, "cache": "int8", **LATENT},
 ]
 
 
@@ -70,9 +70,9 @@ def test_equal_layers_share_a_function(exports: Exports) -> None:
     assert calls == ["DecoderLayer", middle, middle, middle, "DecoderLayer2", "DecoderHead"]
     assert sorted(function.name for function in graph.functions) == sorted(set(calls))
     assert {item.name for item in graph.graph.initializer} <= {name for node in graph.graph.node for name in node.input}
-    int8 = graph_of(exports(4, int8_cache=True))
+    int8 = graph_of(exports(4, cache="int8"))
     assert [node.op_type for node in int8.graph.node][-3:] == ["DecoderLayerInt8", "DecoderLayerInt81", "DecoderHead"]
-    half = graph_of(exports(4, half_cache=True))
+    half = graph_of(exports(4, cache="fp16"))
     assert [node.op_type for node in half.graph.node][-3:] == ["DecoderLayerHalf", "DecoderLayerHalf1", "DecoderHead"]
 
 
@@ -87,7 +87,7 @@ def test_latent_attention_is_called_in_its_branch(exports: Exports) -> None:
     assert {"LatentTokens", "LatentAttention"} <= {function.name for function in graph.functions}
     tokens = [node for node in graph.graph.node if node.op_type == "LatentTokens"]
     assert [a.f for node in tokens for a in node.attribute if a.name == "epsilon"] == [np.float32(1e-6)] * 3
-    int8 = graph_of(exports(4, int8_cache=True, **LATENT))
+    int8 = graph_of(exports(4, cache="int8", **LATENT))
     assert {"LatentTokensInt8", "LatentAttentionInt8"} <= {function.name for function in int8.functions}
 
 

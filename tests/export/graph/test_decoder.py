@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from export.graph.builder import GraphForm
+from export.graph.builder import HALF, GraphForm
 from export.graph.decoder import write_graph
 from export.layout import DATA_FILE, GRAPH_FILE
 from export.parity.check import exact_graph
@@ -135,7 +135,7 @@ def test_a_tied_head_is_stored_once(bits: int | None, exports: Exports) -> None:
 
 def test_half_precision_storage(exports: Exports) -> None:
     """Half the bytes; computed as a float32 model whose matrices were rounded to float16."""
-    full, half = (exports(half=half).directory for half in (False, True))
+    full, half = (exports(dtype=dtype).directory for dtype in ("fp32", "fp16-weights"))
     assert (half / DATA_FILE).stat().st_size < 0.55 * (full / DATA_FILE).stat().st_size
     onnx.checker.check_model(str(half / GRAPH_FILE), full_check=True)
     rounded = load_checkpoint(half)
@@ -152,7 +152,7 @@ def test_half_precision_refuses_numbers_beyond_its_range(tmp_path: Path) -> None
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = -70_000.0
     save(tmp_path, model)
     with pytest.raises(ArtifactError, match=r"layers\.1\.mlp\.up_proj.*65,504.*fp32"):
-        write_graph(tmp_path, tmp_path, GraphForm(half=True))
+        write_graph(tmp_path, tmp_path, GraphForm(dense=HALF))
 
 
 @pytest.mark.parametrize("bits", [None, 4])

@@ -29,7 +29,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", FORMS.values(), ids=FORMS)
 def test_the_gate_passes(settings: dict[str, Any], exports: Exports) -> None:
     """Widened to float32, the graph computes what PyTorch does with the weights that it stores."""
-    export = exports(in_half=True, **settings)
+    export = exports(dtype="fp16", **settings)
     report, graph = export.report, onnx.load(str(export.directory / GRAPH_FILE), load_external_data=False).graph
     assert report.failures() == [] and [item.name for item in report.passes] == ["exact", "deployed"]
     assert report.precision == (f"int{settings['bits']}" if "bits" in settings else "fp16")
@@ -38,7 +38,7 @@ def test_the_gate_passes(settings: dict[str, Any], exports: Exports) -> None:
 
 
 def test_everything_is_float16_but_the_logits(exports: Exports) -> None:
-    graph = onnx.load(str(exports(4, in_half=True).directory / GRAPH_FILE), load_external_data=False).graph
+    graph = onnx.load(str(exports(4, dtype="fp16").directory / GRAPH_FILE), load_external_data=False).graph
     types = {item.name: item.type.tensor_type.elem_type for item in (*graph.input, *graph.output)}
     cached = {kind for name, kind in types.items() if name.startswith(("past_key_values.", "present."))}
     assert cached == {HALF} and types["logits"] == FLOAT

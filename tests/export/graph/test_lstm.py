@@ -32,7 +32,7 @@ def dense(request: pytest.FixtureRequest, exports: Exports) -> Export:
     "settings",
     [
         {},
-        {"half": True},
+        {"dtype": "fp16-weights"},
         {"bits": 8},
         {"bits": 4, "asymmetric": True, "tie_word_embeddings": False},
         {"operators": "standard"},

@@ -26,7 +26,7 @@ ROW: list[int] = np.random.default_rng(3).integers(0, 96, 130).tolist()  # longe
         {},
         {"qk_norm": True, "attention_bias": True},
         {"head_dim": 24, "num_key_value_heads": 4, "attention_scale": 0.3},
-        {"selection": Selection(tokens=24, block=4, heads=4, parts=1), "half": True},
+        {"selection": Selection(tokens=24, block=4, heads=4, parts=1), "dtype": "fp16-weights"},
         {"bits": 4},
         {"bits": 8, "block": 64, "attention_bias": True},
     ],

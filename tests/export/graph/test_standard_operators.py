@@ -32,10 +32,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 PACKINGS = {"dense": None, "4 bits, asymmetric": (4, 16, True), "4 bits": (4, 64, False), "8 bits": (8, 32, False)}
 
 
-def make(directory: Path, packing: tuple[int, int, bool] | None = None, half: bool = False, **changes: Any) -> Path:
+def make(directory: Path, packing: tuple[int, int, bool] | None = None, **changes: Any) -> Path:
     """A checkpoint and its graph of standard operators in one directory."""
     model = tiny_model(**changes)
-    return save_graph(directory, model, pack_model(model, *packing) if packing else None, GraphForm("standard", half))
+    return save_graph(directory, model, pack_model(model, *packing) if packing else None, GraphForm("standard"))
 
 
 def exact_session(directory: Path) -> ort.InferenceSession:

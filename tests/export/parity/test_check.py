@@ -41,8 +41,8 @@ from tests.support.export_models import CONTEXT, TINY, Exports, edit_tensor, sav
 
 STANDARD = {"operators": "standard", "head_dim": 8}
 FAITHFUL: list[tuple[str, dict[str, Any]]] = [
-    ("fp32", {}), ("fp32", {"head_dim": 8}), ("fp16", {"half": True}), ("fp16", {"half": True} | STANDARD),
-    ("fp16", {"half": True, "position_kind": "learned"}),
+    ("fp32", {}), ("fp32", {"head_dim": 8}), ("fp16", {"dtype": "fp16-weights"}),
+    ("fp16", {"dtype": "fp16-weights"} | STANDARD), ("fp16", {"dtype": "fp16-weights", "position_kind": "learned"}),
     ("int8", {"bits": 8}), ("int4", {"bits": 4}), ("int4", {"bits": 4} | STANDARD),
 ]  # fmt: skip
 
@@ -62,11 +62,11 @@ def test_a_faithful_export_passes(precision: str, settings: dict[str, Any], expo
     assert figures["passed"] is True and figures["kl"] == max(c.kl for c in everywhere.comparisons)
 
 
-@pytest.mark.parametrize(("bits", "half"), [(None, True), (4, False)])
+@pytest.mark.parametrize(("bits", "dtype"), [(None, "fp16-weights"), (4, "fp32")])
 def test_a_reference_beyond_the_free_memory_gives_the_same_report(
-    bits: int | None, half: bool, exports: Exports, monkeypatch: pytest.MonkeyPatch
+    bits: int | None, dtype: str, exports: Exports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export = exports(bits, half=half)
+    export = exports(bits, dtype=dtype)
     report, before = export.report, {path.name: path.read_bytes() for path in export.directory.iterdir()}
     monkeypatch.setattr("sportsllm.formats.checkpoint.available_bytes", lambda: 0)
     assert check_parity(export.directory, export.directory, threads=1) == report
@@ -76,7 +76,7 @@ def test_a_reference_beyond_the_free_memory_gives_the_same_report(
 def test_an_int8_cache_does_not_make_weights_int8(exports: Exports) -> None:
     """Of latent attention, whose graph has 8-bit constants of its own."""
     latent = {"attention_kind": "latent", "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8}
-    export = exports(int8_cache=True, num_key_value_heads=1, **latent)
+    export = exports(cache="int8", num_key_value_heads=1, **latent)
     report, stored = export.report, graph_rounding(ir.load(export.directory / GRAPH_FILE), export.model.config)
     assert isinstance(stored, CacheScales) and export.scales and torch.equal(*stored.states, *export.scales.states)
     assert report.precision == "fp32" and report.passed
@@ -109,7 +109,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, Callable[[np.ndarray], None]]] = {
     "the sine table, beyond the prompts": ({}, "sin_cache", add_to_one((CONTEXT - 1, 0), 1e-6)),
     "a frequency that kernels read": ({"bits": 4}, "inv_freq", add_to_one((3,), 1e-6)),
     "a frequency of sliding layers, without tables": (
-        {"bits": 4, "half_cache": True, "layer_types": ("sliding", "full"), "sliding_window": 8}
+        {"bits": 4, "cache": "fp16", "layer_types": ("sliding", "full"), "sliding_window": 8}
         | {"rope_local_theta": 100.0},
         "local_inv_freq",
         add_to_one((0,), 1e-6),
@@ -125,7 +125,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, Callable[[np.ndarray], None]]] = {
     "a number of columns": (STANDARD_8, "model.layers.1.mlp.down_proj.weight_packed_columns", flip((5, 7))),
     "a tied number as embedding": (STANDARD_8, "model.embed_tokens.weight_packed", flip((95, 1, 2))),
     "a tied number as head": (STANDARD_8, "model.embed_tokens.weight_packed_columns", flip((3, 95))),
-    "a weight in float16": ({"in_half": True}, "model.layers.0.mlp.down_proj.weight", add_to_one((2, 3), 0.05)),
+    "a weight in float16": ({"dtype": "fp16"}, "model.layers.0.mlp.down_proj.weight", add_to_one((2, 3), 0.05)),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sportsllm
-from export.graph.builder import GraphForm
+from export.graph.builder import HALF, GraphForm
 from export.graph.decoder import write_graph
 from export.parity.comparison import DEPLOYED, Comparison, ParityReport, Pass
 from export.parity.wide_inputs import InputGroup, Remedy, choose_groups, measure_groups, round_inputs
@@ -93,7 +93,7 @@ def test_a_model_that_passes_keeps_its_bytes(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint", model, pack_model(model, 8))
     result = sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1)
     (plain := tmp_path / "plain").mkdir()
-    write_graph(tmp_path / "checkpoint", plain, GraphForm(half_cache=True))
+    write_graph(tmp_path / "checkpoint", plain, GraphForm(cached=HALF))
     assert result.wide_inputs == ["model.embed_tokens"]
     assert all((tmp_path / "out" / file.name).read_bytes() == file.read_bytes() for file in plain.iterdir())
 

@@ -49,10 +49,10 @@ def missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 SETTINGS: list[dict[str, Any]] = [
     {"bits": 4, "asymmetric": True, "attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
-    {"bits": 8, "block": 64, "int8_cache": True},
-    {"bits": 4, "int8_cache": True, "head_dim": 8, "qk_norm": True},
-    {"bits": 8, "half_cache": True, "rope_scaling": RopeScaling("yarn", 4.0, original_max_position_embeddings=80)},
-    {"bits": 4, "half_cache": True, "head_dim": 8},
+    {"bits": 8, "block": 64, "cache": "int8"},
+    {"bits": 4, "cache": "int8", "head_dim": 8, "qk_norm": True},
+    {"bits": 8, "cache": "fp16", "rope_scaling": RopeScaling("yarn", 4.0, original_max_position_embeddings=80)},
+    {"bits": 4, "cache": "fp16", "head_dim": 8},
     {"bits": 4, "block": 128, "tie_word_embeddings": False, "num_hidden_layers": 1, "hidden_size": 72},
 ]
 
@@ -74,15 +74,10 @@ def test_both_are_within_the_limits_of_parity(settings: dict[str, Any], exports:
     assert native.comparisons[0] != report.passes[1].comparisons[0]
 
 
-CACHES = pytest.mark.parametrize(
-    "cache", [{}, {"half_cache": True}, {"int8_cache": True}], ids=["fp32", "fp16", "int8"]
-)
-
-
-@CACHES
-def test_batches_and_reuse(cache: dict[str, bool], exports: Exports) -> None:
+@pytest.mark.parametrize("cache", ["fp32", "fp16", "int8"])
+def test_batches_and_reuse(cache: str, exports: Exports) -> None:
     """As one after the other. Prompts of more than 16 tokens attend in another order, so reuse is near."""
-    directory = exports(8, **cache).directory
+    directory = exports(8, cache=cache).directory
     decoder = OnnxDecoder(directory, 2, kernels="native")
     assert decoder.kernels.name == "native"
     prompts = [[3, 1, 4], list(range(70)), [9] * 40]
@@ -98,15 +93,11 @@ def test_batches_and_reuse(cache: dict[str, bool], exports: Exports) -> None:
     assert np.abs(again - expected).max() < 0.02 * expected.std()
 
 
-@pytest.mark.parametrize(
-    ("cache", "window"), [({}, 20), ({"half_cache": True}, None), ({"int8_cache": True}, 20)], ids=str
-)
-def test_slots_decode_as_alone_up_to_the_end_of_the_cache(
-    cache: dict[str, bool], window: int | None, exports: Exports
-) -> None:
+@pytest.mark.parametrize(("cache", "window"), [("fp32", 20), ("fp16", None), ("int8", 20)])
+def test_slots_decode_as_alone_up_to_the_end_of_the_cache(cache: str, window: int | None, exports: Exports) -> None:
     """Among 2 to 16 rows, as proposals and behind a restored beginning: bit for bit. A prompt is near."""
     sliding = {} if window is None else {"layer_types": ("sliding", "full"), "sliding_window": window}
-    directory, rng = exports(4, **cache, **sliding).directory, np.random.default_rng(0)
+    directory, rng = exports(4, cache=cache, **sliding).directory, np.random.default_rng(0)
     slots, alone = (SlotDecoder(directory, count, None, 2, "native") for count in (16, 1))
     ends = [CONTEXT, 3, *rng.integers(3, CONTEXT, 14).tolist()]
     texts = [rng.integers(0, 96, end).tolist() for end in ends]

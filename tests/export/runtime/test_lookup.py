@@ -25,8 +25,8 @@ from tests.support.export_models import TINY, Exports
 PATTERN = [5, 9, 2, 7, 7, 1, 3]
 SETTINGS: list[dict[str, Any]] = [
     {"bits": 4, "asymmetric": True},
-    {"bits": 8, "block": 64, "int8_cache": True},
-    {"bits": 4, "half_cache": True, "head_dim": 8, "qk_norm": True},
+    {"bits": 8, "block": 64, "cache": "int8"},
+    {"bits": 4, "cache": "fp16", "head_dim": 8, "qk_norm": True},
 ]
 
 

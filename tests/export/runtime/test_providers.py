@@ -178,7 +178,7 @@ def test_results_name_the_provider(checkpoint: Path, exported: Path, tmp_path: P
 
 
 @pytest.mark.skipif("openvino" not in providers.installed(), reason="needs onnxruntime-openvino")
-@pytest.mark.parametrize("settings", [{}, {"in_half": True}, {"bits": 4}], ids=["fp32", "fp16", "int4"])
+@pytest.mark.parametrize("settings", [{}, {"dtype": "fp16"}, {"bits": 4}], ids=["fp32", "fp16", "int4"])
 def test_openvino_chooses_the_same_tokens(settings: dict[str, int], exports: Exports) -> None:
     directory = exports(**settings).directory
     try:
