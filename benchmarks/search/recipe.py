@@ -68,12 +68,11 @@ class Source:
 def with_samples(source: Source) -> Source:
     """The source with a number of calibration samples, at most `_CUT_SAMPLES`, the same for trials and the result."""
     from sportsllm.inference.calibration import calibration_samples
-    from sportsllm.text.documents import left_out
     from sportsllm.text.tokenizer import load_tokenizer
 
     config = load_config(source.teacher)
     tokenizer = load_tokenizer(source.teacher, config, source.reading)
-    text = source.calibration, left_out(source.valid, source.teacher), tokenizer, config
+    text = source.calibration, source.valid, tokenizer, config
     samples = calibration_samples(*text, None, source.sequence, checkpoints=[source.teacher])
     return replace(source, samples=min(_CUT_SAMPLES, len(samples)))
 
@@ -93,11 +92,9 @@ def held_out_text(source: Source, directory: Path) -> HeldOut:
     Raises:
         ArtifactError: the corpus is empty or a single document.
     """
-    from sportsllm.text.documents import held_out_files
     from sportsllm.text.split import load_corpus
 
-    known, field = held_out_files(source.teacher), source.reading.text_field
-    parts = load_corpus(source.corpus, source.valid, known, field, [source.teacher]).parts()
+    parts = load_corpus(source.corpus, source.valid, source.reading.text_field, [source.teacher]).parts()
     paths = directory / "selection.jsonl", directory / "report.jsonl"
     for path, documents in zip(paths, parts, strict=True):
         atomic_write_text(path, "".join(json.dumps(_record(document)) + "\n" for document in documents))

@@ -33,7 +33,6 @@ from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.processors import set_threads
 from sportsllm.text.conversations import plain_text
-from sportsllm.text.documents import left_out
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.optimizers import computes_in
@@ -101,7 +100,7 @@ def student_of(teacher: Path, start: str, share: float, tokens: int, work: Path)
 def compare(teacher: Path, start: str, share: float, tokens: int, work: Path) -> list[dict[str, object]]:
     """Rows of one start: the student, the toolkit's command, and the plain script with equal tokens and equal time."""
     corpus, valid = (list(map(Path, manifest_of(teacher).paths(key))) for key in ("corpus", "valid"))
-    split = load_corpus(corpus, valid, left_out(valid, teacher), checkpoints=[teacher])
+    split = load_corpus(corpus, valid, checkpoints=[teacher])
 
     def bits(directory: Path, part: int = 1) -> float:
         model = load_checkpoint(directory)

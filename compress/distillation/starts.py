@@ -131,7 +131,7 @@ class Cut(Fresh):
         smaller = _inside(self.shape, teacher.config)
         length = min(SAMPLE_LENGTH, smaller.max_position_embeddings)
         most = usual_samples(teacher.config, length, training.tokens)
-        source = training.corpus, training.left_out, tokenizer, teacher.config
+        source = training.corpus, training.valid, tokenizer, teacher.config
         samples = calibration_samples(*source, None, length, most, checkpoints=training.checkpoints)
         cut = cut_to_config(teacher, smaller, samples)
         kept = ", ".join(map(str, cut.layers))

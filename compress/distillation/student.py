@@ -72,7 +72,7 @@ class StudentTraining:
 
     def read_corpus(self) -> TextSplit:
         """Training and held-out text."""
-        return load_corpus(self.corpus, self.valid, self.left_out, self.reading.text_field, self.checkpoints)
+        return load_corpus(self.corpus, self.valid, self.reading.text_field, self.checkpoints)
 
     def settings(self) -> JsonObject:
         """For the manifest, without the training loop's."""

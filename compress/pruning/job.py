@@ -28,7 +28,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import available_bytes, give_back
 from sportsllm.processors import training_device
-from sportsllm.text.documents import HELD_OUT, USUAL, Reading, held_out_files, manifest_setting
+from sportsllm.text.documents import HELD_OUT, USUAL, Reading, manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -132,8 +132,7 @@ class Calibration:
         if recovery is not None:
             length, most = recovery.config.sequence, usual_samples(config, recovery.config.sequence, recovery.tokens)
         tokenizer = load_tokenizer(job.checkpoint, config, job.reading)
-        valid = held_out_files(job.checkpoint) if recovery is None else recovery.left_out
-        models = (job.checkpoint,) if recovery is None else recovery.checkpoints
+        valid, models = ((), (job.checkpoint,)) if recovery is None else (recovery.valid, recovery.checkpoints)
         source = job.calibration, valid, tokenizer, config, job.samples, length, most
         drawn = calibration_samples(*source, checkpoints=models)
         log(f"calibration on {len(drawn)} samples of text, {sum(one.numel() for one in drawn):,} tokens")

@@ -41,7 +41,7 @@ from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.description import EMBEDDING, HEAD
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.conversations import Document
-from sportsllm.text.documents import USUAL, Reading, held_out_files, manifest_setting, read_documents
+from sportsllm.text.documents import USUAL, Reading, manifest_setting, read_documents
 from sportsllm.text.split import training_side
 from sportsllm.text.tokenizer import TextTokenizer, leave_out, load_tokenizer
 from sportsllm.text.tokens import TokenizedDocuments, token_cache, tokenize
@@ -151,7 +151,7 @@ def prune_vocabulary(
         vocabulary = read_vocabulary(data, str(where))
         fixed = with_halves(vocabulary, vocabulary.fixed | named_ids(checkpoint, config, vocabulary))
         model = load_checkpoint(checkpoint)
-        documents = training_side(calibration, [*held_out_files(checkpoint), *valid], reading.text_field, [checkpoint])
+        documents = training_side(calibration, valid, reading.text_field, [checkpoint])
         before = tokenize(documents, tokenizer, token_cache(directory))
         parts = np.array_split(before.ids, 1 + before.ids.size // _COUNTED_AT_ONCE)
         counts = sum(np.bincount(part, minlength=config.vocab_size) for part in parts)

@@ -19,7 +19,7 @@ from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.conversations import Document, plain_text
-from sportsllm.text.documents import USUAL, Reading, cut_document, held_out_files, manifest_setting
+from sportsllm.text.documents import USUAL, Reading, cut_document, manifest_setting
 from sportsllm.text.split import training_side
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
@@ -195,10 +195,9 @@ class CalibrationText:
             own = self_generated_text(checkpoint, model, written, length)
             general = calibration_samples([GENERAL_TEXT], (), tokenizer, model, None, length, count - written)
             return [*own, *general] if count > written else own
-        valid = [*held_out_files(checkpoint), *self.valid]
         mixed_in = 0 if self.samples else most // _GENERAL_PART
         sizes = self.samples, SAMPLE_TOKENS, max(most - mixed_in, -(-least // length))  # a context may be short
-        found = calibration_samples(self.files, valid, tokenizer, model, *sizes, checkpoints=[checkpoint])
+        found = calibration_samples(self.files, self.valid, tokenizer, model, *sizes, checkpoints=[checkpoint])
         tokens = sum(sample.numel() for sample in found)
         if mixed_in:
             found += calibration_samples([GENERAL_TEXT], (), tokenizer, model, None, SAMPLE_TOKENS, mixed_in)

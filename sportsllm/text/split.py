@@ -26,6 +26,7 @@ from sportsllm.text.documents import (
     USUAL,
     cut_document,
     document_digest,
+    left_out,
     log_files,
     place_to_cut,
     read_chunks,
@@ -164,16 +165,12 @@ class TextSplit:
         return [*_cut(selection_split)], [*_cut(report_split)]
 
 
-def load_corpus(
-    corpus: Paths, valid: Paths, known: Paths = (), field: str = USUAL.text_field, checkpoints: Paths = ()
-) -> TextSplit:
+def load_corpus(corpus: Paths, valid: Paths, field: str = USUAL.text_field, checkpoints: Paths = ()) -> TextSplit:
     """The training text; held-out documents come from `valid`, or by hash out of the corpus itself.
 
-    Args:
-        known: held-out text of the models that training starts from or learns from; not trained on either.
-        checkpoints: these models; a document that they held out of a small corpus stays held out.
-
-    Documents of `valid` and `known` are left out of the corpus, as are copies, and both are counted in a line.
+    `checkpoints` are the models that training starts from or learns from: their held-out text is not trained on either,
+    and a document that they held out of a small corpus stays held out. Held-out documents are left out of the corpus,
+    as are copies, and both are counted in a line.
 
     Raises:
         ArtifactError: nothing to train on, or nothing to hold out.
@@ -185,7 +182,7 @@ def load_corpus(
     held_out = index_documents(valid, field)
     if valid and not held_out:
         raise ArtifactError(f"{', '.join(map(str, valid))}: the held-out text is empty; give files with text in them")
-    further = index_documents([path for path in known if path not in valid], field)
+    further = index_documents([path for path in left_out(valid, *checkpoints) if path not in valid], field)
     sides = known_sides(checkpoints)
     own = _keys(sides if valid else {}, True)
     left = documents.without(np.concatenate([held_out.keys_and_sources, further.keys_and_sources, own]))
@@ -208,13 +205,13 @@ def load_corpus(
 
 
 def training_side(files: Paths, valid: Paths, field: str = USUAL.text_field, checkpoints: Paths = ()) -> Documents:
-    """The documents of `files` that no split holds out: of `valid`, by hash, or of the checkpoints' small corpora.
+    """The documents of `files` that no split holds out: of `valid`, by hash, or of the checkpoints.
 
     Raises:
         ArtifactError: all of them are held out.
     """
     documents = index_documents(files, field)
-    left = documents.without(index_documents(valid, field).keys_and_sources)
+    left = documents.without(index_documents(left_out(valid, *checkpoints), field).keys_and_sources)
     train = split_documents(left.distinct(), known_sides(checkpoints)).train
     if documents and not train:
         raise ArtifactError(f"{', '.join(map(str, files))}: all of it is held-out text; give other text")

@@ -147,7 +147,7 @@ def train(
 
     def make(directory: Path) -> JsonObject:
         log(f"{out}: reading {', '.join(map(str, training))}")
-        texts = load_corpus(training, held_out, unread, reading.text_field, checkpoints)
+        texts = load_corpus(training, held_out, reading.text_field, checkpoints)
         if checkpoint is not None:
             start, source = load_start(checkpoint, shape, lora_rank, seed, chat_template, directory)
         else:

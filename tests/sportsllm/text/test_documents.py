@@ -244,9 +244,11 @@ def test_what_a_teacher_holds_out_is_not_trained_on_either(tmp_path: Path, capsy
     texts = [f"text {n}" for n in range(100)]
     corpus, known = write(tmp_path / "all.jsonl", texts), write(tmp_path / "known.jsonl", texts[:30])
     valid = write(tmp_path / "valid.jsonl", texts[30:40])
-    split = load_corpus([corpus], [valid], [known])
+    Manifest(settings={"valid": [str(known)]}).write(tmp_path)
+    split = load_corpus([corpus], [valid], checkpoints=[tmp_path])
     assert list(split.train) == texts[40:] and list(split.held_out) == texts[30:40]
-    split = load_corpus([corpus], [], [known])
+    assert set(training_side([corpus], [], checkpoints=[tmp_path])) < set(texts[30:])
+    split = load_corpus([corpus], [], checkpoints=[tmp_path])
     assert not {*split.train, *split.held_out} & set(texts[:30])
     assert f"{len(split.held_out)} of 70 documents are held out" in capsys.readouterr().err
 
@@ -294,7 +296,6 @@ def test_what_checkpoints_hold_out_is_left_out_and_recorded(tmp_path: Path) -> N
     taught = {"valid": [str(theirs), str(tmp_path / "gone.txt")]}
     started = {"valid": [str(own)], HELD_OUT: [str(own), str(theirs), str(further)]}
     for model, settings in ((teacher, taught), (start, started)):
-        model.mkdir()
         Manifest(settings=settings).write(model)
     assert held_out_files(teacher) == [theirs]
     assert left_out([], teacher) == (theirs,) and left_out([own], teacher, start) == (own, theirs, further)
@@ -304,7 +305,6 @@ def test_what_checkpoints_hold_out_is_left_out_and_recorded(tmp_path: Path) -> N
 
 def model_of(directory: Path, split: TextSplit) -> Path:
     """A directory whose manifest records the split."""
-    directory.mkdir()
     Manifest(results={"sides": split.sides}).write(directory)
     return directory
 
