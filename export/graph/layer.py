@@ -198,7 +198,7 @@ class LayerBuilder:
     def rotary_caches(self, layer: int) -> tuple[ir.Value, ir.Value]:
         """A layer's cosine and sine tables, (context, E / 2), in the compute dtype."""
         config, local = self.config, self._turns_locally(layer)
-        tables = zip(ROPE_CACHES[2 * local :], rope_tables(config, config.max_position_embeddings, local), strict=False)
+        tables = zip(ROPE_CACHES[2 * local :], rope_tables(config, local), strict=False)
         cos, sin = (self.graph.constant(name, table.astype(self.form.real.numpy())) for name, table in tables)
         return cos, sin
 

@@ -265,7 +265,7 @@ def exact_graph(graph: ir.Model, config: ModelConfig) -> bytes:
 
 
 def _widen_weights(main: ir.Graph, config: ModelConfig) -> None:
-    tables = dict(zip(layout.ROPE_CACHES, rope_tables(config, config.max_position_embeddings), strict=False))
+    tables = dict(zip(layout.ROPE_CACHES, rope_tables(config), strict=False))
     first = main[0]
     for name, value in list(main.initializers.items()):
         if value.dtype != HALF:

@@ -47,7 +47,7 @@ def rope_of(config: ModelConfig, device: torch.device | None = None) -> Rope:
     if config.position_kind == "none":
         return ()
     kinds = (False,) if config.rope_local_theta is None else (False, True)
-    tables = [rope_tables(config, config.max_position_embeddings, local) for local in kinds]
+    tables = [rope_tables(config, local) for local in kinds]
     return tuple(torch.from_numpy(table).to(device) for pair in tables for table in pair)
 
 

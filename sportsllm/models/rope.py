@@ -158,14 +158,12 @@ def rope_constants(config: ModelConfig, local: bool = False) -> tuple[npt.NDArra
     return inverse_frequencies(config), np.float32(attention_factor(config.rope_scaling))
 
 
-def rope_tables(
-    config: ModelConfig, length: int, local: bool = False
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Cosine and sine tables, each (length, rotary_size / 2) float32, for half-split (Hugging Face) rotation.
+def rope_tables(config: ModelConfig, local: bool = False) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Cosine and sine tables, each (context, rotary_size / 2) float32, for half-split (Hugging Face) rotation.
 
     YaRN's attention factor is in them; `local` as in `rope_constants`.
     """
-    positions = np.arange(length, dtype=np.float32)
+    positions = np.arange(config.max_position_embeddings, dtype=np.float32)
     frequencies, factor = rope_constants(config, local)
     angles = positions[:, None] * frequencies[None, :]
     return np.cos(angles) * factor, np.sin(angles) * factor

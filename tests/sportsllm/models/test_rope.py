@@ -59,7 +59,7 @@ def test_angles_and_attention_factor_are_those_of_transformers(
     # They compute in float32 and we in float64: a few units in the last of 24 bits.
     np.testing.assert_allclose(inverse_frequencies(ours), inverse.numpy(), rtol=1e-6)
     assert attention_factor(ours.rope_scaling) == pytest.approx(factor)
-    cos, sin = rope_tables(ours, 200)
+    cos, sin = rope_tables(ours)
     np.testing.assert_allclose(cos**2 + sin**2, factor**2, rtol=1e-5)
 
 
@@ -173,7 +173,7 @@ def test_bad_records_are_refused_by_name(scaling: dict[str, Any], named: str) ->
 
 def test_yarn_needs_a_base_above_one() -> None:
     with pytest.raises(UsageError, match="rope_theta is 1"):
-        rope_tables(with_rope_scaling(tiny_config(rope_theta=1.0), "yarn:2"), 8)
+        rope_tables(with_rope_scaling(tiny_config(rope_theta=1.0), "yarn:2"))
 
 
 @pytest.mark.parametrize(
