@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -212,7 +211,8 @@ def choose_start(student: str, start: str | None, teacher: Path) -> Fresh:
         path = Path(student)
         begin = Checkpoint(_checkpoint_shape(path, teacher), [path])
         if begin.already_trained and layers_of_teacher(path, teacher) is None:  # its hidden states are its own
-            barely = (tokens_per_parameter(path) or math.inf) < _BARELY_TRAINED
+            read = tokens_per_parameter(path)
+            barely = read is not None and read < _BARELY_TRAINED
             return replace(begin, kind=settings.Start.BARELY_TRAINED if barely else settings.Start.TRAINED)
         return begin
     theirs = load_config(teacher)

@@ -356,9 +356,9 @@ def recorded_text(checkpoint: Path, key: str, option: str = "--corpus") -> list[
 
 
 def tokens_per_parameter(directory: Path) -> float | None:
-    """Tokens per parameter that a checkpoint of `train` has read; None if that is not known."""
+    """Tokens per parameter that a checkpoint has read since its random weights; None if that is not known."""
     manifest = manifest_of(directory)
-    from_scratch = manifest.command == "train" and not manifest.text("init")
+    from_scratch = not manifest.text("init") and (manifest.command == "train" or manifest.text("start") == "fresh")
     return manifest.figure("tokens_per_parameter") if from_scratch else None
 
 

@@ -41,7 +41,7 @@ def training_record(figures: TrainingFigures, model: SportsLLM, batches: PackedS
     parameters = model.config.parameters
     return {
         "parameters": parameters,
-        "tokens_per_parameter": round(figures.tokens / parameters, 2),
+        "tokens_per_parameter": float(f"{figures.tokens / parameters:.3g}"),
         "epochs": round(figures.tokens / batches.tokens_per_epoch, 2),
         **asdict(figures),
     }

@@ -69,10 +69,8 @@ def test_distilling_what_prune_wrote_equals_its_recovery(teacher: Path, corpus_f
     cut(teacher, 3, tmp_path / "cut", corpus_file)
     cut(teacher, 3, tmp_path / "recovered", corpus_file, training)
     student = str(tmp_path / "cut")
-    for name, objective in (
-        ("matched", MATCHED),
-        ("spread", dataclasses.replace(MATCHED, layer_map=((0, 0), (1, 2), (2, 4), (3, 6)))),
-    ):
+    evenly = dataclasses.replace(MATCHED, layer_map=((0, 0), (1, 2), (2, 4), (3, 6)))
+    for name, objective in (("matched", MATCHED), ("spread", evenly)):
         start = choose_start(student, None, teacher)
         distill_student(student, start, dataclasses.replace(training, distillation=objective), tmp_path / name)
     assert read_manifest(tmp_path / "matched").settings["layer_map"][0] == [0, 0]
@@ -95,14 +93,15 @@ def test_layers_are_followed_through_every_stage(teacher: Path, corpus_file: Pat
     shutil.copytree(teacher, tmp_path / "other")
     assert layers_of_teacher(tmp_path / "three", tmp_path / "other") is None
     assert layers_of_teacher(teacher, tmp_path / "other") is None and layers_of_teacher(teacher, teacher) == [*range(6)]
-    others = {path: choose_start(str(path), None, tmp_path / "other").kind for path in (teacher, tmp_path / "three")}
-    assert list(others.values()) == [Start.TRAINED, Start.PRUNED]  # cut, although from another teacher
     starts = [Checkpoint(load_config(path), [path]) for path in (tmp_path / "three", tmp_path / "trained", teacher)]
     assert [start.already_trained for start in starts] == [False, True, True]
     for name in ("fresh", "cut"):  # layers of random weights, or of a cut that is not recorded, are nobody's
         distill_student(str(teacher), choose_start(str(teacher), name, teacher), training, tmp_path / name)
         cut(tmp_path / name, 3, tmp_path / f"{name}-cut", corpus_file)
         assert layers_of_teacher(tmp_path / f"{name}-cut", teacher) is None
+    students = teacher, *(tmp_path / name for name in ("three", "cut", "fresh"))
+    kinds = [choose_start(str(path), None, tmp_path / "other").kind for path in students]  # whoever they were cut from
+    assert kinds == [Start.TRAINED, Start.PRUNED, Start.TRAINED, Start.BARELY_TRAINED]
 
 
 def test_the_student_is_cut_out_of_the_teacher(
