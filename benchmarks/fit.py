@@ -125,11 +125,8 @@ def fit(
     rare = parse_settings(settings, FIT, TEXT)
     set_threads(threads)
     require_directory(teacher, "a checkpoint")
-    text: tuple[Path, ...] = ()
-    held_out: tuple[Path, ...] = ()
-    if not dry_run:
-        text = tuple(corpus or recorded_text(teacher, "corpus"))
-        held_out = tuple(valid or ([] if corpus else recorded_text(teacher, "valid")))
+    text = () if dry_run else tuple(corpus or recorded_text(teacher, "corpus"))
+    held_out = () if dry_run else tuple(valid or ([] if corpus else recorded_text(teacher, "valid")))
     tokens = tokens or recovery_tokens(teacher)
     search_tokens, finalists = rare.pop("search_tokens", max(1, tokens // 10)), rare.pop("finalists", 3)
     effort = Effort(tokens, search_tokens, finalists, minutes)
@@ -174,6 +171,7 @@ def run_fit(
     from benchmarks.search.trials import Clock, Trials
     from sportsllm.console import log
     from sportsllm.files import atomic_write_text
+    from sportsllm.formats.artifact import only_run
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.packed import quantization_config
     from sportsllm.inference.scoring import LEAST_DOCUMENTS
@@ -202,31 +200,33 @@ def run_fit(
         planned = search.plain(sure=False) or [search.nearest()[0]]
         search.found |= {one.name: one for one in planned}
         return FitResult.of({**summary(search, planned[0]), "dry_run": True})
-    _claim(out, source, target, effort, asked)
-    text = held_out_text(source, out / "text")
-    if min(text.selection_documents, text.report_documents) < LEAST_DOCUMENTS:
-        log(
-            f"held-out text is short: {text.selection_documents} documents for choices and {text.report_documents} for "
-            f"the final loss, which may differ much from the trials'; give {2 * LEAST_DOCUMENTS} or more with --valid"
-        )
-    source = with_samples(source)
-    clock.token_s = training_seconds(teacher, 1, forwards=4)  # with a teacher; the student counts as large
-    where = target.provider, target.processor
-    patience = min(60.0, 0.05 * clock.left())  # seconds to wait for other programs before times are measured
-    trials = Trials(source, device, out / "trials", text.selection_split, effort.search_tokens, *where, patience)
+    with only_run(out):
+        _claim(out, source, target, effort, asked)
+        text = held_out_text(source, out / "text")
+        if min(text.selection_documents, text.report_documents) < LEAST_DOCUMENTS:
+            log(
+                f"held-out text is short: {text.selection_documents} documents for choices and {text.report_documents} "
+                f"for the final loss, which may differ much from the trials'; give {2 * LEAST_DOCUMENTS} or more with "
+                "--valid"
+            )
+        source = with_samples(source)
+        clock.token_s = training_seconds(teacher, 1, forwards=4)  # with a teacher; the student counts as large
+        where = target.provider, target.processor
+        patience = min(60.0, 0.05 * clock.left())  # seconds to wait for other programs before times are measured
+        trials = Trials(source, device, out / "trials", text.selection_split, effort.search_tokens, *where, patience)
 
-    def finish(candidate: Candidate) -> dict[str, Any]:
-        made = _make(out, candidate, source, effort, target, text.report_split, clock)
-        return {**summary(search, candidate, trials.bits_per_byte(source.teacher)), **made}
+        def finish(candidate: Candidate) -> dict[str, Any]:
+            made = _make(out, candidate, source, effort, target, text.report_split, clock)
+            return {**summary(search, candidate, trials.bits_per_byte(source.teacher)), **made}
 
-    ranking = run_rounds(search, trials, effort, clock)
-    result = finish_best(ranking[: effort.finalists], finish, clock)
-    documents = {"trials": trials.documents(), "final": text.report_documents}
-    found = FitResult.of({**result, "documents": documents, "seconds": round(clock.seconds, 1)})
-    atomic_write_text(out / RESULT, json.dumps(found.to_json(), indent=1, default=str) + "\n")
-    if not found.bench or found.bench["budget"]["verdict"] == "pass":
-        return found
-    return replace(found, complaint=complaint(found, effort.tokens), exit_code=GateError.exit_code)
+        ranking = run_rounds(search, trials, effort, clock)
+        result = finish_best(ranking[: effort.finalists], finish, clock)
+        documents = {"trials": trials.documents(), "final": text.report_documents}
+        found = FitResult.of({**result, "documents": documents, "seconds": round(clock.seconds, 1)})
+        atomic_write_text(out / RESULT, json.dumps(found.to_json(), indent=1, default=str) + "\n")
+        if not found.bench or found.bench["budget"]["verdict"] == "pass":
+            return found
+        return replace(found, complaint=complaint(found, effort.tokens), exit_code=GateError.exit_code)
 
 
 def _make(

@@ -39,7 +39,7 @@ from sportsllm.errors import (
     UsageError,
     did_you_mean,
 )
-from sportsllm.files import plain
+from sportsllm.files import clip, plain
 from sportsllm.options import path as given_path
 from sportsllm.results import Result
 
@@ -239,8 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str]) -> int:
     try:
-        result = _command(arguments)(arguments, prog_name="sportsllm-compress", standalone_mode=False)
-        return int(result or 0)
+        return int(_command(arguments)(arguments, prog_name="sportsllm-compress", standalone_mode=False) or 0)
     except SystemExit as stop:
         return int(stop.code or 0)
     except (Exception, KeyboardInterrupt) as error:
@@ -261,7 +260,10 @@ def _in_our_words(error: BaseException, arguments: list[str]) -> SportsLLMError 
     if isinstance(error, KeyboardInterrupt):
         return InterruptedRun("interrupted")
     if isinstance(error, ModuleNotFoundError):
-        return _missing_module(error)
+        name = (error.name or "").partition(".")[0]
+        extra = "compress" if name in _COMPRESS else _EXTRA_OF.get(name)
+        message = f"this needs the package {name!r}; install it with: pip install 'sportsllm-compress[{extra}]'"
+        return None if extra is None else ResourceError(message)
     if isinstance(error, OSError):
         return _os_error(error)
     full = isinstance(error, RuntimeError) and re.search("can't allocate memory|out of memory", str(error))
@@ -317,13 +319,6 @@ def _owners(option: str) -> str:
     return listed and f"{listed} {'have' if names[1:] else 'has'} it"
 
 
-def _missing_module(error: ModuleNotFoundError) -> SportsLLMError | None:
-    name = (error.name or "").partition(".")[0]
-    if (extra := "compress" if name in _COMPRESS else _EXTRA_OF.get(name)) is None:
-        return None
-    return ResourceError(f"this needs the package {name!r}; install it with: pip install 'sportsllm-compress[{extra}]'")
-
-
 _OUT_OF_MEMORY = "out of memory; use a smaller batch, sequence or model"
 _OS_ADVICE = {
     errno.ENOSPC: "the disk is full; free some space",
@@ -351,11 +346,7 @@ def _os_error(error: OSError) -> SportsLLMError | None:
 def _complain(message: str) -> None:
     """Print one line, with the middle of a long one left out."""
     where = f"process {processes.rank()}: " if processes.rank() else ""
-    line = f"error: {where}{' '.join(message.split())}"
-    if len(line) > LONGEST_MESSAGE:
-        half = LONGEST_MESSAGE // 2 - 3
-        line = f"{line[:half]} ... {line[-half:]}"
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{clip(f'error: {where}{message}', LONGEST_MESSAGE)}\n")
 
 
 if __name__ == "__main__":

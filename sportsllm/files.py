@@ -75,9 +75,7 @@ def parse_json(text: str | bytes, where: object, advice: str = "write it again")
         _check_nesting(data)
         if _SURROGATE.search(decoded):  # half of a pair is no text
             json.dumps(data, ensure_ascii=False).encode("utf-8")
-    except RecursionError:
-        raise ArtifactError(f"{where}: not valid JSON (nested deeper than {MAX_NESTING}); {advice}") from None
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ArtifactError(f"{where}: not valid JSON ({clip(_reason(error), 200)}); {advice}") from None
     return data
 
@@ -106,9 +104,7 @@ def read_toml(path: Path, error_type: type[SportsLLMError] = ArtifactError) -> J
     try:
         data = tomllib.loads(_read(path).decode("utf-8-sig"))
         _check_nesting(data, integers=True)
-    except RecursionError:
-        raise error_type(f"{path}: not valid TOML (nested deeper than {MAX_NESTING}); correct it") from None
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise error_type(f"{path}: not valid TOML ({clip(_reason(error), 200)}); correct it") from None
     return data
 
@@ -270,7 +266,9 @@ def _read(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _reason(error: ValueError) -> str:
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return f"nested deeper than {MAX_NESTING}"
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 at byte {error.start}"
     return "half a surrogate pair, which is not text" if isinstance(error, UnicodeEncodeError) else str(error)

@@ -131,14 +131,7 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
     """
     if finished_manifest(out, stage) is not None:
         raise ConflictError(f"{out}: exists already; choose another --out")
-    partial = partial_directory(out)
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(str(partial) + ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ConflictError(f"{out}: another run is writing it; wait for it, or choose another --out") from None
-    try:
+    with only_run(out) as partial:
         _settle_state(partial)
         kept = has_state(partial)
         if kept and not resume:
@@ -165,6 +158,24 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
                 (partial / STATE_DIRECTORY).rename(Path(old) / STATE_DIRECTORY)
             partial.rename(out)
         _fsync(out.parent)
+
+
+@contextmanager
+def only_run(out: Path) -> Iterator[Path]:
+    """Yield where `out` is made before it is renamed; meanwhile no other run may write it.
+
+    Raises:
+        ConflictError: another run is writing it.
+    """
+    partial = partial_directory(out)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(str(partial) + ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConflictError(f"{out}: another run is writing it; wait for it, or choose another --out") from None
+    try:
+        yield partial
     finally:
         with suppress(PermissionError):  # Windows keeps an open file
             Path(lock.lock_file).unlink(missing_ok=True)  # before the release: afterwards it may be another run's

@@ -192,6 +192,12 @@ class Exports:
         return self._made[key]
 
 
+def draw(*lengths: int) -> list[list[int]]:
+    """Random tokens, a row for each length."""
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, 96, length).tolist() for length in lengths]
+
+
 def logits_of(model: SportsLLM, tokens: npt.NDArray[np.int64] | list[int]) -> npt.NDArray[np.float32]:
     """PyTorch's logits, (T, V) of a sequence or (B, T, V) of a batch."""
     ids = torch.as_tensor(np.asarray(tokens))

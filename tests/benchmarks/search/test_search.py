@@ -28,6 +28,7 @@ from compress.pruning.shapes import Shape, shape_for_share
 from compress.quantization.config import QuantizationConfig, SizeBudget
 from sportsllm import console
 from sportsllm.errors import ArtifactError, ConflictError, DivergedError, GateError, InterruptedRun, UsageError
+from sportsllm.formats.artifact import only_run
 from sportsllm.formats.huggingface import load_config, to_hf
 from sportsllm.formats.manifest import Manifest, directory_bytes, manifest_of
 from sportsllm.models.config import Experts, ModelConfig, Selection
@@ -450,6 +451,8 @@ def test_a_search_from_start_to_end(line: Line, capsys: pytest.CaptureFixture[st
         line.fit(effort=Effort(tokens=256, search_tokens=128, finalists=2))
     with pytest.raises(ConflictError, match="other settings or inputs"):
         line.fit(valid=(line.corpus,))
+    with only_run(line.out), pytest.raises(ConflictError, match=f"^{line.out}: another run is writing it"):
+        line.fit()
 
 
 def test_a_machine_that_stays_busy_is_waited_for_once(

@@ -12,15 +12,10 @@ from export.graph.decoder import write_graph
 from export.layout import GRAPH_FILE
 from export.parity.check import check_parity
 from export.runtime.decoder import OnnxDecoder
-from tests.support.export_models import Export, Exports, logits_of, pack_model, pieces_read, save, tiny_model
+from tests.support.export_models import Export, Exports, draw, logits_of, pack_model, pieces_read, save, tiny_model
 from tests.support.lstm_models import LSTM
 
 TOLERANCE = 2e-5  # float32 in another order of additions, of logits near 1
-
-
-def draw(*lengths: int) -> list[list[int]]:
-    rng = np.random.default_rng(3)
-    return [rng.integers(0, 96, length).tolist() for length in lengths]
 
 
 @pytest.fixture(params=[False, True], ids=["own operators", "standard"])

@@ -17,7 +17,7 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import log_softmax, open_decoder
 from sportsllm.models.language_model import SportsLLM
 from tests.support.checkpoint_files import one_line
-from tests.support.export_models import Export, Exports, logits_of, pieces_read, save, tiny_model
+from tests.support.export_models import Export, Exports, draw, logits_of, pieces_read, save, tiny_model
 
 TOLERANCE = 2e-5
 
@@ -39,11 +39,6 @@ def model(export: Export) -> SportsLLM:
 @pytest.fixture
 def decoder(export: Export) -> OnnxDecoder:
     return runtime.open(export.directory, threads=1)
-
-
-def draw(*lengths: int) -> list[list[int]]:
-    rng = np.random.default_rng(3)
-    return [rng.integers(0, 96, length).tolist() for length in lengths]
 
 
 def test_beginnings_that_were_read_are_reused(model: SportsLLM, decoder: OnnxDecoder) -> None:
