@@ -30,7 +30,7 @@ _TAGS = {"distill": "distillation", "prune": "pruning", "quantize": "quantizatio
 _OURS = "sportsllm-compress"
 _FORMS = {
     "*.gguf": ("A GGUF file", "gguf", "gguf"),
-    "*.onnx": ("An ONNX graph with key/value cache", "onnx", "onnx"),
+    "*.onnx": ("An ONNX graph with a cache", "onnx", "onnx"),
     "onnx/*.onnx": ("ONNX graphs for the browser", "onnx", "transformers.js"),
     "*.safetensors": ("A checkpoint (safetensors)", "safetensors", "transformers"),
 }

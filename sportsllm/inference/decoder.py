@@ -117,9 +117,8 @@ def open_draft(
     if not is_onnx_directory(directory):
         raise UsageError(f"--draft {directory}: not an export; make one of a checkpoint with `export`")
     if getattr(decoder, "exact_rows", 1) == 1:
-        raise UsageError(
-            f"--draft: {target} cannot check several tokens in one step; export INT4 or INT8 blocks, for native kernels"
-        )
+        needed = "only INT4 and INT8 exports can, with native kernels and without an LSTM"
+        raise UsageError(f"--draft: {target} cannot check several tokens in one step; {needed}")
     draft = open_decoder(directory, threads, kernels)
     if load_tokenizer(directory, draft.config).fingerprint() != load_tokenizer(target, decoder.config).fingerprint():
         raise UsageError(f"--draft {directory}: its tokenizer or chat template is not that of {target}")

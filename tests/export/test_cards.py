@@ -96,6 +96,7 @@ def test_what_is_not_known_is_left_out(int4: Path) -> None:
 def test_the_card_tells_the_whole_line(line: dict[str, Path], corpus_file: Path) -> None:
     card = (line["onnx"] / "README.md").read_text(encoding="utf-8")
     order = [card.index(f"| `{name}` |") for name in ("theirs", "tuned", "int4", "onnx")]
+    assert "An ONNX graph with a cache, INT4." in card  # of keys and values, latent vectors or an LSTM's states
     assert order == sorted(order)
     results = read_manifest(line["tuned"]).results
     assert f"| `tuned` | {results['valid_bits_per_byte']:.4f} | a part of `{corpus_file.parent.name}/" in card
