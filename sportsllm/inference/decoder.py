@@ -117,7 +117,7 @@ def open_draft(
     if not is_onnx_directory(directory):
         raise UsageError(f"--draft {directory}: not an export; make one of a checkpoint with `export`")
     if getattr(decoder, "exact_rows", 1) == 1:
-        needed = "only INT4 and INT8 exports can, with native kernels and without an LSTM"
+        needed = "that takes INT4 or INT8 blocks, native kernels, and neither selected tokens nor an LSTM"
         raise UsageError(f"--draft: {target} cannot check several tokens in one step; {needed}")
     draft = open_decoder(directory, threads, kernels)
     if load_tokenizer(directory, draft.config).fingerprint() != load_tokenizer(target, decoder.config).fingerprint():

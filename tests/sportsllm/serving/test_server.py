@@ -585,7 +585,7 @@ def test_exports_that_cannot_be_served_are_refused(export: Path, cli: CommandLin
 
     with pytest.raises(UsageError, match="in another thread"):
         asyncio.run(cell())
-    cli.refuses(2, "with native kernels and without an LSTM", "generate", export, "--draft", export)
+    cli.refuses(2, "native kernels, and neither selected tokens nor an LSTM", "generate", export, "--draft", export)
     cli.refuses(2, "not an export", "serve", export, "--draft", STORIES, "--port", 0)
     config = load_config(export)
     larger: Any = SimpleNamespace(exact_rows=8, config=dataclasses.replace(config, vocab_size=config.vocab_size + 8))
