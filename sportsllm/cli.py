@@ -336,8 +336,7 @@ def _os_error(error: OSError) -> SportsLLMError | None:
         return ArtifactError(f"{error.filename}: {(error.strerror or 'not usable').lower()}; check the path")
     if isinstance(error, FileExistsError):
         return ConflictError(f"{error.filename}: exists and is not what is needed there; choose another path")
-    unnumbered = errno.ENOSPC if re.search("requested and .* written", str(error)) else 0  # by numpy's tofile
-    if (advice := _OS_ADVICE.get(error.errno or unnumbered)) is None:
+    if (advice := _OS_ADVICE.get(error.errno or 0)) is None:
         return None
     kind = ArtifactError if error.errno == errno.ENAMETOOLONG else ResourceError
     return kind(f"{where}: {advice}" if (where := error.filename2 or error.filename) else advice)

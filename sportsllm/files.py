@@ -7,11 +7,13 @@ every integer fits 64 bits, and every string is valid UTF-8. Imports no large li
 from __future__ import annotations
 
 import codecs
+import errno
 import json
 import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -99,8 +101,7 @@ def read_toml(path: Path, error_type: type[SportsLLMError] = ArtifactError) -> J
         SportsLLMError: of `error_type`: missing, damaged, or beyond the bounds.
     """
     if not path.is_file():
-        problem = "is a directory" if path.is_dir() else "not found"
-        raise error_type(f"{path}: {problem}; give a .toml file")
+        raise error_type(f"{path}: {'is a directory' if path.is_dir() else 'not found'}; give a .toml file")
     try:
         data = tomllib.loads(_read(path).decode("utf-8-sig"))
         _check_nesting(data, integers=True)
@@ -123,13 +124,25 @@ def atomic_write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as stream:
+        with naming(path), partial.open("w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside, an error of the system that names no file, as of a write to a full disk, names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if re.search("requested and .* written", str(error)):  # by numpy's tofile
+            raise OSError(errno.ENOSPC, "the disk is full", str(path)) from None
+        error.filename = error.filename or str(path)
+        raise
 
 
 def visible_files(folder: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from sportsllm import __version__, processes
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
-from sportsllm.files import STATE_DIRECTORY, JsonObject, as_object, clip, has_state, read_json
+from sportsllm.files import STATE_DIRECTORY, JsonObject, as_object, clip, has_state, naming, read_json
 from sportsllm.formats.manifest import (
     CARD,
     MANIFEST,
@@ -131,7 +131,7 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
     """
     if finished_manifest(out, stage) is not None:
         raise ConflictError(f"{out}: exists already; choose another --out")
-    with only_run(out) as partial:
+    with only_run(out) as partial, naming(out):
         _settle_state(partial)
         kept = has_state(partial)
         if kept and not resume:
@@ -146,6 +146,7 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
             yield partial
             _finish(partial, out, stage)
         except BaseException:
+            _settle_state(partial)  # a state that was not saved whole takes space
             if not has_state(partial):
                 shutil.rmtree(partial, ignore_errors=True)
             raise

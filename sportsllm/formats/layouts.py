@@ -61,12 +61,8 @@ def parts_of(
     return parts
 
 
-_BUFFERS = {"gpt2": (".attn.bias", ".attn.masked_bias"), "gpt_neox": (".attention.bias", ".attention.masked_bias")}
-
-
-def is_buffer(model_type: str, name: str) -> bool:
-    """Whether a stored tensor is a constant that early versions of GPT-2 and GPT-NeoX wrote: the causal mask."""
-    return name.endswith(_BUFFERS.get(model_type, ()))
+BUFFERS = {"gpt2": (".attn.bias", ".attn.masked_bias"), "gpt_neox": (".attention.bias", ".attention.masked_bias")}
+"""Ends of the names of constants that early versions of GPT-2 and GPT-NeoX wrote: the causal mask."""
 
 
 def _layer(name: str) -> tuple[str, str]:

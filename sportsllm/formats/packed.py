@@ -134,5 +134,4 @@ def unpack(packed: ByteArray, bits: int) -> ByteArray:
     """Inverse of `pack`, padding included."""
     if bits != 4:
         return packed
-    both = np.stack([packed & 0x0F, packed >> 4], axis=-1)
-    return both.reshape(*packed.shape[:-1], -1)
+    return np.stack([packed & 0x0F, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)

@@ -22,7 +22,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.files import JsonObject, adapter_hint, clip, read_json, require_directory, validate
 from sportsllm.formats.bitsandbytes import companions, read_dense
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.layouts import LAYOUTS, Part, UnlikeTensor, is_buffer, parts_of
+from sportsllm.formats.layouts import BUFFERS, LAYOUTS, Part, UnlikeTensor, parts_of
 from sportsllm.formats.manifest import GGUF_RECORD, MANIFEST, check_whole, link_problem, linked_gguf
 from sportsllm.formats.packed import bitsandbytes_kind, quantization_config
 
@@ -134,7 +134,7 @@ class TensorFiles(Mapping[str, Tensor]):
             self._layout = parts_of(layout, load_config(directory), stored, data)
             used = {part.stored for part in self._layout.values()}
             named = [name for name, part in self._layout.items() if part.stored in self._where]
-            others = [name for name in stored if name not in used and not is_buffer(layout, name)]
+            others = [name for name in stored if name not in used and not name.endswith(BUFFERS.get(layout, ()))]
             self._names = dict.fromkeys([*named, *others])
 
     def __getitem__(self, name: str) -> Tensor:

@@ -57,8 +57,7 @@ class WeightFormat:
         if self.precision not in PRECISIONS:
             raise UsageError(f"precision {self.precision!r} is not known; use one of {', '.join(PRECISIONS)}")
         if self.quantized and self.block_size not in BLOCK_SIZES:
-            known = ", ".join(map(str, BLOCK_SIZES))
-            raise UsageError(f"group_size is {self.block_size}; use one of {known}")
+            raise UsageError(f"group_size is {self.block_size}; use one of {', '.join(map(str, BLOCK_SIZES))}")
         if self.quantized and self.head_bits not in (4, 8, 32):
             raise UsageError(f"head_bits is {self.head_bits}; use 4, 8 or 32")
 

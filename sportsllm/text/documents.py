@@ -365,8 +365,7 @@ def tokens_per_parameter(directory: Path) -> float | None:
 def held_out_files(directory: Path) -> list[Path]:
     """Held-out text that a directory's manifest names, if it exists."""
     manifest = manifest_of(directory)
-    named = manifest.paths(HELD_OUT) or manifest.paths("valid")
-    return [path for path in map(Path, named) if path.exists()]
+    return [path for path in map(Path, manifest.paths(HELD_OUT) or manifest.paths("valid")) if path.exists()]
 
 
 def left_out(valid: Sequence[Path], *checkpoints: Path) -> tuple[Path, ...]:

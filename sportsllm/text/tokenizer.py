@@ -374,5 +374,4 @@ def stop_tokens(directory: Path, config: ModelConfig) -> tuple[int, ...]:
 def same_tokenizer(first: Path, second: Path) -> bool:
     """Whether two directories turn text into the same ids (equal vocabularies and merges)."""
     a, b = (read_json(path / "tokenizer.json") for path in (first, second))
-    keys = ("model", "normalizer", "pre_tokenizer", "added_tokens")
-    return all(a.get(key) == b.get(key) for key in keys)
+    return all(a.get(key) == b.get(key) for key in ("model", "normalizer", "pre_tokenizer", "added_tokens"))

@@ -28,7 +28,7 @@ from filelock import FileLock
 from sportsllm import __version__
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
-from sportsllm.files import atomic_write_text, read_json, validate
+from sportsllm.files import atomic_write_text, naming, read_json, validate
 from sportsllm.text.split import Documents, document_keys
 from sportsllm.text.tokenizer import EncodedDocument, TextTokenizer, take
 
@@ -167,7 +167,7 @@ def _append(directory: Path, part: list[EncodedDocument], kind: type[Id], writte
         if name not in written.files:  # another run may still read a damaged file
             path.unlink(missing_ok=True)
             path.touch()
-        with path.open("r+b") as file:
+        with naming(path), path.open("r+b") as file:
             file.seek(size)
             file.write(data)
         files[name] = size + len(data), zlib.crc32(data, checksum)

@@ -42,8 +42,7 @@ def computes_in(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device multiplies in a dtype; emulated products are slower than float32."""
     if device.type == "cuda":
         return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
-    flags = cpuinfo("flags", "Features") or ""
-    return dtype not in _FLAGS or not _FLAGS[dtype].isdisjoint(flags.split())
+    return dtype not in _FLAGS or not _FLAGS[dtype].isdisjoint((cpuinfo("flags", "Features") or "").split())
 
 
 def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:

@@ -4,7 +4,6 @@ Held-out text is scored on the way; the model keeps the weights of the best step
 """
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -178,7 +177,6 @@ class RunState:
         directory, first = Path(processes.from_first(str(self.directory.resolve()))), processes.rank() == 0
         fresh, launches = directory / f"{STATE_DIRECTORY}.new", processes.launches()
         if first:
-            shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir()
         processes.wait()
         write_tensors(fresh, "model", self.model.state_dict())

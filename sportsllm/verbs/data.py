@@ -101,8 +101,7 @@ def simulate(
         return {**counts, "size_bytes": counts["train_bytes"] + counts["valid_bytes"]}
 
     settings = {"megabytes": megabytes, "questions": questions} | ({"chats": chats} if chats else {})
-    stage = Stage("data simulate", settings, seed=seed)
-    result = SimulateResult.of(run_stage(out, stage, make))
+    result = SimulateResult.of(run_stage(out, Stage("data simulate", settings, seed=seed), make))
     output().print(
         f"{out}: {result.train_documents:,} training and {result.valid_documents:,} held-out documents, "
         f"{result.size_bytes / 1e6:.1f} MB, {result.questions} questions"

@@ -63,8 +63,7 @@ def verify(
     from sportsllm.inference.decoder import is_onnx_directory
 
     require_directory(directory, "a finished checkpoint or export")
-    exported = is_onnx_directory(directory)
-    if provider != "cpu" and not exported:
+    if not (exported := is_onnx_directory(directory)) and provider != "cpu":
         raise UsageError(f"--provider {provider}: {directory} is a checkpoint, which PyTorch runs; export it first")
     if not (directory / MANIFEST).exists():
         raise ArtifactError(f"{directory}: has no {MANIFEST} to check it against; only finished output has one")

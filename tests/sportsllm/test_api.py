@@ -110,8 +110,7 @@ def test_commands_are_functions_with_typed_results_that_take_strings_as_paths() 
     assert set(sportsllm.__all__) <= set(dir(sportsllm))
     for name in sportsllm.__all__:
         assert "--" not in getattr(sportsllm, name).__doc__, name
-    signature = inspect.signature(sportsllm.train)
-    assert signature.parameters["tokens"].annotation == int | None
+    assert inspect.signature(sportsllm.train).parameters["tokens"].annotation == int | None
     assert "tokens: Tokens to train on" in str(sportsllm.train.__doc__)
     for tokens in ("10x", -5, 1.5, "2,5M"):
         with pytest.raises(UsageError, match=f"tokens: '{tokens}' is not a whole number of 1 or more"):

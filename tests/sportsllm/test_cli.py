@@ -156,7 +156,8 @@ def test_full_disk_and_read_only_folder_leave_nothing(checkpoint: Path, tmp_path
     quantize = ["quantize", checkpoint, "--method", "rtn", "--out"]
     with full_disk():
         cli.refuses(5, "grew over the allowed size", *quantize, tmp_path / "out")
-        cli.refuses(5, "the disk is full", "export", checkpoint, "--format", "gguf", "--out", tmp_path / "out")
+        gguf = "export", checkpoint, "--format", "gguf", "--out"
+        cli.refuses(5, f"{tmp_path}/out: the disk is full", *gguf, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     with full_disk(), pytest.raises(OSError) as caught:
         shutil.copy(ROOT / "tests" / "sportsllm" / "serving" / "test_server.py", tmp_path / "copy")

@@ -88,6 +88,6 @@ def test_a_file_is_written_whole_or_not(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match=r"no space: .*second\.json'"):
         atomic_write_text(tmp_path / "new" / "second.json", "cut")
     assert list((tmp_path / "new").iterdir()) == [out]

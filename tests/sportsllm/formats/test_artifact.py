@@ -78,7 +78,9 @@ def test_saved_state_survives_and_needs_resume(tmp_path: Path, capsys: pytest.Ca
         assert "no interrupted run to resume; starting from the beginning" in capsys.readouterr().err.replace("\n", " ")
         (partial / STATE_DIRECTORY).mkdir()
         (partial / STATE_DIRECTORY / "state.json").write_text(json.dumps(stage.identity()))
+        (partial / "state.new").mkdir()  # the disk is full while it saves
         raise RuntimeError
+    assert [path.name for path in partial.iterdir()] == [STATE_DIRECTORY]
     with pytest.raises(ConflictError, match="add --resume"), output_directory(out, stage):
         pass
     with pytest.raises(UsageError, match=r"other settings or inputs \(command train, not distill; steps None, not 8\)"):

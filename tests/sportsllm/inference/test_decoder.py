@@ -33,8 +33,7 @@ def test_sampling_agrees_with_transformers_filters() -> None:
     ):
         scores = step(torch.tensor([seen]), scores)
     expected = torch.softmax(scores, -1)[0].numpy()
-    ours = probabilities(penalize(logits, seen, 1.3), Sampling(0.7, 50, 0.9))
-    assert ours == pytest.approx(expected, abs=1e-5)
+    assert probabilities(penalize(logits, seen, 1.3), Sampling(0.7, 50, 0.9)) == pytest.approx(expected, abs=1e-5)
 
 
 def test_rows_are_filtered_like_one_alone() -> None:

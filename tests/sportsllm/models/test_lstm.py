@@ -96,8 +96,7 @@ def test_adapters_change_the_recurrent_product() -> None:
     assert isinstance(adapted, LoRALinear)
     nn.init.normal_(adapted.lora_b)
     before = multiplied_by(adapted, adapted.base.in_features)
-    logits = model(torch.arange(10)[None])
-    assert torch.autograd.grad(logits.sum(), adapted.lora_b)[0].any()
+    assert torch.autograd.grad(model(torch.arange(10)[None]).sum(), adapted.lora_b)[0].any()
     assert torch.allclose(before, adapted.merged().weight, atol=1e-5)  # unit vectors instead of a sum: float32
 
 

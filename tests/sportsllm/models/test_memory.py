@@ -74,5 +74,4 @@ def test_shapes_name_every_tensor() -> None:
     cached = shapes["k, cached"]
     assert 2 * cached.layers * cached.bytes == 32 * 2_048 * kv_cache_bytes_per_token(config)["fp16"]
     weights = sum(shape.layers * shape.bytes for shape in shapes.values() if shape.kind == "weight")
-    norms = config.parameters_by_component()["norms"]
-    assert weights == 2 * (config.parameters - norms)
+    assert weights == 2 * (config.parameters - config.parameters_by_component()["norms"])

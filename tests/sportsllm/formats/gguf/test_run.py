@@ -150,8 +150,7 @@ def test_stretched_rotary_angles(scaling: dict[str, Any], tokenizer_directory: P
     file = write_file(tmp_path / "model.gguf", "llama", settings, byte_level(tokenizer_directory), tensors)
     convert_gguf(file, tmp_path / "out")
     same_logits(tmp_path / "out", model)
-    written = json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"]
-    assert written == scaling
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == scaling
 
 
 def test_the_weights_of_a_large_model_stay_in_the_file(
