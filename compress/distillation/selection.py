@@ -53,7 +53,7 @@ class Selecting(Checkpoint):
     """A student of a checkpoint's weights and an indexer."""
 
     name: ClassVar[str] = "selection"
-    weights: ClassVar[str | None] = "trained weights with a new indexer"
+    weights: str | None = "trained weights with a new indexer"
     # The model is to stay what it was, as after rounding, rather than to learn more.
     kind: settings.Start = settings.Start.QUANTIZED
 

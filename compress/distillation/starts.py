@@ -89,17 +89,17 @@ class Fresh:
 
     Attributes:
         name: for the manifest.
-        weights: for messages, if `kind` does not say what they are.
         shape: of the student.
         inputs: what is read for it beside the teacher.
         kind: decides how large the steps of its training may be.
+        weights: for messages, if `kind` does not say what they are.
     """
 
     name: ClassVar[str] = "fresh"
-    weights: ClassVar[str | None] = None
     shape: ModelConfig
     inputs: list[Path]
     kind: settings.Start = settings.Start.RANDOM
+    weights: str | None = None
 
     def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
         """The student before training on `text`, and the training with what is known of the student's layers."""
@@ -204,17 +204,17 @@ def choose_start(student: str, start: str | None, teacher: Path) -> Fresh:
     """
     if start not in (None, "fresh", "cut"):
         raise UsageError(f"--start {start!r} is not known; use cut or fresh, or leave it out")
-    # A directory may hold a shape alone.
-    patterns = ("*.safetensors", "*.index.json", GGUF_RECORD)
-    has_weights = start is None and any(any(Path(student).glob(pattern)) for pattern in patterns)
-    if has_weights:
-        path = Path(student)
+    path, patterns = Path(student), ("*.safetensors", "*.index.json", GGUF_RECORD)
+    if start is None and any(any(path.glob(pattern)) for pattern in patterns):  # a directory may hold a shape alone
         begin = Checkpoint(_checkpoint_shape(path, teacher), [path])
-        if begin.already_trained and layers_of_teacher(path, teacher) is None:  # its hidden states are its own
+        if not begin.already_trained:
+            return begin
+        if layers_of_teacher(path, teacher) is None:  # its hidden states are its own
             read = tokens_per_parameter(path)
             barely = read is not None and read < _BARELY_TRAINED
             return replace(begin, kind=settings.Start.BARELY_TRAINED if barely else settings.Start.TRAINED)
-        return begin
+        uncut = begin.shape.parameters == load_config(teacher).parameters
+        return replace(begin, weights=settings.Start.TRAINED.value if uncut else None)
     theirs = load_config(teacher)
     shape, inputs = shape_of(student)
     ids = {name: getattr(theirs, name) for name in SPECIAL_IDS}

@@ -93,8 +93,9 @@ def test_layers_are_followed_through_every_stage(teacher: Path, corpus_file: Pat
     shutil.copytree(teacher, tmp_path / "other")
     assert layers_of_teacher(tmp_path / "three", tmp_path / "other") is None
     assert layers_of_teacher(teacher, tmp_path / "other") is None and layers_of_teacher(teacher, teacher) == [*range(6)]
-    starts = [Checkpoint(load_config(path), [path]) for path in (tmp_path / "three", tmp_path / "trained", teacher)]
-    assert [start.already_trained for start in starts] == [False, True, True]
+    paths = [tmp_path / name for name in ("three", "trained", "teacher")]  # nothing was cut from the last
+    assert [Checkpoint(load_config(path), [path]).already_trained for path in paths] == [False, True, True]
+    assert [choose_start(str(path), None, teacher).weights for path in paths] == [None, None, "trained weights"]
     for name in ("fresh", "cut"):  # layers of random weights, or of a cut that is not recorded, are nobody's
         distill_student(str(teacher), choose_start(str(teacher), name, teacher), training, tmp_path / name)
         cut(tmp_path / name, 3, tmp_path / f"{name}-cut", corpus_file)
@@ -107,8 +108,7 @@ def test_layers_are_followed_through_every_stage(teacher: Path, corpus_file: Pat
 def test_the_student_is_cut_out_of_the_teacher(
     checkpoint: Path, shape: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = dataclasses.replace(CONFIG, sequence=32)
-    training = StudentTraining(checkpoint, config, (corpus_file,), distillation=DistillationConfig())
+    training = StudentTraining(checkpoint, dataclasses.replace(CONFIG, sequence=32), (corpus_file,))
     found = {}
     for name in ("cut", "fresh"):
         start, out = choose_start(str(shape), name, checkpoint), tmp_path / name
@@ -152,25 +152,21 @@ def test_a_layer_that_stays_keeps_its_type(
 def test_the_start_follows_from_what_is_given(
     checkpoint: Path, shape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert type(choose_start(str(shape), None, checkpoint)) is Cut, "a shape alone"
-    assert type(choose_start(str(checkpoint), "cut", checkpoint)) is Cut
-    assert type(choose_start(str(checkpoint), None, checkpoint)) is Checkpoint
+    given = (shape, None), (checkpoint, "cut"), (checkpoint, None)  # the first is a shape alone
+    assert [type(choose_start(str(path), start, checkpoint)) for path, start in given] == [Cut, Cut, Checkpoint]
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     wide = write(tmp_path / "wide", config | {"intermediate_size": 4_096, "num_hidden_layers": 1})
     assert not capsys.readouterr().err
-    for start in ("fresh", None):
-        assert type(choose_start(str(wide), start, checkpoint)) is Fresh
+    assert {type(choose_start(str(wide), start, checkpoint)) for start in ("fresh", None)} == {Fresh}
     assert "intermediate_size is 4096" in capsys.readouterr().err.replace("\n", " ")
     learned = saved(tmp_path / "learned", tiny_model(position_kind="learned"))
     longer = saved(tmp_path / "longer", tiny_model(position_kind="learned", max_position_embeddings=256))
     with pytest.raises(UsageError, match="max_position_embeddings is 256, more than"):
         choose_start(str(longer), "cut", learned)
-    for start, message in (
-        ("cut", r"--start cut: intermediate_size is 4096.*choose another --student"),
-        ("clone", "--start 'clone' is not known"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            choose_start(str(wide), start, checkpoint)
+    with pytest.raises(UsageError, match=r"--start cut: intermediate_size is 4096.*choose another --student"):
+        choose_start(str(wide), "cut", checkpoint)
+    with pytest.raises(UsageError, match="--start 'clone' is not known"):
+        choose_start(str(wide), "clone", checkpoint)
 
 
 def test_a_preset_takes_the_teachers_vocabulary_and_special_tokens(tmp_path: Path) -> None:
