@@ -239,6 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str]) -> int:
     try:
+        Path.cwd()  # if that directory was removed, MKL would end the process with a message of its own
         return int(_command(arguments)(arguments, prog_name="sportsllm-compress", standalone_mode=False) or 0)
     except SystemExit as stop:
         return int(stop.code or 0)
@@ -333,7 +334,8 @@ _OS_ADVICE = {
 
 def _os_error(error: OSError) -> SportsLLMError | None:
     if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
-        return ArtifactError(f"{error.filename}: {(error.strerror or 'not usable').lower()}; check the path")
+        where, what = error.filename or "the working directory", (error.strerror or "not usable").lower()
+        return ArtifactError(f"{where}: {what}; check the path")
     if isinstance(error, FileExistsError):
         return ConflictError(f"{error.filename}: exists and is not what is needed there; choose another path")
     if (advice := _OS_ADVICE.get(error.errno or 0)) is None:

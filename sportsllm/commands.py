@@ -265,9 +265,8 @@ def find_gguf(path: Path) -> Path | None:
 
 def cache_folder() -> Path:
     """SPORTSLLM_CACHE, or `sportsllm-compress` in the user's cache folder."""
-    if given := os.environ.get("SPORTSLLM_CACHE"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sportsllm-compress"
+    own, shared = map(os.environ.get, ("SPORTSLLM_CACHE", "XDG_CACHE_HOME"))
+    return Path(own or Path(shared or Path.home() / ".cache") / "sportsllm-compress")
 
 
 def types_in(annotation: object) -> set[object]:
