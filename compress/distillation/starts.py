@@ -39,13 +39,12 @@ def resolve_teacher(name: str) -> Path:
     """
     from sportsllm.models.presets import PRESETS
 
-    found = next((path for path in (Path(name), Path("runs") / name) if path.is_dir()), None)
-    if found is None and name in PRESETS:
+    found = next((path for path in (Path(name), Path("runs") / name) if path.is_dir()), Path(name))
+    if name in PRESETS and not found.is_dir():
         raise ArtifactError(
             f"runs/{name}: no teacher there; make one with: sportsllm-compress train --model {name} --corpus PATH "
             "(--steps 0 writes an untrained one)"
         )
-    found = found or Path(name)
     require_directory(found, "the teacher's checkpoint, as train writes it")
     if is_onnx_directory(found):
         raise ArtifactError(f"{found}: is an export; give the checkpoint that it was made from")
@@ -200,21 +199,21 @@ def choose_start(student: str, start: str | None, teacher: Path) -> Fresh:
 
     Raises:
         UsageError: flags that do not go together.
-        ArtifactError: a quantized start, or one with another tokenizer.
+        ArtifactError: an export, a quantized start, or one with another tokenizer.
     """
     if start not in (None, "fresh", "cut"):
         raise UsageError(f"--start {start!r} is not known; use cut or fresh, or leave it out")
     path, patterns = Path(student), ("*.safetensors", "*.index.json", GGUF_RECORD)
     if start is None and any(any(path.glob(pattern)) for pattern in patterns):  # a directory may hold a shape alone
         begin = Checkpoint(_checkpoint_shape(path, teacher), [path])
-        if not begin.already_trained:
-            return begin
-        if layers_of_teacher(path, teacher) is None:  # its hidden states are its own
+        if begin.already_trained and layers_of_teacher(path, teacher) is None:  # its hidden states are its own
             read = tokens_per_parameter(path)
             barely = read is not None and read < _BARELY_TRAINED
             return replace(begin, kind=settings.Start.BARELY_TRAINED if barely else settings.Start.TRAINED)
-        uncut = begin.shape.parameters == load_config(teacher).parameters
+        uncut = begin.already_trained and begin.shape.parameters == load_config(teacher).parameters
         return replace(begin, weights=settings.Start.TRAINED.value if uncut else None)
+    if start is None and is_onnx_directory(path):
+        raise ArtifactError(f"{path}: is an export; give the checkpoint that it was made from")
     theirs = load_config(teacher)
     shape, inputs = shape_of(student)
     ids = {name: getattr(theirs, name) for name in SPECIAL_IDS}
