@@ -57,7 +57,6 @@ def log_cost(model: ModelConfig, config: TrainConfig) -> None:
     among = config.tensor_parallel if config.shard and count > 1 else stages  # processes with the same sequences
     tokens = config.steps * config.tokens_per_step
     device = training_device(quiet=True)
-    dtype = resolve_precision(config.precision, device) or torch.float32
     busy = count * config.accumulation / (config.accumulation + stages - 1)
     seconds = training_seconds(model, tokens, config.precision) / busy
     if seconds < _SHORT_S:
@@ -65,7 +64,7 @@ def log_cost(model: ModelConfig, config: TrainConfig) -> None:
     step = TrainingStep(
         min(config.batch_size, max(1, config.batch_size * config.accumulation * among // count)),
         config.sequence,
-        {torch.float32: "fp32", torch.float16: "fp16"}.get(dtype, "bf16"),
+        {None: "fp32", torch.float16: "fp16"}.get(resolve_precision(config.precision, device), "bf16"),
         config.optimizer,
         config.optimizer_bits,
         "cpu" if device.type == "cpu" else "gpu",

@@ -90,9 +90,9 @@ def test_layers_are_followed_through_every_stage(teacher: Path, corpus_file: Pat
     for name in ("three", "trained", "selected"):
         assert layers_of_teacher(tmp_path / name, teacher) == [first[layer] for layer in second]
     assert layers_of_teacher(tmp_path / "trained", tmp_path / "four") == second
-    shutil.copytree(teacher, tmp_path / "other")
-    assert layers_of_teacher(tmp_path / "three", tmp_path / "other") is None
-    assert layers_of_teacher(teacher, tmp_path / "other") is None and layers_of_teacher(teacher, teacher) == [*range(6)]
+    other = shutil.copytree(teacher, tmp_path / "other")
+    assert layers_of_teacher(tmp_path / "three", other) is None
+    assert layers_of_teacher(teacher, other) is None and layers_of_teacher(teacher, teacher) == [*range(6)]
     paths = [tmp_path / name for name in ("three", "trained", "teacher")]  # nothing was cut from the last
     assert [Checkpoint(load_config(path), [path]).already_trained for path in paths] == [False, True, True]
     assert [choose_start(str(path), None, teacher).weights for path in paths] == [None, None, "trained weights"]
@@ -100,9 +100,8 @@ def test_layers_are_followed_through_every_stage(teacher: Path, corpus_file: Pat
         distill_student(str(teacher), choose_start(str(teacher), name, teacher), training, tmp_path / name)
         cut(tmp_path / name, 3, tmp_path / f"{name}-cut", corpus_file)
         assert layers_of_teacher(tmp_path / f"{name}-cut", teacher) is None
-    students = teacher, *(tmp_path / name for name in ("three", "cut", "fresh"))
-    kinds = [choose_start(str(path), None, tmp_path / "other").kind for path in students]  # whoever they were cut from
-    assert kinds == [Start.TRAINED, Start.PRUNED, Start.TRAINED, Start.BARELY_TRAINED]
+    kinds = [choose_start(str(path), None, other).kind for path in (*paths, tmp_path / "cut", tmp_path / "fresh")]
+    assert kinds == [Start.PRUNED, *[Start.TRAINED] * 3, Start.BARELY_TRAINED]  # whoever they were cut from
 
 
 def test_the_student_is_cut_out_of_the_teacher(
