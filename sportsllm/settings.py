@@ -42,7 +42,7 @@ TRAINING: Group = {
         choices=("auto", "fp32", "bf16", "fp16"),
     ),
     "accumulation": Setting(int, "Batches per optimizer step", "leaves 200 steps or more; 4 with --steps", 1),
-    "optimizer": Setting(str, "Optimizer; muon is Muon and AdamW", "muon if its steps are cheap", choices=OPTIMIZERS),
+    "optimizer": Setting(str, "Optimizer; muon is Muon and AdamW", "muon where it pays", choices=OPTIMIZERS),
     "optimizer_bits": Setting(int, "Bits of optimizer states: 32, or 8 (AdamW only)", "32"),
     "schedule": Setting(str, "Learning-rate schedule", "cosine", choices=("cosine", "wsd")),
     "warmup": Setting(int, "Warm-up steps", "a twentieth of the steps, at most 50", 0),

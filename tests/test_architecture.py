@@ -31,7 +31,7 @@ FLOORS = {
 }
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
-MOST_LINES = {"sportsllm": 19_091, "compress": 7_460, "export": 6_350, "benchmarks": 9_113, "tests": 24_808}
+MOST_LINES = {"sportsllm": 19_091, "compress": 7_460, "export": 6_350, "benchmarks": 9_113, "tests": 24_807}
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
 

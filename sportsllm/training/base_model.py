@@ -43,6 +43,7 @@ from sportsllm.training.state import validation
 
 _SHORT_S = 120.0  # a shorter run needs no warning
 _REACHED = 0.4  # of the speed of large products; 0.21 to 0.57 were measured (docs/results/training.md)
+_MUON_COST = 3.0  # Muon takes this many times channels / tokens of a step of the products' time
 _SIZE, _TIMED_S = 1_024, 0.05
 _TOKENIZER_CHARACTERS = 100_000_000  # of text that a tokenizer is trained on
 
@@ -58,7 +59,8 @@ def log_cost(model: ModelConfig, config: TrainConfig) -> None:
     tokens = config.steps * config.tokens_per_step
     device = training_device(quiet=True)
     busy = count * config.accumulation / (config.accumulation + stages - 1)
-    seconds = training_seconds(model, tokens, config.precision) / busy
+    muon = _MUON_COST * model.hidden_size / config.tokens_per_step if config.optimizer == "muon" else 0.0
+    seconds = training_seconds(model, tokens, config.precision) * (1 + muon) / busy
     if seconds < _SHORT_S:
         return
     step = TrainingStep(

@@ -117,7 +117,7 @@ class _Defaults:
     weight_decay: float = 0.1
     validations: int = 4
     short_steps: bool = False  # 800 steps instead of 200, as long as Muon's are cheap
-    short_run: float = 1.0  # what AdamW's rate beside Muon is multiplied by at most
+    short_run: float = 1.0  # what AdamW's rate is multiplied by at most
 
 
 # Measured on 0.3M to 3M parameters, pruned weights also on 116M (docs/how-it-works/training.md).
@@ -136,7 +136,8 @@ LEAST_STEPS = 200
 _MANY_STEPS, _LONG_RUN = 800, 1_000
 _WARMUP_FRACTION, _MOST_WARMUP = 0.05, 50
 _RATE_PARAMETERS, _LEAST_PARAMETERS = 1e8, 1e6
-_MUON_WIDTH = 512  # up to which Muon was measured to pay for random weights even if it is slow
+_MUON_TOKENS, _FEWER_MUON_TOKENS = 8, 4  # of a step per channel, so that Muon is cheap; the latter for new weights
+_MUON_WIDTH = {Start.RANDOM: 768, Start.BARELY_TRAINED: 512}  # up to which Muon pays even if it is slow
 _ADAPTER_RATIO = 10.0  # adapters start at zero and reach their size in a few steps
 
 
@@ -144,13 +145,13 @@ def peak_rates(run: Run, optimizer: str = "adamw", steps: int = _LONG_RUN) -> tu
     """Peak rates of AdamW and Muon.
 
     AdamW's falls with the square root of the parameters, from a million upwards. Muon's steps have the same size in
-    every matrix, so its rate does not. For a new embedding fewer than 1,000 `steps` raise AdamW's in proportion.
+    every matrix, so its rate does not. Below 1,000 `steps` of new weights AdamW's rises in proportion; alone below 200.
     """
     defaults = _DEFAULTS[run.start]
     alone = optimizer == "adamw" and not run.already_trained
     size = max(run.model.parameters, _LEAST_PARAMETERS)
     scale = math.sqrt(_RATE_PARAMETERS / size) * (_ADAPTER_RATIO if run.adapters else 1.0)
-    scale *= 1.0 if alone else min(defaults.short_run, max(1.0, _LONG_RUN / max(1, steps)))
+    scale *= min(defaults.short_run, max(1.0, (LEAST_STEPS if alone else _LONG_RUN) / max(1, steps)))
     return float(f"{(defaults.adamw_alone if alone else defaults.adamw) * scale:.2g}"), defaults.muon
 
 
@@ -161,9 +162,8 @@ def train_config(
 
     With `tokens`, which are rounded up to whole steps, the tokens of a step follow from the length of the run: a
     two-hundredth, for random and pruned weights down to an eight-hundredth if Muon stays cheap, from 1,024 to 8,192.
-    Of at most 512 channels, random and barely trained weights get what Muon needs or more. Pruned weights get 512 in
-    short runs, or 1,024 if Muon needs that. With steps, a step has 4 x 4 x 512. The warm-up takes a twentieth of the
-    steps, at most 50. With `documented`, `TrainConfig` has what is not given.
+    Pruned weights get 512 in short runs, or 1,024 if Muon needs that. With steps, a step has 4 x 4 x 512. The warm-up
+    takes a twentieth of the steps, at most 50. With `documented`, `TrainConfig` has what is not given.
 
     Args:
         tokens: to train on; None if `flags` give steps, or for 5,000 steps.
@@ -206,9 +206,9 @@ def _derived(run: Run, tokens: int | None, given: JsonObject) -> JsonObject:
     if tokens is not None:
         found |= _batches(tokens, (found | given)["sequence"], run, given)
         found["steps"] = -(-tokens // _tokens_per_step(found | given))
-    cheap = _muon_tokens(run) * run.model.hidden_size <= _tokens_per_step(found | given)
+    pays = _always_muon(run) or _MUON_TOKENS * run.model.hidden_size <= _tokens_per_step(found | given)
     allowed = run.start is not Start.QUANTIZED and not run.adapters and given.get("optimizer_bits") != 8
-    found["optimizer"] = "muon" if cheap and allowed else "adamw"
+    found["optimizer"] = "muon" if pays and allowed else "adamw"
     steps = (found | given).get("steps", TrainConfig.steps)
     found["learning_rate"], found["muon_learning_rate"] = peak_rates(run, (found | given)["optimizer"], steps)
     return found | {
@@ -220,23 +220,21 @@ def _derived(run: Run, tokens: int | None, given: JsonObject) -> JsonObject:
     }
 
 
-def _muon_tokens(run: Run) -> int:
-    """Least tokens per channel of a step that Muon pays in; it takes 3 * channels / tokens of the products' time."""
-    new = run.start in (Start.RANDOM, Start.BARELY_TRAINED)
-    return 4 if new and run.model.hidden_size <= _MUON_WIDTH else 8
+def _always_muon(run: Run) -> bool:
+    """Whether Muon pays in steps of any size, although it may take longer than the products."""
+    return run.model.hidden_size <= _MUON_WIDTH.get(run.start, 0)
 
 
 def _batches(tokens: int, sequence: int, run: Run, given: JsonObject) -> dict[str, int]:
     """Sequences of a batch and batches of a step, for a run of `tokens` in sequences of `sequence`."""
     wanted = tokens / LEAST_STEPS
-    cheap = 2 ** math.ceil(math.log2(_muon_tokens(run) * run.model.hidden_size))
+    per_channel = _FEWER_MUON_TOKENS if _always_muon(run) else _MUON_TOKENS
+    cheap = 2 ** math.ceil(math.log2(per_channel * run.model.hidden_size))
     if _DEFAULTS[run.start].short_steps:
         wanted = min(wanted, max(tokens / _MANY_STEPS, cheap))
     least = _LEAST_TOKENS_PER_STEP
     if run.start is Start.PRUNED or (run.start is Start.BARELY_TRAINED and cheap < least):
         least = cheap if cheap <= least else least // 2
-    if _muon_tokens(run) < 8 and given.get("optimizer") != "adamw" and given.get("optimizer_bits") != 8:
-        least = max(least, cheap)  # AdamW alone gains more from more steps
     rows = max(1, 2 ** math.floor(math.log2(min(_MOST_TOKENS_PER_STEP, max(least, wanted)))) // sequence)
     batch_size = given.get("batch_size", max(1, min(TrainConfig.batch_size, rows // given.get("accumulation", 1))))
     return {"batch_size": batch_size, "accumulation": max(1, rows // batch_size)}

@@ -250,7 +250,7 @@ def test_what_several_processes_cannot_do_is_refused(cli: CommandLine, monkeypat
     ("settings", "count", "busy", "step"),
     # Sixteen sequences a step: eight processes have two each, and two pairs of them eight, four at once.
     [
-        ({}, 1, 1, {"batch": 4}),
+        ({"optimizer": "muon"}, 1, 1 / (1 + 3 * 768 / 8_192), {"batch": 4, "optimizer": "muon"}),
         ({}, 8, 8, {"batch": 2}),
         ({"shard": True}, 2, 2, {"batch": 4, "shards": 2}),
         ({"shard": True, "tensor_parallel": 2}, 4, 4, {"batch": 4, "shards": 4, "tensor_parallel": 2}),
