@@ -131,9 +131,8 @@ _DEFAULTS = {
 }
 DOCUMENTED_DROPOUT = 0.1
 """Dropout of a new model in the documented set-up; presets have none."""
-LEAST_STEPS = 200
-"""Least steps of a run that reads 1,024 tokens a step: at equal tokens, more steps help most (docs/results)."""
-_MANY_STEPS, _LONG_RUN = 800, 1_000
+# Of a run that can read 1,024 tokens or more a step: at equal tokens, more steps help most (docs/results).
+_LEAST_STEPS, _MANY_STEPS, _LONG_RUN = 200, 800, 1_000
 _WARMUP_FRACTION, _MOST_WARMUP = 0.05, 50
 _RATE_PARAMETERS, _LEAST_PARAMETERS = 1e8, 1e6
 _MUON_TOKENS, _FEWER_MUON_TOKENS = 8, 4  # of a step per channel, so that Muon is cheap; the latter for new weights
@@ -151,7 +150,7 @@ def peak_rates(run: Run, optimizer: str = "adamw", steps: int = _LONG_RUN) -> tu
     alone = optimizer == "adamw" and not run.already_trained
     size = max(run.model.parameters, _LEAST_PARAMETERS)
     scale = math.sqrt(_RATE_PARAMETERS / size) * (_ADAPTER_RATIO if run.adapters else 1.0)
-    scale *= min(defaults.short_run, max(1.0, (LEAST_STEPS if alone else _LONG_RUN) / max(1, steps)))
+    scale *= min(defaults.short_run, max(1.0, (_LEAST_STEPS if alone else _LONG_RUN) / max(1, steps)))
     return float(f"{(defaults.adamw_alone if alone else defaults.adamw) * scale:.2g}"), defaults.muon
 
 
@@ -227,7 +226,7 @@ def _always_muon(run: Run) -> bool:
 
 def _batches(tokens: int, sequence: int, run: Run, given: JsonObject) -> dict[str, int]:
     """Sequences of a batch and batches of a step, for a run of `tokens` in sequences of `sequence`."""
-    wanted = tokens / LEAST_STEPS
+    wanted = tokens / _LEAST_STEPS
     per_channel = _FEWER_MUON_TOKENS if _always_muon(run) else _MUON_TOKENS
     cheap = 2 ** math.ceil(math.log2(per_channel * run.model.hidden_size))
     if _DEFAULTS[run.start].short_steps:

@@ -102,7 +102,7 @@ def train(
     from sportsllm.models.presets import changed_shape
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.processors import use_processor
-    from sportsllm.text.documents import held_out_setting, left_out, take_reading
+    from sportsllm.text.documents import held_out_setting, left_out, take_reading, tokens_per_parameter
     from sportsllm.text.split import load_corpus
     from sportsllm.text.tokenizer import load_tokenizer
     from sportsllm.text.tokenizer_training import check_vocabulary
@@ -127,8 +127,9 @@ def train(
         origin |= _given(shape=changes or None, digits=None if digits == "grouped" else digits)
     shape = shape if rope_scaling is None else with_rope_scaling(shape, rope_scaling)
     given = {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
-    run = Run(Start.RANDOM if checkpoint is None else Start.TRAINED, shape, lora_rank is not None)
-    config = train_config(run, tokens, pick(found, TRAINING) | given, seed=seed, staged=True)
+    start = Start.RANDOM if checkpoint is None or tokens_per_parameter(checkpoint) == 0 else Start.TRAINED
+    run, asked = Run(start, shape, lora_rank is not None), pick(found, TRAINING) | given
+    config = train_config(run, tokens, asked, seed=seed, staged=True)
     log_cost(shape, config)
     training, held_out = (corpus, valid or []) if corpus else _default_text(checkpoint, valid)
     unread = left_out(held_out, *checkpoints)

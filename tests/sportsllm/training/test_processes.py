@@ -135,7 +135,7 @@ def test_processes_that_start_again_take_the_rates_of_the_first(
 ) -> None:
     """The folder of the run, where the trials' scores are, is the first process's alone."""
     words = arguments(corpus_file, tmp_path / "start")
-    assert cli(*words, "--steps", "0")[0] == 0
+    assert cli(*words, "--steps", "1")[0] == 0
     words = ["train", str(tmp_path / "start"), "--corpus", str(corpus_file), "--out", str(tmp_path / "out")]
     words += ["--steps", "400", "--batch-size", "2", "--sequence", "16", "--set", "accumulation=1"]
     said = forked("2:12,2:14", *words, timeout=100)
