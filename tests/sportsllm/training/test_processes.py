@@ -37,6 +37,7 @@ MODEL = "layers=1 hidden=32 heads=2 intermediate=48 precision=fp32 optimizer=ada
 def arguments(corpus: Path, out: Path) -> list[str]:
     settings = [word for pair in MODEL.split() for word in ("--set", pair)]
     run = ["--steps", STEPS, "--batch-size", 4, "--sequence", 32, "--vocab-size", 300, "--context", 64]
+    run += ["--learning-rate", 0.003]
     return list(map(str, ["train", "--model", "tiny-300k", "--corpus", corpus, "--out", out, *settings, *run]))
 
 

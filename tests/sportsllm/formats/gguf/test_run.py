@@ -184,8 +184,7 @@ def test_a_file_that_weights_stay_in_may_be_a_link_but_not_another(
     (tmp_path / "model.gguf").symlink_to(file)
     convert_gguf(tmp_path / "model.gguf", out := tmp_path / "out")
     same_logits(shutil.copytree(out, tmp_path / "copy"), llama)
-    config = load_config(out)
-    assert choose_start(str(out), None, out) == Checkpoint(config, [out])
+    assert choose_start(str(out), None, out) == Checkpoint(load_config(out), [out], weights="trained weights")
     assert stored_format(out).file_bytes is None and directory_bytes(out) == file.stat().st_size
     whole = file.read_bytes()
     for changed, age in ((whole[:-1] + b"\x01", 60), (whole + b"\x01", -60)):
