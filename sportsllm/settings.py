@@ -51,7 +51,7 @@ TRAINING: Group = {
     "weight_decay": Setting(float, "Weight decay", "0.1; 0 for pruned and quantized weights", 0),
     "clip_norm": Setting(float, "Gradient norm above which gradients are clipped", "1", 0),
     "muon_learning_rate": Setting(float, "Peak learning rate of Muon", "from the initial weights and from trials", 0),
-    "muon_momentum": Setting(float, "Momentum of Muon", "0.95; 0.9 for random, 0.93 for pruned weights", 0, 0.999),
+    "muon_momentum": Setting(float, "Momentum of Muon", "0.95; 0.9 for new, 0.93 for pruned weights", 0, 0.999),
     "muon_nesterov": Setting(bool, "Nesterov momentum in Muon", "true"),
     "checkpoint_activations": Setting(bool, "Recompute activations in the backward pass to save memory", "false"),
     "shard": Setting(bool, "Shard weights, gradients and optimizer states over several processes", "false"),

@@ -121,9 +121,9 @@ class _Defaults:
 
 
 # Measured on 0.3M to 3M parameters, pruned weights also on 116M (docs/how-it-works/training.md).
-_UNTRAINED = _Defaults(1e-3, 0.02, 3e-4, short_steps=True, short_run=5.0)
+_UNTRAINED = _Defaults(1e-3, 0.02, 3e-4, momentum=0.9, short_steps=True, short_run=5.0)
 _DEFAULTS = {
-    Start.RANDOM: replace(_UNTRAINED, momentum=0.9, validations=2),
+    Start.RANDOM: replace(_UNTRAINED, validations=2),
     Start.BARELY_TRAINED: _UNTRAINED,
     Start.TRAINED: _Defaults(1e-4, 0.007, 1e-4),
     Start.PRUNED: _Defaults(1e-4, 0.005, 3e-4, momentum=0.93, weight_decay=0.0, validations=2, short_steps=True),
@@ -136,7 +136,7 @@ _LEAST_STEPS, _MANY_STEPS, _LONG_RUN = 200, 800, 1_000
 _WARMUP_FRACTION, _MOST_WARMUP = 0.05, 50
 _RATE_PARAMETERS, _LEAST_PARAMETERS = 1e8, 1e6
 _MUON_TOKENS, _FEWER_MUON_TOKENS = 8, 4  # of a step per channel, so that Muon is cheap; the latter for new weights
-_MUON_WIDTH = {Start.RANDOM: 768, Start.BARELY_TRAINED: 512}  # up to which Muon pays even if it is slow
+_MUON_WIDTH = 768  # up to which Muon pays for new weights even if it is slow; measured at 576 and 1,024
 _ADAPTER_RATIO = 10.0  # adapters start at zero and reach their size in a few steps
 
 
@@ -221,7 +221,7 @@ def _derived(run: Run, tokens: int | None, given: JsonObject) -> JsonObject:
 
 def _always_muon(run: Run) -> bool:
     """Whether Muon pays in steps of any size, although it may take longer than the products."""
-    return run.model.hidden_size <= _MUON_WIDTH.get(run.start, 0)
+    return run.start in (Start.RANDOM, Start.BARELY_TRAINED) and run.model.hidden_size <= _MUON_WIDTH
 
 
 def _batches(tokens: int, sequence: int, run: Run, given: JsonObject) -> dict[str, int]:

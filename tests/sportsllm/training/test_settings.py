@@ -104,8 +104,8 @@ def test_muon_where_it_pays() -> None:
         return Run(start, LARGE.with_changes(hidden_size=width))
 
     pruned = Run(Start.PRUNED, LARGE)
-    cheap = SMALL, at(Start.RANDOM, 768), at(Start.BARELY_TRAINED, 512)
-    dear = at(Start.RANDOM, 832), at(Start.BARELY_TRAINED, 576), Run(Start.TRAINED, TINY, adapters=True)
+    cheap = SMALL, at(Start.RANDOM, 768), at(Start.BARELY_TRAINED, 768)
+    dear = at(Start.RANDOM, 832), at(Start.BARELY_TRAINED, 832), Run(Start.TRAINED, TINY, adapters=True)
     for runs, optimizer in ((cheap, "muon"), ((pruned, Run(Start.QUANTIZED, TINY), *dear), "adamw")):
         assert {train_config(run, 100_000, {}).optimizer for run in runs} == {optimizer}
     assert train_config(pruned, None, {}).optimizer == "muon"  # 8,192 tokens a step instead of 1,024
@@ -127,7 +127,7 @@ def test_runs_are_validated_on_the_way_good_starts_more_often(capsys: pytest.Cap
         assert config.sequence == 256
         assert config.validate_every == -(-config.steps // (2 if start in (Start.RANDOM, Start.PRUNED) else 4))
         assert config.weight_decay == (0.0 if start in (Start.PRUNED, Start.QUANTIZED) else 0.1)
-        assert config.muon_momentum == {Start.RANDOM: 0.9, Start.PRUNED: 0.93}.get(start, 0.95)
+        assert config.muon_momentum == dict(zip(Start, (0.9, 0.9, 0.95, 0.93, 0.95), strict=True))[start]
         line = capsys.readouterr().err.replace("\n", " ")
         assert f"training from {start.value}" in line and f"Muon {config.muon_learning_rate:g}" in line
 
