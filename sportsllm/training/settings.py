@@ -147,7 +147,7 @@ def peak_rates(run: Run, optimizer: str = "adamw", steps: int = _LONG_RUN) -> tu
     every matrix, so its rate does not. Below 1,000 `steps` of new weights AdamW's rises in proportion; alone below 200.
     """
     defaults = _DEFAULTS[run.start]
-    alone = optimizer == "adamw" and not run.already_trained
+    alone = optimizer == "adamw" and not (run.already_trained and run.start is Start.PRUNED)
     size = max(run.model.parameters, _LEAST_PARAMETERS)
     scale = math.sqrt(_RATE_PARAMETERS / size) * (_ADAPTER_RATIO if run.adapters else 1.0)
     scale *= min(defaults.short_run, max(1.0, (_LEAST_STEPS if alone else _LONG_RUN) / max(1, steps)))

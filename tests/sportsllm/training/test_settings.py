@@ -93,7 +93,7 @@ def test_rates_follow_from_start_and_size() -> None:
     for start, (alone, _) in zip((Start.RANDOM, Start.BARELY_TRAINED), starts, strict=False):
         new = [train_config(Run(start, TINY), None, {"steps": steps}).learning_rate for steps in (1, 200, 500, 1_000)]
         assert new == pytest.approx([ratio * 10 / 3 * alone for ratio in (5, 5, 2, 1)], rel=0.05)
-        by_itself = [peak_rates(Run(start, TINY), steps=steps)[0] for steps in (1, 50, 100, 200)]
+        by_itself = [peak_rates(Run(start, TINY, already_trained=True), steps=n)[0] for n in (1, 50, 100, 200)]
         assert by_itself == pytest.approx([ratio * alone for ratio in (5, 4, 2, 1)], rel=0.05)
     already_trained = Run(Start.PRUNED, TINY, already_trained=True)
     assert train_config(already_trained, 300_000, {"optimizer": "adamw"}).learning_rate == cut["muon"]
